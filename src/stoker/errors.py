@@ -1,0 +1,29 @@
+"""What goes wrong, in words a user can act on: the number, the cause, the remedy."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "DependencyError", "SchemaError", "StokerError"]
+
+
+class StokerError(ValueError):
+    """Base of every error that a user can mend. The command line prints it without a traceback."""
+
+
+class ConfigError(StokerError):
+    """A setting that cannot work, or settings that contradict each other."""
+
+
+class SchemaError(StokerError):
+    """A schema file or recipe that does not describe the data."""
+
+
+class DataError(StokerError):
+    """An input file or dataset directory that cannot be read as what it claims to be."""
+
+
+class CheckpointError(StokerError):
+    """A checkpoint that is damaged, incomplete, or belongs to another model."""
+
+
+class DependencyError(StokerError, ImportError):
+    """An optional package is missing; the message says which and how to install it."""
