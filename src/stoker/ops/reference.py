@@ -1,0 +1,250 @@
+"""The definition of every operation, in plain PyTorch. Other back ends must equal it, forward and gradient.
+
+Legend: B examples, F features, L ids in all, D columns, C rows in fast memory, U distinct rows of a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from stoker.ops.rule import RowRule
+
+__all__ = [
+    "addresses",
+    "bag_lengths",
+    "counter_bits",
+    "derive_key",
+    "distinct_gradients",
+    "dot_interaction",
+    "init_rows",
+    "lookup",
+    "per_sample_weight_gradient",
+    "row_norm_squared",
+    "stochastic_round",
+    "update_rows",
+]
+
+# The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+_LANES = 16  # width of the fixed summation tree in row_norm_squared
+
+
+def derive_key(seed: int, *labels: str | int) -> int:
+    """A signed 64-bit key for one purpose, so that no two tables or purposes share random numbers."""
+    text = "\x1f".join([str(seed), *map(str, labels)]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
+    """64 random bits for each ``counter`` (int64): SplitMix64 as a counter-based generator.
+
+    A value depends on (key, counter) only, so any placement, rank or order of work draws the same numbers.
+    """
+    z = (counter + 1) * _GOLDEN + key
+    z = (z ^ _shift_right(z, 30)) * _MIX1
+    z = (z ^ _shift_right(z, 27)) * _MIX2
+    return z ^ _shift_right(z, 31)
+
+
+def init_rows(key: int, start: int, stop: int, dim: int, scale: float) -> Tensor:
+    """Rows ``start..stop`` of a table, uniform in [-scale, scale): [stop - start, dim] float32.
+
+    Row i does not depend on the range it is asked in, so tables can be filled lazily and in parts.
+    """
+    counter = torch.arange(start * dim, stop * dim, dtype=torch.int64)
+    unit = _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0  # [-1, 1), exact
+    return (unit * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
+
+
+def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
+    """Row addresses [L] int64: each id plus the first row of its feature's table.
+
+    ``ids`` is [B, F] (one id a bag) or flat [L] with ``offsets`` [B * F + 1]; ``bases`` is [F] int64.
+    """
+    if offsets is None:
+        return (ids.to(torch.int64) + bases).reshape(-1)
+    feature = torch.arange(len(offsets) - 1, device=ids.device) % len(bases)
+    return ids.to(torch.int64) + torch.repeat_interleave(bases[feature], bag_lengths(offsets))
+
+
+def bag_lengths(offsets: Tensor) -> Tensor:
+    """Ids in each bag: [bags] int64."""
+    return offsets[1:] - offsets[:-1]
+
+
+def _bag_of(offsets: Tensor) -> Tensor:
+    lengths = bag_lengths(offsets)
+    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+
+
+def _add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
+    """``into[target[k]] += values[k]`` for k = 0, 1, ...: the order of float additions is part of the result."""
+    if len(target) == 0:
+        return into
+    order = torch.argsort(target, stable=True)
+    grouped, counts = torch.unique_consecutive(target[order], return_counts=True)
+    start = torch.cumsum(counts, 0) - counts
+    for rank in range(int(counts.max())):
+        live = counts > rank
+        into[grouped[live]] += values[order[start[live] + rank]]
+    return into
+
+
+def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor:
+    """Per-occurrence values [L, D] times their per-sample weight, or 1/len(bag) under mean pooling."""
+    if weights is not None:
+        return values * weights.to(values.dtype).unsqueeze(1)
+    if mean and offsets is not None:
+        lengths = bag_lengths(offsets)
+        return values * (1.0 / lengths.to(torch.float32)).to(values.device)[_bag_of(offsets)].unsqueeze(1)
+    return values
+
+
+def lookup(
+    weight: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None = None, *, mean: bool = False
+) -> Tensor:
+    """Pooled rows: [bags, D] float32; an empty bag gives zeros. Equals ``nn.EmbeddingBag``.
+
+    ``weight`` [C, D] float32 or bfloat16, ``rows`` [L] int64, ``offsets`` [bags + 1] or None (one row a bag).
+    A bag is summed in order of occurrence; its mean is the sum times 1/len.
+    """
+    picked = weight[rows].to(torch.float32)
+    if weights is not None:
+        picked = picked * weights.to(torch.float32).unsqueeze(1)
+    if offsets is None:
+        return picked
+    pooled = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32, device=weight.device)
+    _add_in_order(pooled, _bag_of(offsets), picked)
+    if mean:
+        pooled *= (1.0 / bag_lengths(offsets).clamp(min=1).to(torch.float32)).unsqueeze(1)
+    return pooled
+
+
+def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+    """Gradient of the per-sample weights: [L] float32, the dot product of each row with its bag's gradient."""
+    grads = grad if offsets is None else grad[_bag_of(offsets)]
+    return (grads.to(torch.float32) * weight[rows].to(torch.float32)).sum(1)
+
+
+def distinct_gradients(
+    rows: Tensor, offsets: Tensor | None, weights: Tensor | None, grad: Tensor, *, mean: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a batch [U] (ascending) and the gradient of each [U, D] float32.
+
+    Duplicates are summed in order of occurrence, starting from +0.0: this fixes the result to the bit.
+    """
+    grads = grad.to(torch.float32)
+    if offsets is not None:
+        grads = grads[_bag_of(offsets)]
+    grads = _scaled(grads, offsets, weights, mean)
+    distinct, inverse = torch.unique(rows, return_inverse=True)
+    total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
+    return distinct, _add_in_order(total, inverse, grads)
+
+
+def row_norm_squared(values: Tensor) -> Tensor:
+    """Sum of squares of each row [U] float32, in one fixed order.
+
+    Sixteen lanes add every 16th element in order, then fold in halves: the order a 16-wide vector unit likes,
+    written out so that every back end gives the same bits.
+    """
+    squares = values * values
+    pad = -squares.shape[1] % _LANES
+    squares = torch.nn.functional.pad(squares, (0, pad)).view(len(values), -1, _LANES)
+    lanes = torch.zeros(len(values), _LANES, dtype=values.dtype, device=values.device)
+    for chunk in range(squares.shape[1]):
+        lanes = lanes + squares[:, chunk]
+    width = _LANES
+    while width > 1:
+        width //= 2
+        lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    return lanes[:, 0]
+
+
+def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 to bfloat16, up or down with probability by distance; ``bits`` int64 supplies the randomness.
+
+    Not-a-number and infinity pass through unchanged.
+    """
+    raw = values.contiguous().view(torch.int32)
+    low = _shift_right(bits, 48).to(torch.int32)
+    rounded = ((raw + low) & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def _f32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def update_rows(
+    weight: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    grad: Tensor,
+    rule: RowRule,
+    *,
+    rounding: Tensor | None = None,
+) -> None:
+    """Update ``weight[rows]`` and its state in place; ``rows`` [U] are distinct, ``grad`` [U, D] their gradients.
+
+    ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights. Formulas: :mod:`stoker.optim`.
+    """
+    w = weight[rows].to(torch.float32)
+    g = grad
+    if rule.clip_value != math.inf:
+        g = g.clamp(-_f32(rule.clip_value), _f32(rule.clip_value))
+    if rule.clip_norm != math.inf:
+        limit = _f32(rule.clip_norm)
+        norm = row_norm_squared(g).sqrt()
+        scale = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+        g = g * scale.unsqueeze(1)
+    if rule.weight_decay:
+        g = g + w * _f32(rule.weight_decay)
+    lr, eps = _f32(rule.lr), _f32(rule.eps)
+    if rule.kind == "sgd":
+        w = w - g * lr
+    elif rule.kind == "adagrad":
+        total = state["sum"][rows] + g * g
+        state["sum"][rows] = total
+        w = w - (g * lr) / (total.sqrt() + eps)
+    elif rule.kind == "rowwise_adagrad":
+        mean = row_norm_squared(g) * _f32(1.0 / weight.shape[1])
+        total = state["sum"][rows] + mean
+        state["sum"][rows] = total
+        w = w - g * (lr / (total.sqrt() + eps)).unsqueeze(1)
+    elif rule.kind == "adam":
+        m = state["exp_avg"][rows] * _f32(rule.beta1) + g * _f32(1.0 - rule.beta1)
+        v = state["exp_avg_sq"][rows] * _f32(rule.beta2) + (g * g) * _f32(1.0 - rule.beta2)
+        state["exp_avg"][rows] = m
+        state["exp_avg_sq"][rows] = v
+        step = _f32(rule.lr / rule.bias1)
+        w = w - (m * step) / (v.sqrt() * _f32(1.0 / math.sqrt(rule.bias2)) + eps)
+    else:
+        raise ValueError(f"row rule {rule.kind!r} is unknown")
+    if weight.dtype == torch.bfloat16:
+        assert rounding is not None, "bfloat16 rows need random bits"
+        weight[rows] = stochastic_round(w, rounding)
+    else:
+        weight[rows] = w
+
+
+def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
+    """DLRM's pairwise interaction (Naumov et al. 2019): [B, D + (F + 1) * F / 2].
+
+    ``dense`` [B, D] and ``embedded`` [B, F, D] stack to Z; the strictly lower triangle of Z Z^T, row by row, follows
+    the dense vector.
+    """
+    z = torch.cat([dense.unsqueeze(1), embedded.to(dense.dtype)], dim=1)
+    products = torch.bmm(z, z.transpose(1, 2))
+    row, column = torch.tril_indices(z.shape[1], z.shape[1], offset=-1, device=z.device)
+    return torch.cat([dense, products[:, row, column]], dim=1)
