@@ -1,0 +1,247 @@
+"""A prepared dataset on disk: a directory with a manifest, vocabularies, counts and shards.
+
+The manifest is written last. Where it is, the dataset is whole; where it is missing, preparing was interrupted.
+Opening reads the manifest and looks at file sizes; shards are mapped when first used. Needs torch, numpy and
+safetensors only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from stoker.data.features import FeatureSpec
+from stoker.data.shards import ShardInfo, atomic_file, hash_file, write_shard
+from stoker.data.split import Split
+from stoker.errors import DataError, SchemaError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "SPLITS",
+    "Dataset",
+    "ShardInfo",
+    "Split",
+    "atomic_file",
+    "canonical_json",
+    "describe_file",
+    "hash_file",
+    "hash_schema",
+    "read_manifest",
+    "write_counts",
+    "write_manifest",
+    "write_shard",
+]
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "valid", "test")
+_MANIFEST = "manifest.json"
+_NEEDED = ("format_version", "features", "schema_hash", "splits")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def hash_schema(schema: Mapping[str, Any]) -> str:
+    """The manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
+    return hashlib.sha256(canonical_json(schema).encode()).hexdigest()
+
+
+def describe_file(path: str | Path) -> dict[str, Any]:
+    """The manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
+    size, digest = hash_file(path)
+    return {"bytes": size, "sha256": digest}
+
+
+def write_counts(directory: str | Path, counts: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write ``counts.safetensors`` (table -> [num_embeddings] int64) and return its manifest entry."""
+    path = Path(directory) / "counts.safetensors"
+    with atomic_file(path) as file:
+        file.write(save({name: counts[name].to(torch.int64).contiguous() for name in sorted(counts)}))
+    return describe_file(path)
+
+
+def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
+    """Write ``manifest.json`` atomically. Call it last: its presence declares the dataset whole.
+
+    Raises:
+        DataError: a manifest without the keys that opening needs, or a full disk.
+    """
+    values = {"kind": "dataset", "format_version": FORMAT_VERSION, **manifest}
+    if missing := [key for key in _NEEDED if key not in values]:
+        raise DataError(f"the manifest of {directory} lacks {missing}; it would not open again.")
+    text = json.dumps(values, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    with atomic_file(Path(directory) / _MANIFEST) as file:
+        file.write(text.encode() + b"\n")
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """The manifest of a dataset directory.
+
+    Raises:
+        DataError: no dataset there, an unfinished or garbled one, or one of a newer format.
+    """
+    directory = Path(directory)
+    path = directory / _MANIFEST
+    if not directory.is_dir():
+        raise DataError(
+            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {directory}"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{directory} has no manifest.json: it is no dataset, or preparing it was interrupted. "
+            "Run the same stoker prepare command again; finished parts are kept."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+    if not isinstance(manifest, dict) or manifest.get("kind", "dataset") != "dataset":
+        kind = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
+        raise DataError(f"{path} describes a {kind}, not a dataset.")
+    version = manifest.get("format_version")
+    if not isinstance(version, int):
+        raise DataError(f"{path} has no format_version: it is not the manifest of a dataset.")
+    if version > FORMAT_VERSION:
+        raise DataError(
+            f"{directory} has dataset format {version}, this Stoker reads up to {FORMAT_VERSION}. "
+            "Update Stoker, or prepare the dataset again with this version."
+        )
+    if missing := [key for key in _NEEDED if key not in manifest]:
+        raise DataError(f"{path} lacks {missing}. Prepare the dataset again.")
+    return manifest
+
+
+class Dataset:
+    """A dataset directory, opened for reading.
+
+    Args:
+        path: the directory that ``stoker prepare`` wrote.
+
+    Raises:
+        DataError: missing, unfinished or newer dataset; a file that is missing or has the wrong size.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        try:
+            self.schema = FeatureSpec.from_dict(self.manifest["features"])
+            self._splits = {
+                name: Split(self.path, name, entry, self.schema, self.schema_hash)
+                for name, entry in self.manifest["splits"].items()
+            }
+        except (KeyError, TypeError, AttributeError, SchemaError) as error:
+            raise DataError(
+                f"{self.path / _MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
+            ) from error
+        for file, expected in self._files():
+            self._check_size(file, int(expected["bytes"]))
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name} {len(split):,}" for name, split in self._splits.items())
+        return f"Dataset({str(self.path)!r}: {rows} rows)"
+
+    @property
+    def schema_hash(self) -> str:
+        """sha256 of the schema the data was prepared by."""
+        return str(self.manifest["schema_hash"])
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits by name, in the order train, valid, test."""
+        return {name: self.split(name) for name in SPLITS if name in self._splits}
+
+    @property
+    def train(self) -> Split:
+        """The rows that vocabularies and statistics were fitted on."""
+        return self.split("train")
+
+    @property
+    def valid(self) -> Split:
+        """The rows for choosing settings."""
+        return self.split("valid")
+
+    @property
+    def test(self) -> Split:
+        """The rows for the final figure."""
+        return self.split("test")
+
+    def split(self, name: str) -> Split:
+        """One split by name.
+
+        Raises:
+            DataError: the dataset was prepared without it.
+        """
+        if name not in self._splits:
+            raise DataError(f"{self.path} has no split {name!r}, only {', '.join(self._splits)}.")
+        return self._splits[name]
+
+    @cached_property
+    def counts(self) -> dict[str, Tensor]:
+        """Training occurrences by id: table -> [num_embeddings] int64 (id 0 = out of vocabulary)."""
+        path = self.path / "counts.safetensors"
+        try:
+            counts: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+        for table, rows in self.schema.num_embeddings.items():
+            if table not in counts or counts[table].shape != (rows,):
+                found = list(counts[table].shape) if table in counts else "nothing"
+                raise DataError(
+                    f"{path}: table {table} has counts {found}, expected [{rows}]. Prepare the dataset again."
+                )
+        return counts
+
+    def verify(self) -> int:
+        """Re-hash every file and check every id against its table.
+
+        Returns:
+            The number of files checked.
+
+        Raises:
+            DataError: naming the first damaged file, what was expected and what was found.
+        """
+        checked = 0
+        for file, expected in self._files():
+            self._check_size(file, int(expected["bytes"]))
+            _, digest = hash_file(self.path / file)
+            if digest != expected["sha256"]:
+                raise DataError(
+                    f"{self.path / file} was altered: sha256 {digest[:16]}..., the manifest says "
+                    f"{str(expected['sha256'])[:16]}... Restore it from a copy, or prepare the dataset again."
+                )
+            checked += 1
+        for split in self._splits.values():
+            split.check_ids()
+        return checked
+
+    def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
+        shards = [
+            (shard["file"], shard) for split in self._splits.values() for shard in split.entry["shards"]
+        ]
+        return shards + list(self.manifest.get("files", {}).items())
+
+    def _check_size(self, file: str, expected: int) -> None:
+        try:
+            found = (self.path / file).stat().st_size
+        except OSError as error:
+            raise DataError(
+                f"{self.path / file} is missing; the manifest lists it with {expected:,} bytes. "
+                "Restore it from a copy, or prepare the dataset again."
+            ) from error
+        if found != expected:
+            raise DataError(
+                f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated or altered. "
+                "Restore it from a copy, or prepare the dataset again."
+            )

@@ -1,0 +1,277 @@
+"""Shard files: up to 2**20 rows as plain safetensors, written whole or not at all, read through a memory map.
+
+The writer and the header parser are our own because the library copies every array on its way out and in, and a
+split may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
+
+Legend: n rows of the shard, F features, L ids in all.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.errors import DataError
+from stoker.units import format_size
+
+__all__ = ["SHARD_ROWS", "MappedShard", "ShardInfo", "atomic_file", "hash_file", "open_shard", "write_shard"]
+
+SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
+_CHUNK = 2**22  # bytes hashed or written at a time
+_DTYPES = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 2**20  # bytes; ours take some hundred
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """What the manifest records of one shard."""
+
+    file: str  # "train/00000.safetensors": the last two parts of its path
+    rows: int
+    bytes: int
+    sha256: str  # hex digest of the whole file
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"file": self.file, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256}
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file that appears under ``path`` complete and on disk when the block ends, or not at all.
+
+    Raises:
+        DataError: the disk has no room.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"no room left on the disk of {path.parent} while writing {path.name}. "
+                "Free some space or choose another --out; nothing half-written was kept."
+            ) from error
+        raise
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """Size in bytes and sha256 of a file, read a few MiB at a time."""
+    digest, size = hashlib.sha256(), 0
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return size, digest.hexdigest()
+
+
+def write_shard(
+    path: str | Path,
+    *,
+    dense: npt.NDArray[np.float32],  # [n, num_dense] float32
+    labels: npt.NDArray[np.float32],  # [n] float32
+    ids: npt.NDArray[np.integer],  # [n, F], or flat [L] sample-major with lengths and row_offsets
+    lengths: npt.NDArray[np.int32] | None = None,  # [n, F] int32
+    row_offsets: npt.NDArray[np.int64] | None = None,  # [n + 1] int64
+) -> ShardInfo:
+    """Write one shard atomically and say what the manifest must record of it.
+
+    The same arrays give the same bytes on every machine.
+
+    Raises:
+        DataError: arrays whose shapes or types do not form a shard, or a full disk.
+    """
+    path = Path(path)
+    arrays: dict[str, npt.NDArray[Any]] = {"dense": dense, "ids": ids, "labels": labels}
+    if lengths is not None and row_offsets is not None:
+        arrays |= {"lengths": lengths, "row_offsets": row_offsets}
+    elif lengths is not None or row_offsets is not None:
+        raise DataError(
+            f"shard {path.name}: lengths and row_offsets belong together; one of them is missing."
+        )
+    shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    if problem := _problem(shapes):
+        raise DataError(f"shard {path.name}: {problem}.")
+    if row_offsets is not None and lengths is not None and len(labels):
+        if row_offsets[0] != 0 or not np.array_equal(
+            np.diff(row_offsets), lengths.sum(axis=1, dtype=np.int64)
+        ):
+            raise DataError(f"shard {path.name}: row_offsets are not the running sum of the lengths.")
+        if row_offsets[-1] != len(ids):
+            raise DataError(
+                f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
+            )
+    # Wide types first keeps every tensor aligned without gaps, which the format forbids.
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header, end = {}, 0
+    for name in order:
+        array = arrays[name]
+        header[name] = {
+            "dtype": _NAMES[array.dtype.newbyteorder("<")],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
+    digest, size = hashlib.sha256(), 0
+    with atomic_file(path) as file:
+        for part in (len(text).to_bytes(8, "little") + text, *(_bytes_of(arrays[name]) for name in order)):
+            view = memoryview(part)
+            for start in range(0, len(view), _CHUNK):
+                digest.update(view[start : start + _CHUNK])
+                file.write(view[start : start + _CHUNK])
+            size += len(view)
+    return ShardInfo(
+        file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest()
+    )
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return memoryview(little.reshape(-1).view(np.uint8))
+
+
+def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
+    """Why these tensors are no shard; None where they are."""
+    sequence = "lengths" in shapes
+    expected = {"dense": (["f4"], 2), "labels": (["f4"], 1), "ids": (["i4", "i8"], 1 if sequence else 2)}
+    if sequence:
+        expected |= {"lengths": (["i4"], 2), "row_offsets": (["i8"], 1)}
+    if set(shapes) != set(expected):
+        return f"it holds the tensors {sorted(shapes)}, expected {sorted(expected)}"
+    for name, (types, axes) in expected.items():
+        dtype, shape = shapes[name]
+        if dtype.str[1:] not in types or len(shape) != axes:
+            return f"{name} is {dtype.name} of shape {list(shape)}, expected {' or '.join(types)} with {axes} axes"
+    rows = {name: shapes[name][1][0] for name in expected if name != "ids" or not sequence}
+    if sequence:
+        rows["row_offsets"] -= 1
+    if len(set(rows.values())) > 1:
+        return f"its tensors disagree on the number of rows: {rows}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedShard:
+    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
+
+    path: Path
+    rows: int
+    map: mmap.mmap
+    dense: npt.NDArray[np.float32]  # [n, num_dense]
+    labels: npt.NDArray[np.float32]  # [n]
+    ids: npt.NDArray[np.integer]  # [n, F] or [L]
+    lengths: npt.NDArray[np.int32] | None  # [n, F]
+    row_offsets: npt.NDArray[np.int64] | None  # [n + 1]
+    starts: Mapping[str, int]  # tensor name -> byte where it starts in the file
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the kernel to read rows [start, stop) soon; returns at once."""
+        if not hasattr(self.map, "madvise"):
+            return
+        for name, origin in self.starts.items():
+            array = getattr(self, name)
+            first, last = start, stop
+            if name == "ids" and self.row_offsets is not None:
+                first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+            width = array.itemsize * (array.shape[1] if array.ndim == 2 else 1)
+            begin = (origin + first * width) // mmap.PAGESIZE * mmap.PAGESIZE
+            end = min(origin + last * width, len(self.map))
+            if end > begin:
+                self.map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    def release(self) -> None:
+        """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
+        if hasattr(self.map, "madvise"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def open_shard(path: str | Path, *, rows: int) -> MappedShard:
+    """Map one shard. Reads the header only.
+
+    Raises:
+        DataError: not a shard, or one with another number of rows than the manifest says.
+    """
+    path = Path(path)
+    if sys.byteorder != "little":
+        raise DataError(
+            "Stoker's shards are little-endian and mapped as they lie; this machine is big-endian."
+        )
+    try:
+        with path.open("rb") as file:
+            extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
+    except ValueError as error:
+        raise DataError(
+            f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened: {error.strerror}.") from error
+    try:
+        tensors, starts = _views(mapped)
+        problem = _problem({name: (array.dtype, array.shape) for name, array in tensors.items()})
+        if problem is None and len(tensors["labels"]) != rows:
+            problem = f"it holds {len(tensors['labels']):,} rows, the manifest says {rows:,}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is not a shard: {error}. Prepare the dataset again, or restore the file from a copy."
+        ) from error
+    if problem:
+        raise DataError(f"{path} is not the shard it should be: {problem}. Prepare the dataset again.")
+    return MappedShard(
+        path=path,
+        rows=rows,
+        map=mapped,
+        dense=tensors["dense"],
+        labels=tensors["labels"],
+        ids=tensors["ids"],
+        lengths=tensors.get("lengths"),
+        row_offsets=tensors.get("row_offsets"),
+        starts=starts,
+    )
+
+
+def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+    length = int.from_bytes(mapped[:8], "little")
+    if not 2 <= length <= min(_MAX_HEADER, len(mapped) - 8):
+        raise ValueError(f"its header claims {format_size(length)} of {format_size(len(mapped))}")
+    header = json.loads(mapped[8 : 8 + length])
+    tensors, starts = {}, {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= len(mapped) - 8 - length:
+            raise ValueError(f"tensor {name} ends past the file's end")
+        dtype = _DTYPES[entry["dtype"]]
+        flat = np.frombuffer(mapped, dtype, (end - begin) // dtype.itemsize, 8 + length + begin)
+        tensors[name] = flat.reshape(entry["shape"])
+        starts[name] = 8 + length + begin
+    return tensors, starts
