@@ -1,0 +1,375 @@
+"""What a click log means: which column is the label, which are features, how they are typed, filled, split.
+
+A schema is a value: frozen, comparable, hashable by content (:meth:`Schema.hash`), the same in Python, TOML
+and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from stoker.data.features import Feature
+from stoker.data.schema_check import build_schema, choice, fail, positive, read_mapping
+from stoker.errors import SchemaError
+
+__all__ = [
+    "CategoricalColumn",
+    "DenseColumn",
+    "Label",
+    "Schema",
+    "SequenceColumn",
+    "SourceFormat",
+    "Split",
+    "Timestamp",
+]
+
+FORMATS = ("auto", "csv", "parquet", "jsonl")
+VALUE_TYPES = ("hex", "int", "float", "string")
+TIME_TYPES = ("int", "float", "datetime")
+TRANSFORMS = ("log1p", "zscore", "minmax")
+FITTED_TRANSFORMS = ("zscore", "minmax")
+FILLS = ("mean", "median")
+OOV_POLICIES = ("reserved", "drop", "error")
+MISSING_POLICIES = ("oov", "category")
+SPLIT_NAMES = ("train", "valid", "test")
+FILE_TARGETS = (*SPLIT_NAMES, "drop", "halves")
+RULE_KEYS: dict[str, tuple[str, ...]] = {
+    "runs": ("runs",),
+    "time": ("train", "valid", "test"),
+    "hash": ("train", "valid", "test", "column", "seed"),
+    "column": ("column", "values"),
+    "leave_last_out": ("column", "min_rows"),
+    "files": ("files",),
+    "last_touch": ("train", "valid", "test", "column"),
+}
+_LABEL_RULE = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFormat:
+    """How the raw files are written. Compression (.gz, .zst) is seen from the file itself."""
+
+    kind: str = "auto"  # auto (by file name) | csv (any delimited text) | parquet | jsonl
+    separator: str | None = None  # between fields; None: a comma, or a tab for .tsv and .txt
+    columns: tuple[str, ...] = ()  # names of the fields in order, for files without a header line
+    quote: str | None = '"'  # None: quotes are ordinary characters. A quoted field ends on its own line
+    null_values: tuple[str, ...] = ()  # read as missing besides the empty field, e.g. "NULL", "\\N"
+
+    def __post_init__(self) -> None:
+        choice("source", "kind", self.kind, FORMATS)
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "null_values", tuple(self.null_values))
+        object.__setattr__(self, "quote", self.quote or None)
+        if self.separator is not None and (not self.separator or "\n" in self.separator):
+            fail(
+                "source",
+                "separator",
+                f"{self.separator!r} cannot separate fields. Write for example ',' or '\\t'",
+            )
+        if self.quote is not None and len(self.quote.encode()) != 1:
+            fail("source", "quote", f"{self.quote!r} is not one ASCII character; use '\"' or leave it out")
+        twice = sorted({name for name in self.columns if self.columns.count(name) > 1})
+        if twice:
+            fail("source", "columns", f"{twice} are named twice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """The column to predict. Without a rule its values must be 0 or 1."""
+
+    column: str
+    rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1
+
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            self.parsed()
+
+    def parsed(self) -> tuple[str, float | str] | None:
+        """Operator and operand of the rule, or None where there is no rule."""
+        if self.rule is None:
+            return None
+        match = _LABEL_RULE.fullmatch(self.rule)
+        if match is None:
+            fail(
+                "label",
+                "rule",
+                f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"",
+            )
+        text = match[2]
+        if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+            if match[1] not in ("==", "!="):
+                fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
+            return match[1], text[1:-1]
+        try:
+            return match[1], float(text)
+        except ValueError:
+            fail("label", "rule", f"{self.rule!r} compares with neither a number nor quoted text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timestamp:
+    """When the example happened. Needed by the rules time, leave_last_out and last_touch."""
+
+    column: str
+    type: str = "int"  # int | float | datetime (text, see format)
+    format: str | None = None  # strftime pattern for datetime; None: ISO 8601
+
+    def __post_init__(self) -> None:
+        choice("timestamp", "type", self.type, TIME_TYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseColumn:
+    """A number fed to the model as it is. Order of work: fill, clip, transforms."""
+
+    name: str
+    source: str | None = None  # raw column; None: the same name
+    fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
+    clip_min: float | None = None
+    clip_max: float | None = None
+    transforms: tuple[
+        str, ...
+    ] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        where = f"dense column {self.name!r}"
+        for transform in self.transforms:
+            choice(where, "transforms", transform, TRANSFORMS)
+        if isinstance(self.fill, str):
+            choice(where, "fill", self.fill, FILLS, "or a number")
+        if any(transform in FITTED_TRANSFORMS for transform in self.transforms[:-1]):
+            fail(where, "transforms", f"{list(self.transforms)}: zscore or minmax must be the last one")
+        if self.clip_min is not None and self.clip_max is not None and self.clip_min > self.clip_max:
+            fail(where, "clip_min", f"{self.clip_min} lies above clip_max {self.clip_max}")
+
+    @property
+    def raw(self) -> str:
+        """Name of the raw column."""
+        return self.source or self.name
+
+    @property
+    def fitted(self) -> bool:
+        """Whether training rows must be seen before a value can be written."""
+        return isinstance(self.fill, str) or bool(
+            self.transforms and self.transforms[-1] in FITTED_TRANSFORMS
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoricalColumn:
+    """One id per example.
+
+    Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
+    ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
+    """
+
+    name: str
+    source: str | None = None  # raw column; None: the same name
+    type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
+    table: str | None = None  # columns that name the same table share vocabulary and rows; None: its own
+    min_count: int = 1  # training occurrences below which a value has no id
+    modulo: int | None = None  # int and hex: the value modulo this, before the vocabulary
+    hash_buckets: int | None = None
+    oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
+    missing: str = (
+        "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
+    )
+    fill: int | float | str | None = None  # instead: an empty field is this value
+
+    def __post_init__(self) -> None:
+        _check_categorical(self, f"{_KIND[type(self)]} column {self.name!r}")
+
+    @property
+    def raw(self) -> str:
+        """Name of the raw column."""
+        return self.source or self.name
+
+    @property
+    def table_name(self) -> str:
+        """Name of the table that the ids address."""
+        return self.table or self.name
+
+    def feature(self) -> Feature:
+        """The feature that models see."""
+        return Feature(name=self.name, table=self.table_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceColumn(CategoricalColumn):
+    """A list of ids per example: a list column in Parquet and JSON, separated text elsewhere."""
+
+    separator: str = "|"  # between the values of a text field
+    max_length: int = 50  # ids kept at most
+    keep: str = "last"  # which ones of a longer list: last | first
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = f"sequence column {self.name!r}"
+        positive(where, "max_length", self.max_length)
+        choice(where, "keep", self.keep, ("last", "first"))
+        if self.missing != "oov" or self.fill is not None:
+            fail(where, "missing", "does not apply: an empty list is an empty bag")
+        if len(self.separator.encode()) != 1:
+            fail(where, "separator", f"{self.separator!r} is not one ASCII character")
+
+    def feature(self) -> Feature:
+        """The feature that models see."""
+        return Feature(name=self.name, table=self.table_name, sequence=True, max_length=self.max_length)
+
+
+_KIND = {CategoricalColumn: "categorical", SequenceColumn: "sequence"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Which rows train, validate and test. docs/prepare.md describes every rule with an example."""
+
+    rule: str = "hash"
+    train: float = 0.8  # shares, for time, hash and last_touch; they must sum to 1
+    valid: float = 0.1
+    test: float = 0.1
+    runs: int = 7  # runs: equal runs of lines; the last is halved in file order, first test then validation
+    column: str | None = None  # hash: None hashes the row number; leave_last_out, last_touch: the user
+    values: Mapping[str, str] = field(
+        default_factory=dict
+    )  # column: raw value -> train | valid | test | drop
+    files: Mapping[str, str] = field(default_factory=dict)  # files: name pattern -> as above, or halves
+    min_rows: int = 3  # leave_last_out: users with fewer rows only train
+    seed: int = 0  # hash
+
+    def __post_init__(self) -> None:
+        choice("split", "rule", self.rule, tuple(RULE_KEYS))
+        object.__setattr__(self, "values", dict(self.values))
+        object.__setattr__(self, "files", dict(self.files))
+        shares = (self.train, self.valid, self.test)
+        if "train" in RULE_KEYS[self.rule] and (abs(sum(shares) - 1) > 1e-9 or min(shares) < 0):
+            said = " + ".join(f"{share:g}" for share in shares)
+            fail("split", "train", f"+ valid + test = {said} = {sum(shares):g}, not 1. Give all three")
+        if self.rule in ("column", "leave_last_out", "last_touch") and self.column is None:
+            fail("split", "column", f"is missing: rule {self.rule!r} needs the column to split by")
+        for key, targets in (("values", (*SPLIT_NAMES, "drop")), ("files", FILE_TARGETS)):
+            if key in RULE_KEYS[self.rule] and not getattr(self, key):
+                fail("split", key, f"is missing: rule {self.rule!r} needs it")
+            for target in getattr(self, key).values():
+                choice("split", key, target, targets)
+        positive("split", "runs", self.runs, least=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Everything :func:`stoker.prepare` must know of a log."""
+
+    label: Label
+    dense: tuple[DenseColumn, ...] = ()
+    categorical: tuple[CategoricalColumn, ...] = ()
+    sequence: tuple[SequenceColumn, ...] = ()
+    split: Split = field(default_factory=Split)
+    source: SourceFormat = field(default_factory=SourceFormat)
+    timestamp: Timestamp | None = None
+    negative_keep: float = (
+        1.0  # share of the rows with label 0 that is kept, in every split, before the split
+    )
+    seed: int = 0  # of that choice
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        for key in ("dense", "categorical", "sequence"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        if not (self.dense or self.categorical or self.sequence):
+            raise SchemaError(
+                "the schema has no feature. Add at least one dense, categorical or sequence column."
+            )
+        names = [column.name for column in self.dense] + [column.name for column in self.features]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SchemaError(
+                f"columns {twice} are named twice. Rename one and point `source` at the raw column."
+            )
+        if not 0 < self.negative_keep <= 1:
+            fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
+        if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:
+            fail("split", "rule", f"{self.split.rule!r} needs a [timestamp] with its column")
+        self._check_shared_tables()
+
+    def _check_shared_tables(self) -> None:
+        first: dict[str, CategoricalColumn] = {}
+        for column in self.features:
+            other = first.setdefault(column.table_name, column)
+            for key in ("type", "min_count", "modulo", "hash_buckets"):
+                if getattr(column, key) != getattr(other, key):
+                    fail(
+                        f"column {column.name!r}",
+                        key,
+                        f"{getattr(column, key)!r} differs from {getattr(other, key)!r} in {other.name!r}, which "
+                        f"shares table {column.table_name!r}. Columns of one table need the same",
+                    )
+
+    @property
+    def features(self) -> tuple[CategoricalColumn, ...]:
+        """Categorical, then sequence columns: the order of ids in every batch."""
+        return (*self.categorical, *self.sequence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
+        values = asdict(self)
+        if self.timestamp is None:
+            del values["timestamp"]
+        return cast("dict[str, Any]", _plain(values))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
+        """A schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
+        parts: dict[str, type] = {
+            "label": Label,
+            "dense": DenseColumn,
+            "categorical": CategoricalColumn,
+            "sequence": SequenceColumn,
+            "split": Split,
+            "source": SourceFormat,
+            "timestamp": Timestamp,
+        }
+        return cast(Schema, build_schema(cls, values, parts, where, RULE_KEYS))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Schema:
+        """A schema from a TOML or YAML file."""
+        return cls.from_dict(read_mapping(Path(path)), where=str(path))
+
+    def hash(self) -> str:
+        """sha256 of the canonical JSON form: equal schemas have equal hashes."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_categorical(column: CategoricalColumn, where: str) -> None:
+    choice(where, "type", column.type, VALUE_TYPES)
+    choice(where, "oov", column.oov, OOV_POLICIES)
+    choice(where, "missing", column.missing, MISSING_POLICIES)
+    positive(where, "min_count", column.min_count)
+    positive(where, "modulo", column.modulo)
+    positive(where, "hash_buckets", column.hash_buckets)
+    if column.modulo is not None and column.type not in ("int", "hex"):
+        fail(where, "modulo", f"needs type int or hex, not {column.type}. Use hash_buckets for text")
+    if column.hash_buckets is not None and column.min_count > 1:
+        fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
+    if column.fill is not None:
+        if column.missing != "oov":
+            fail(where, "fill", "and missing='category' contradict each other. Leave one of them out")
+        wanted = {"hex": (int, str), "int": (int,), "float": (int, float), "string": (str,)}[column.type]
+        if not isinstance(column.fill, wanted) or isinstance(column.fill, bool):
+            fail(where, "fill", f"{column.fill!r} is not a value of type {column.type}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None or key == "quote"}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
