@@ -1,0 +1,66 @@
+"""Stoker trains recommendation models whose embedding tables do not fit the accelerator.
+
+On one machine, with the same numbers as a run that had the memory. Names load when first used, so that importing
+needs no more than torch, numpy and safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it.
+_HOME = {
+    "Adagrad": "stoker.optim",
+    "Adam": "stoker.optim",
+    "Batch": "stoker.data.batch",
+    "CheckpointError": "stoker.errors",
+    "ConfigError": "stoker.errors",
+    "Constant": "stoker.optim",
+    "CosineDecay": "stoker.optim",
+    "DCN": "stoker.models",
+    "DLRM": "stoker.models",
+    "DataError": "stoker.errors",
+    "Dataset": "stoker.data.dataset",
+    "DeepFM": "stoker.models",
+    "Device": "stoker.tables",
+    "EmbeddingTables": "stoker.tables",
+    "Feature": "stoker.data.features",
+    "FeatureSpec": "stoker.data.features",
+    "PolynomialDecay": "stoker.optim",
+    "RecModel": "stoker.models",
+    "RowWiseAdagrad": "stoker.optim",
+    "SGD": "stoker.optim",
+    "Schema": "stoker.data.schema",
+    "SchemaError": "stoker.errors",
+    "StepDecay": "stoker.optim",
+    "StokerError": "stoker.errors",
+    "TableConfig": "stoker.tables",
+    "TrainConfig": "stoker.train",
+    "evaluate": "stoker.train",
+    "load": "stoker.train",
+    "predict": "stoker.train",
+    "prepare": "stoker.data.prepare",
+    "save": "stoker.train",
+    "tables_for": "stoker.tables",
+    "train": "stoker.train",
+}
+_MODULES = {"optim": "stoker.optim", "recipes": "stoker.data.recipes", "synthetic": "stoker.data.synthetic"}
+
+__all__ = sorted(["__version__", *_HOME, *_MODULES])
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    if name not in _HOME:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,52 @@
+"""Kernels: one definition in plain PyTorch, and back ends that equal it."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Literal
+
+import torch
+
+from stoker.errors import ConfigError, DependencyError
+from stoker.ops.backend import Backend, Bags, ReferenceBackend, Rounding
+from stoker.ops.rule import RowRule
+from stoker.ops.space import AddressSpace
+
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
+
+BackendName = Literal["auto", "reference", "cpu", "triton"]
+
+
+@cache
+def _load(name: str) -> Backend:
+    if name == "reference":
+        return ReferenceBackend()
+    if name == "cpu":
+        if importlib.util.find_spec("numba") is None:
+            raise DependencyError("backend 'cpu' needs numba, which is not installed. Run: pip install numba")
+        from stoker.ops.cpu import CpuBackend
+
+        return CpuBackend()
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise DependencyError("backend 'triton' needs triton, which is not installed. Run: pip install triton")
+        from stoker.ops.triton_backend import TritonBackend
+
+        return TritonBackend()
+    raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")
+
+
+def get_backend(name: BackendName, device: torch.device) -> Backend:
+    """The kernels for tables on ``device``; "auto" takes the fastest that is installed.
+
+    Raises:
+        ConfigError: the name is unknown, or the back end does not run on this device.
+        DependencyError: the back end's package is missing.
+    """
+    if name == "auto":
+        package, wanted = ("triton", "triton") if device.type == "cuda" else ("numba", "cpu")
+        return _load(wanted if importlib.util.find_spec(package) is not None else "reference")
+    if name == "cpu" and device.type != "cpu":
+        raise ConfigError(f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'.")
+    return _load(name)

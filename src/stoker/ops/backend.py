@@ -1,0 +1,115 @@
+"""The contract between tables and kernels, and the plain PyTorch back end that defines it.
+
+A back end is stateless but for scratch memory. It works on one group: a weight matrix [C, D], its state, and the
+address space of the group's tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.ops import reference
+from stoker.ops.rule import RowRule
+from stoker.ops.space import AddressSpace
+
+__all__ = ["Backend", "Bags", "ReferenceBackend", "Rounding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """The lookups of one batch in one group."""
+
+    ids: Tensor  # [B, F] (one id a bag) or flat [L], int32 or int64, local to each feature's table
+    offsets: Tensor | None = None  # [B * F + 1] int64, or None
+    weights: Tensor | None = None  # [L] float32 per-sample weights, or None
+    mean: bool = False  # mean pooling instead of sum
+
+    def batch_size(self, num_features: int) -> int:
+        """B."""
+        return self.ids.shape[0] if self.offsets is None else (len(self.offsets) - 1) // num_features
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Keys of the random bits for bfloat16 rows at one update: one per table, so that grouping does not matter."""
+
+    keys: tuple[int, ...]  # [T] signed 64-bit
+
+
+class Backend:
+    """Forward and fused backward of a group. Subclasses equal :class:`ReferenceBackend` to the bit on one device."""
+
+    name = "abstract"
+
+    def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
+        """Pooled rows [B, F, D] float32.
+
+        Raises:
+            IndexError: an id lies outside its table.
+        """
+        raise NotImplementedError
+
+    def update(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        space: AddressSpace,
+        bags: Bags,
+        grad: Tensor,
+        rule: RowRule,
+        rounding: Rounding,
+    ) -> None:
+        """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place."""
+        raise NotImplementedError
+
+    def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
+        """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""
+        chunk = max(1, 2**22 // out.shape[1])
+        for begin in range(0, len(out), chunk):
+            stop = min(begin + chunk, len(out))
+            values = reference.init_rows(key, start + begin, start + stop, out.shape[1], scale)
+            out[begin:stop] = values.to(out.dtype)
+
+    def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
+        """Gradient of the per-sample weights [L]."""
+        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
+        return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))
+
+
+class ReferenceBackend(Backend):
+    """Plain PyTorch on any device: the definition."""
+
+    name = "reference"
+
+    def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
+        space.check(bags.ids, bags.offsets)
+        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
+        pooled = reference.lookup(weight, rows, bags.offsets, bags.weights, mean=bags.mean)
+        return pooled.view(-1, len(space.features), weight.shape[1])
+
+    def update(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        space: AddressSpace,
+        bags: Bags,
+        grad: Tensor,
+        rule: RowRule,
+        rounding: Rounding,
+    ) -> None:
+        dim = weight.shape[1]
+        rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
+        distinct, total = reference.distinct_gradients(
+            rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
+        )
+        bits = None
+        if weight.dtype == torch.bfloat16:
+            first = torch.from_numpy(space.first_row).to(weight.device)
+            table = torch.searchsorted(first, distinct, right=True) - 1
+            keys = torch.tensor(rounding.keys, dtype=torch.int64, device=weight.device)[table]
+            counter = (distinct - first[table]).unsqueeze(1) * dim + torch.arange(dim, device=weight.device)
+            bits = reference.counter_bits(keys.unsqueeze(1), counter)
+        reference.update_rows(weight, state, distinct, total, rule, rounding=bits)

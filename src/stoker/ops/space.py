@@ -1,0 +1,88 @@
+"""One address space for many tables: tables of equal width lie end to end and are worked on together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.ops import reference
+
+__all__ = ["AddressSpace"]
+
+
+@dataclass(frozen=True, eq=False)
+class AddressSpace:
+    """T tables end to end, and the F features that address them. Addresses are int64 throughout."""
+
+    names: tuple[str, ...]  # [T] table names
+    rows: tuple[int, ...]  # [T] rows of each table
+    features: tuple[str, ...]  # [F] feature names in batch order
+    table_of: tuple[int, ...]  # [F] position of each feature's table
+    first_row: np.ndarray = field(init=False)  # [T + 1] int64, first address of each table; the last is the total
+    bases: Tensor = field(init=False)  # [F] int64, first address of each feature's table
+    limits: Tensor = field(init=False)  # [F] int64, rows of each feature's table
+
+    def __post_init__(self) -> None:
+        first = np.zeros(len(self.rows) + 1, dtype=np.int64)
+        np.cumsum(np.asarray(self.rows, dtype=np.int64), out=first[1:])
+        tables = np.asarray(self.table_of, dtype=np.int64)
+        object.__setattr__(self, "first_row", first)
+        object.__setattr__(self, "bases", torch.from_numpy(first[tables]))
+        object.__setattr__(self, "limits", torch.from_numpy(np.asarray(self.rows, dtype=np.int64)[tables]))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables together."""
+        return int(self.first_row[-1])
+
+    def table_range(self, table: int) -> tuple[int, int]:
+        """First address of a table and the one after its last."""
+        return int(self.first_row[table]), int(self.first_row[table + 1])
+
+    def check(self, ids: Tensor, offsets: Tensor | None) -> None:
+        """Raise IndexError if an id lies outside its feature's table, naming the first such id.
+
+        A wrong id would otherwise read or change a row of the neighbouring table.
+        """
+        if ids.numel() == 0:
+            return
+        limits = self.limits.to(ids.device)
+        if offsets is None:
+            bad = (ids < 0) | (ids >= limits)
+        else:
+            feature = torch.arange(len(offsets) - 1, device=ids.device) % len(limits)
+            limit = torch.repeat_interleave(limits[feature], reference.bag_lengths(offsets))
+            bad = (ids < 0) | (ids >= limit)
+        if bool(bad.any()):
+            self.explain(ids, offsets, int(bad.reshape(-1).nonzero()[0]))
+
+    def explain(self, ids: Tensor, offsets: Tensor | None, position: int) -> None:
+        """Raise the IndexError for the id at flat ``position``."""
+        if offsets is None:
+            bag = position
+        else:
+            bag = int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True)) - 1
+        example, feature = divmod(bag, len(self.features))
+        table = self.table_of[feature]
+        raise IndexError(
+            f"example {example} has id {int(ids.reshape(-1)[position])} in feature {self.features[feature]!r}, but table "
+            f"{self.names[table]!r} holds the ids 0 to {self.rows[table] - 1:,}. Map unseen values to id 0, or build "
+            "the table with more rows."
+        )
+
+
+def make_space(
+    names: Sequence[str], rows: Sequence[int], table_features: Sequence[Sequence[str]], order: Sequence[str]
+) -> AddressSpace:
+    """An address space over tables, with the features in batch ``order``."""
+    owner = {feature: table for table, features in enumerate(table_features) for feature in features}
+    return AddressSpace(
+        names=tuple(names),
+        rows=tuple(rows),
+        features=tuple(order),
+        table_of=tuple(owner[feature] for feature in order),
+    )

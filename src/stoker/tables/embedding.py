@@ -1,0 +1,287 @@
+"""Embedding tables that train themselves: lookup in forward, one update per distinct row inside backward.
+
+Legend: B examples, F features, D columns, L ids in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stoker.errors import ConfigError
+from stoker.ops import BackendName, Bags
+from stoker.ops.reference import bag_lengths
+from stoker.optim import RowOptimizer
+from stoker.tables.config import Device, TableConfig, feature_order
+from stoker.tables.group import TableGroup
+from stoker.tables.storage import Rows
+
+__all__ = ["EmbeddingTables"]
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooled lookup whose backward updates the rows in place and returns no gradient for them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, group: TableGroup, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        ctx.group = group
+        ctx.bags = Bags(ids, offsets, None if weights is None else weights.detach(), group.mean)
+        return group.lookup(ctx.bags)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        group: TableGroup = ctx.group
+        wanted = group.weight_gradient(ctx.bags, grad) if ctx.needs_input_grad[4] else None
+        group.update(ctx.bags, grad)
+        return None, None, None, None, wanted
+
+
+class EmbeddingTables(nn.Module):
+    """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
+
+    Rows are not parameters: ``backward`` updates them in place, once per distinct row, with duplicate rows summed in
+    order of occurrence. Each call of ``forward`` that is followed by ``backward`` is one step of the row optimizer.
+
+    Args:
+        tables: the tables. Those with equal ``embedding_dim``, pooling and dtype are kept and worked on together.
+        optimizer: the row optimizer (:mod:`stoker.optim`).
+        features: order of the features in a batch; None means table by table.
+        seed: rows start as a function of (seed, table name, row), whatever the device or placement.
+        device: where rows are kept.
+        backend: kernels: "auto", "reference", "cpu" (Numba) or "triton".
+        include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
+            :mod:`stoker.data` do.
+
+    Raises:
+        ConfigError: no tables, two tables of one name, or a feature named twice.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        optimizer: RowOptimizer,
+        features: Sequence[str] | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        backend: BackendName = "auto",
+        include_last_offset: bool = True,
+    ) -> None:
+        super().__init__()
+        if not tables:
+            raise ConfigError("EmbeddingTables needs at least one TableConfig.")
+        names = [table.name for table in tables]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigError(f"tables {twice} are named twice. Give every table its own name.")
+        self.tables = tuple(tables)
+        self.features = feature_order(tables, features)
+        self.include_last_offset = include_last_offset
+        self.seed = seed
+        self.groups: list[TableGroup] = []
+        self._columns: list[Tensor | None] = []  # features of each group; None means all, in order
+        self._anchor = torch.zeros((), requires_grad=True)
+        buckets: dict[tuple[int, str, str], list[TableConfig]] = {}
+        for table in tables:
+            buckets.setdefault((table.embedding_dim, table.pooling, table.dtype), []).append(table)
+        for members in buckets.values():
+            owned = {feature for table in members for feature in table.features}
+            mine = [feature for feature in self.features if feature in owned]
+            self.groups.append(
+                TableGroup(
+                    members,
+                    mine,
+                    optimizer=optimizer,
+                    strategy=Device(),
+                    seed=seed,
+                    device=torch.device(device),
+                    backend=backend,
+                )
+            )
+            whole = tuple(mine) == self.features
+            self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
+        self._group_of = {table.name: group for group in self.groups for table in group.tables}
+
+    @property
+    def optimizer(self) -> RowOptimizer:
+        """The row optimizer."""
+        return self.groups[0].optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: RowOptimizer) -> None:
+        for group in self.groups:
+            group.set_optimizer(optimizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the kernels run."""
+        return self.groups[0].storage.weight.device
+
+    @property
+    def tick(self) -> int:
+        """Row-optimizer steps done so far."""
+        return self.groups[0].tick
+
+    @tick.setter
+    def tick(self, value: int) -> None:
+        for group in self.groups:
+            group.tick = value
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Look up and pool.
+
+        Args:
+            ids: [B, F] with one id a bag, or flat [L] with ``offsets``; int32 or int64, local to each table.
+            offsets: [B * F + 1] int64, sample-major: bag ``b * F + f`` is ``ids[offsets[i]:offsets[i + 1]]``.
+            weights: [L] (or [B, F]) per-sample weights; sum pooling only. May require a gradient.
+
+        Returns:
+            [B, F, D] float32 where all tables share one ``embedding_dim``, else [B, sum of D] in feature order.
+
+        Raises:
+            IndexError: an id lies outside its table.
+            ValueError: shapes that do not fit together.
+        """
+        offsets = self._check(ids, offsets, weights)
+        flat = None if weights is None else weights.reshape(-1)
+        pooled = []
+        for group, columns in zip(self.groups, self._columns, strict=True):
+            part = (ids, offsets, flat) if columns is None else self._select(columns, ids, offsets, flat)
+            if torch.is_grad_enabled():
+                pooled.append(_Lookup.apply(self._anchor, group, *part))
+            else:
+                pooled.append(group.lookup(Bags(*part, group.mean)))
+        if len(pooled) == 1:
+            return pooled[0]
+        return self._join(pooled)
+
+    def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+        count = len(self.features)
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids are {ids.dtype}; they must be int32 or int64.")
+        if offsets is None:
+            if ids.dim() != 2 or ids.shape[1] != count:
+                raise ValueError(
+                    f"ids have shape {tuple(ids.shape)}; without offsets they must be [B, {count}], one id for each of the "
+                    f"features {', '.join(self.features[:4])}{', ...' if count > 4 else ''}."
+                )
+        else:
+            if ids.dim() != 1:
+                raise ValueError(f"ids have shape {tuple(ids.shape)}; with offsets they must be flat, [L].")
+            if not self.include_last_offset:
+                offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+            if (len(offsets) - 1) % count or len(offsets) < 1:
+                raise ValueError(
+                    f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, plus "
+                    "one for the end."
+                )
+            if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((bag_lengths(offsets) < 0).any()):
+                raise ValueError(f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not.")
+        if weights is not None:
+            if weights.numel() != ids.numel():
+                raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
+            if any(group.mean for group in self.groups):
+                raise ValueError("per-sample weights need sum pooling, as in nn.EmbeddingBag; a table here pools by mean.")
+        return offsets
+
+    def _select(
+        self, columns: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The lookups of some features only."""
+        columns = columns.to(ids.device)
+        count = len(self.features)
+        if offsets is None:
+            return ids[:, columns], None, None if weights is None else weights.view(-1, count)[:, columns].reshape(-1)
+        lengths = bag_lengths(offsets)
+        chosen = torch.zeros(count, dtype=torch.bool, device=ids.device)
+        chosen[columns] = True
+        keep = torch.repeat_interleave(chosen.repeat(len(lengths) // count), lengths)
+        ends = lengths.view(-1, count)[:, columns].reshape(-1).cumsum(0)
+        return ids[keep], torch.cat([ends.new_zeros(1), ends]), None if weights is None else weights[keep]
+
+    def _join(self, pooled: list[Tensor]) -> Tensor:
+        """Put the features of all groups side by side, in batch order."""
+        place: dict[int, Tensor] = {}
+        for part, columns in zip(pooled, self._columns, strict=True):
+            assert columns is not None
+            place.update({int(column): part[:, i] for i, column in enumerate(columns)})
+        ordered = [place[i] for i in range(len(self.features))]
+        if len({group.dim for group in self.groups}) == 1:
+            return torch.stack(ordered, dim=1)
+        return torch.cat(ordered, dim=1)
+
+    def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
+        """Canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
+        return self._group_of[table].read(table, chunk_rows)
+
+    def write(self, table: str, start: int, rows: Rows) -> None:
+        """Replace canonical rows of one table from row ``start`` on."""
+        self._group_of[table].write(table, start, rows)
+
+    def rows(self, table: str) -> Tensor:
+        """A copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
+        return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for table in self.tables:
+            group = self._group_of[table.name]
+            begin, stop = group.space.table_range(group.table_index(table.name))
+            rows = group.storage.read(begin, stop)
+            destination[f"{prefix}{table.name}.weight"] = rows.weight
+            for name, tensor in rows.state.items():
+                destination[f"{prefix}{table.name}.{name}"] = tensor
+        destination[f"{prefix}tick"] = torch.tensor(self.tick)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = {f"{prefix}tick"}
+        for table in self.tables:
+            group = self._group_of[table.name]
+            keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *group.storage.state)}
+            known.update(keys.values())
+            absent = [key for key in keys.values() if key not in state_dict]
+            missing_keys.extend(absent)
+            if absent:
+                continue
+            wanted = (table.num_embeddings, table.embedding_dim)
+            weight = state_dict[keys["weight"]]
+            if tuple(weight.shape) != wanted:
+                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
+                continue
+            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state}))
+        if f"{prefix}tick" in state_dict:
+            self.tick = int(state_dict[f"{prefix}tick"])
+        else:
+            missing_keys.append(f"{prefix}tick")
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
+        """Follow ``module.to(device)``; the rows keep their own dtype."""
+        device = fn(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            for group in self.groups:
+                group.to(device)
+            self._anchor = torch.zeros((), requires_grad=True, device=device)
+        super()._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """Tables, rows and bytes for ``print(model)``."""
+        rows = sum(table.num_embeddings for table in self.tables)
+        gib = sum(group.storage.fast_bytes for group in self.groups) / 2**30
+        return f"{len(self.tables)} tables, {rows:,} rows, {gib:.2f} GiB with state, {self.optimizer.kind}"
