@@ -30,9 +30,9 @@ Derive = Callable[[Mapping[str, "pl.LazyFrame"], "Schema"], "pl.LazyFrame"]
 class RawInput:
     """One kind of raw file that a derived recipe reads, and the types its lines are checked against.
 
-    Lines with a wrong number of fields or a value that is not of its type go to the quarantine. ``derive`` sees
-    the named columns only: hex as UInt64, int as Int64, float as Float64, string as String; an empty field is
-    null. Parquet files are passed on as they are, in their own types, with all their columns.
+    Lines with a wrong number of fields or a value that is not of its type go to the quarantine. ``derive``
+    sees the named columns only: hex as UInt64, int as Int64, float as Float64, string as String; an empty
+    field is null. Parquet files are passed on as they are, in their own types, with all their columns.
     """
 
     files: tuple[str, ...] = ("*",)  # patterns of file names; the first input with a match takes the file
@@ -56,11 +56,12 @@ class RawInput:
 class Recipe:
     """A known log: its raw format, its presets, and how training rows come about.
 
-    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With it, the
-    raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input and returns the
-    training rows, which go to a Parquet file of the work directory (streaming, order kept); the schema then
-    applies to those. ``derive`` must give the same rows in the same order whenever its input is the same: seed every
-    choice, sort where order matters. A row's split may be one of its columns (rule "column").
+    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With it,
+    the raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input and
+    returns the training rows, which go to a Parquet file of the work directory (streaming, order kept); the
+    schema then applies to those. ``derive`` must give the same rows in the same order whenever its input is
+    the same: seed every choice, sort where order matters. A row's split may be one of its columns (rule
+    "column"); a list column is a sequence.
     """
 
     name: str

@@ -25,7 +25,7 @@ __all__ = [
     "Schema",
     "SequenceColumn",
     "SourceFormat",
-    "Split",
+    "SplitRule",
     "Timestamp",
 ]
 
@@ -228,7 +228,7 @@ _KIND = {CategoricalColumn: "categorical", SequenceColumn: "sequence"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class SplitRule:
     """Which rows train, validate and test. docs/prepare.md describes every rule with an example."""
 
     rule: str = "hash"
@@ -270,7 +270,7 @@ class Schema:
     dense: tuple[DenseColumn, ...] = ()
     categorical: tuple[CategoricalColumn, ...] = ()
     sequence: tuple[SequenceColumn, ...] = ()
-    split: Split = field(default_factory=Split)
+    split: SplitRule = field(default_factory=SplitRule)
     source: SourceFormat = field(default_factory=SourceFormat)
     timestamp: Timestamp | None = None
     negative_keep: float = (
@@ -307,8 +307,8 @@ class Schema:
                     fail(
                         f"column {column.name!r}",
                         key,
-                        f"{getattr(column, key)!r} differs from {getattr(other, key)!r} in {other.name!r}, which "
-                        f"shares table {column.table_name!r}. Columns of one table need the same",
+                        f"{getattr(column, key)!r} differs from {getattr(other, key)!r} in {other.name!r}, "
+                        f"which shares table {column.table_name!r}. Give them the same",
                     )
 
     @property
@@ -331,7 +331,7 @@ class Schema:
             "dense": DenseColumn,
             "categorical": CategoricalColumn,
             "sequence": SequenceColumn,
-            "split": Split,
+            "split": SplitRule,
             "source": SourceFormat,
             "timestamp": Timestamp,
         }
@@ -344,7 +344,7 @@ class Schema:
 
     def hash(self) -> str:
         """sha256 of the canonical JSON form: equal schemas have equal hashes."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

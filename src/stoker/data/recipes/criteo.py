@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stoker.data.recipe import Recipe
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, Split
+from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
 
 __all__ = ["CATEGORICAL", "COLUMNS", "DENSE", "criteo"]
 
@@ -17,9 +17,9 @@ CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = ("label", *DENSE, *CATEGORICAL)
 
 _SOURCE = SourceFormat(kind="csv", separator="\t", columns=COLUMNS, quote=None)
-_RUNS = Split(rule="runs", runs=7)
+_RUNS = SplitRule(rule="runs", runs=7)
 # Days 0 to 22 train; day 23 is halved into test and validation.
-_DAYS = Split(rule="files", files={"day_23*": "halves", "day_*": "train"})
+_DAYS = SplitRule(rule="files", files={"day_23*": "halves", "day_*": "train"})
 
 
 def _categorical(*, modulo: int | None = None) -> tuple[CategoricalColumn, ...]:
@@ -29,7 +29,7 @@ def _categorical(*, modulo: int | None = None) -> tuple[CategoricalColumn, ...]:
 def _schema(
     dense: Sequence[DenseColumn],
     *,
-    split: Split = _RUNS,
+    split: SplitRule = _RUNS,
     modulo: int | None = None,
     negative_keep: float = 1.0,
 ) -> Schema:
