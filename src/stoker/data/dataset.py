@@ -1,8 +1,8 @@
 """A prepared dataset on disk: a directory with a manifest, vocabularies, counts and shards.
 
-The manifest is written last. Where it is, the dataset is whole; where it is missing, preparing was interrupted.
-Opening reads the manifest and looks at file sizes; shards are mapped when first used. Needs torch, numpy and
-safetensors only.
+The manifest is written last. Where it is, the dataset is whole; where it is missing, preparing was
+interrupted. Opening reads the manifest and looks at file sizes; shards are mapped when first used. Needs
+torch, numpy and safetensors only.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     path = directory / _MANIFEST
     if not directory.is_dir():
         raise DataError(
-            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {directory}"
+            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out "
+            f"{directory}"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -143,13 +144,14 @@ class Dataset:
             }
         except (KeyError, TypeError, AttributeError, SchemaError) as error:
             raise DataError(
-                f"{self.path / _MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
+                f"{self.path / _MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset "
+                "again."
             ) from error
         for file, expected in self._files():
             self._check_size(file, int(expected["bytes"]))
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{name} {len(split):,}" for name, split in self._splits.items())
+        rows = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
         return f"Dataset({str(self.path)!r}: {rows} rows)"
 
     @property
@@ -242,6 +244,6 @@ class Dataset:
             ) from error
         if found != expected:
             raise DataError(
-                f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated or altered. "
-                "Restore it from a copy, or prepare the dataset again."
+                f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated "
+                "or altered. Restore it from a copy, or prepare the dataset again."
             )

@@ -1,7 +1,7 @@
 """Shard files: up to 2**20 rows as plain safetensors, written whole or not at all, read through a memory map.
 
-The writer and the header parser are our own because the library copies every array on its way out and in, and a
-split may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
+The writer and the header parser are our own because the library copies every array on its way out and in, and
+a split may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
 
 Legend: n rows of the shard, F features, L ids in all.
 """
@@ -26,11 +26,20 @@ import numpy.typing as npt
 from stoker.errors import DataError
 from stoker.units import format_size
 
-__all__ = ["SHARD_ROWS", "MappedShard", "ShardInfo", "atomic_file", "hash_file", "open_shard", "write_shard"]
+__all__ = [
+    "SHARD_ROWS",
+    "MappedShard",
+    "ShardInfo",
+    "allow_open_files",
+    "atomic_file",
+    "hash_file",
+    "open_shard",
+    "write_shard",
+]
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
 _CHUNK = 2**22  # bytes hashed or written at a time
-_DTYPES = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 2**20  # bytes; ours take some hundred
 
@@ -129,7 +138,8 @@ def write_shard(
             )
     # Wide types first keeps every tensor aligned without gaps, which the format forbids.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header, end = {}, 0
+    header: dict[str, Any] = {}
+    end = 0
     for name in order:
         array = arrays[name]
         header[name] = {
@@ -153,9 +163,9 @@ def write_shard(
     )
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+def _bytes_of(array: npt.NDArray[Any]) -> Any:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return memoryview(little.reshape(-1).view(np.uint8))
+    return little.reshape(-1).view(np.uint8)
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
@@ -169,7 +179,8 @@ def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str
     for name, (types, axes) in expected.items():
         dtype, shape = shapes[name]
         if dtype.str[1:] not in types or len(shape) != axes:
-            return f"{name} is {dtype.name} of shape {list(shape)}, expected {' or '.join(types)} with {axes} axes"
+            wanted = " or ".join(types)
+            return f"{name} is {dtype.name} of shape {list(shape)}, expected {wanted} with {axes} axes"
     rows = {name: shapes[name][1][0] for name in expected if name != "ids" or not sequence}
     if sequence:
         rows["row_offsets"] -= 1
@@ -263,7 +274,8 @@ def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, in
     if not 2 <= length <= min(_MAX_HEADER, len(mapped) - 8):
         raise ValueError(f"its header claims {format_size(length)} of {format_size(len(mapped))}")
     header = json.loads(mapped[8 : 8 + length])
-    tensors, starts = {}, {}
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    starts: dict[str, int] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -275,3 +287,27 @@ def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, in
         tensors[name] = flat.reshape(entry["shape"])
         starts[name] = 8 + length + begin
     return tensors, starts
+
+
+def allow_open_files(count: int) -> None:
+    """Make room for ``count`` more mapped files, where this process may.
+
+    Before Python 3.13 every map keeps its file open, and the customary limit is 1,024.
+
+    Raises:
+        DataError: the limit cannot be raised far enough.
+    """
+    if sys.version_info >= (3, 13) or sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 512  # what else a process keeps open
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise DataError(
+            f"the split has {count:,} shards, but this process may open only {hard:,} files. "
+            f"Raise the limit with: ulimit -n {wanted}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

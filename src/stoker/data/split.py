@@ -15,12 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import MappedShard, open_shard
+from stoker.data.reader import BatchStream
+from stoker.data.shards import MappedShard, allow_open_files, open_shard
 from stoker.errors import DataError
 
 __all__ = ["Split"]
+
+_CHECKED = 2**16  # rows looked at together
 
 
 class Split:
@@ -68,5 +72,129 @@ class Split:
 
     @cached_property
     def shards(self) -> list[MappedShard]:
-        """The mapped shards."""
-        return [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
+        """The mapped shards.
+
+        Raises:
+            DataError: a shard that does not fit the manifest's features.
+        """
+        allow_open_files(len(self.entry["shards"]))
+        shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
+        columns = (len(self.schema.dense), len(self.schema.features))
+        for shard in shards:
+            ids = shard.ids if self.schema.one_hot else shard.lengths
+            found = (shard.dense.shape[1], ids.shape[1] if ids is not None and ids.ndim == 2 else 0)
+            if found != columns or shard.ids.dtype != shards[0].ids.dtype:
+                raise DataError(
+                    f"{shard.path} has {found[0]} dense columns and {found[1]} features of "
+                    f"{shard.ids.dtype.name}, the "
+                    f"manifest {columns[0]} and {columns[1]} of {shards[0].ids.dtype.name}. Prepare the "
+                    "dataset again."
+                )
+        return shards
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        drop_last: bool = False,
+        shuffle_memory: str | int = "1GiB",
+        rank: int = 0,
+        world_size: int = 1,
+        limit: int | None = None,
+        prefetch: int = 0,
+        reuse: bool = False,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
+    ) -> BatchStream:
+        """A stream of batches; iterate it once per epoch.
+
+        Args:
+            batch_size: rows per batch and rank. The last batch of an epoch may be smaller.
+            seed: shuffles every epoch anew, the same way for the same seed; None keeps the order of the file.
+            drop_last: leave out the rows that do not fill a batch on every rank.
+            shuffle_memory: bytes of rows shuffled together and kept resident. A split that fits is permuted
+                as a whole; a larger one in pools of blocks from all over it. It is part of what defines the
+                order.
+            rank: this process among ``world_size``; every row goes to exactly one rank, and every rank gets
+                the same number of batches. The rows left at the end are dealt evenly, in smaller batches.
+            world_size: number of ranks.
+            limit: use only the first ``limit`` rows of the split.
+            prefetch: batches made ahead by a thread; 0 makes them when asked for.
+            reuse: recycle the tensors. A batch is then valid until the next one is asked for, no longer.
+            pin_memory: page-locked tensors, for asynchronous copies to a GPU.
+            device: hand out batches on this device; pins memory where that is a GPU.
+
+        Raises:
+            ConfigError: settings that leave no batch, or contradict each other.
+        """
+        return BatchStream(
+            self,
+            batch_size,
+            seed=seed,
+            drop_last=drop_last,
+            shuffle_memory=shuffle_memory,
+            rank=rank,
+            world_size=world_size,
+            limit=limit,
+            prefetch=prefetch,
+            reuse=reuse,
+            pin_memory=pin_memory,
+            device=device,
+        )
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat ``ids``, ``lengths`` [F]).
+
+        For looking at data; training reads :meth:`batches`, which is two orders of magnitude faster.
+        """
+        if not -self.rows <= row < self.rows:
+            raise IndexError(f"row {row:,} of {self.rows:,}")
+        row %= self.rows
+        number = bisect.bisect_right(self.starts, row) - 1
+        shard, local = self.shards[number], row - self.starts[number]
+        item = {"dense": torch.tensor(shard.dense[local]), "labels": torch.tensor(shard.labels[local])}
+        if shard.lengths is None or shard.row_offsets is None:
+            return item | {"ids": torch.tensor(shard.ids[local])}
+        begin, end = shard.row_offsets[local : local + 2]
+        return item | {
+            "ids": torch.tensor(shard.ids[begin:end]),
+            "lengths": torch.tensor(shard.lengths[local]),
+        }
+
+    def check_ids(self) -> None:
+        """Check every id of the split against its table.
+
+        Raises:
+            DataError: naming the first shard, feature and id outside its table.
+        """
+        features = self.schema.features
+        limits = np.array([self.schema.num_embeddings[feature.table] for feature in features], np.int64)
+        for shard in self.shards:
+            for start in range(0, shard.rows, _CHECKED):
+                stop = min(start + _CHECKED, shard.rows)
+                if shard.lengths is None or shard.row_offsets is None:
+                    ids, column = (
+                        shard.ids[start:stop].reshape(-1),
+                        np.tile(np.arange(len(limits)), stop - start),
+                    )
+                else:
+                    ids = shard.ids[shard.row_offsets[start] : shard.row_offsets[stop]]
+                    column = np.tile(np.arange(len(limits)), stop - start)
+                    column = np.repeat(column, shard.lengths[start:stop].reshape(-1))
+                bad = np.flatnonzero((ids < 0) | (ids >= limits[column]))
+                if len(bad):
+                    feature = features[int(column[bad[0]])]
+                    raise DataError(
+                        f"{shard.path}: feature {feature.name} holds id {int(ids[bad[0]]):,}, table "
+                        f"{feature.table} has {limits[column[bad[0]]]:,} rows. Prepare the dataset again."
+                    )
+            shard.release()
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the kernel to read rows [start, stop) soon."""
+        number = bisect.bisect_right(self.starts, start) - 1
+        while start < stop:
+            end = min(stop, self.starts[number + 1])
+            self.shards[number].will_need(start - self.starts[number], end - self.starts[number])
+            start, number = end, number + 1

@@ -1,0 +1,170 @@
+"""Scattered rows of a split's shards, copied into the contiguous tensors of one batch.
+
+Two forms with equal results: plain NumPy (the definition), and Numba kernels where Numba is installed.
+
+Legend: B rows of the batch, S shards, F features, L ids in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.data.shards import MappedShard
+from stoker.errors import DataError
+
+__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
+
+Int64 = npt.NDArray[np.int64]
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
+
+
+class Gather(Protocol):
+    """Rows in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets."""
+
+    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """Copy ``rows`` ([B] int64, rows of the split) into tensors from ``allocate``.
+
+        Raises:
+            DataError: a shard whose lengths and offsets disagree.
+        """
+        ...
+
+
+def make_gather(shards: list[MappedShard], starts: list[int]) -> Gather:
+    """The fastest form that this machine can run."""
+    try:
+        import stoker.data.gather_cpu  # noqa: F401
+    except ImportError:
+        return NumpyGather(shards, starts)
+    return NumbaGather(shards, starts)
+
+
+def _disagree(shards: list[MappedShard], starts: list[int], row: int) -> DataError:
+    shard = int(np.searchsorted(starts, row, side="right")) - 1
+    return DataError(
+        f"{shards[shard].path}, row {row - starts[shard]:,}: lengths and row_offsets disagree; the file was "
+        "damaged. Run stoker inspect --verify on the dataset."
+    )
+
+
+def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
+    return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[array.dtype.str[1:]]
+
+
+class NumpyGather:
+    """The definition, in NumPy: one fancy index per shard."""
+
+    def __init__(self, shards: list[MappedShard], starts: list[int]) -> None:
+        self._shards, self._starts = shards, np.asarray(starts, np.int64)
+
+    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """See :class:`Gather`."""
+        shard_of = np.searchsorted(self._starts, rows, side="right") - 1
+        picks = [(s, np.flatnonzero(shard_of == s)) for s in np.unique(shard_of)]
+        first = self._shards[0]
+        tensors = {}
+        for name in ("dense", "labels") if first.lengths is not None else ("dense", "ids", "labels"):
+            array = getattr(first, name)
+            tensors[name] = allocate(name, (len(rows), *array.shape[1:]), _torch_type(array))
+            out = tensors[name].numpy()
+            for shard, where in picks:
+                out[where] = getattr(self._shards[shard], name)[rows[where] - self._starts[shard]]
+        if first.lengths is not None:
+            tensors |= self._bags(rows, picks, allocate)
+        return tensors
+
+    def _bags(self, rows: Int64, picks: list[tuple[int, Int64]], allocate: Allocate) -> dict[str, Tensor]:
+        lengths = self._shards[0].lengths
+        assert lengths is not None
+        features = lengths.shape[1]
+        lengths = np.zeros((len(rows), features), np.int32)
+        spans = np.zeros((len(rows), 2), np.int64)  # where each row's ids begin and end in their shard
+        for number, where in picks:
+            shard, local = self._shards[number], rows[where] - self._starts[number]
+            assert shard.lengths is not None
+            assert shard.row_offsets is not None
+            lengths[where] = shard.lengths[local]
+            spans[where] = np.stack((shard.row_offsets[local], shard.row_offsets[local + 1]), axis=1)
+            good = (
+                (lengths[where] >= 0).all(axis=1)
+                & (spans[where, 0] >= 0)
+                & (spans[where, 1] <= len(shard.ids))
+            )
+            good &= spans[where, 1] - spans[where, 0] == lengths[where].sum(axis=1)
+            if not good.all():
+                raise _disagree(self._shards, self._starts.tolist(), int(rows[where][np.argmin(good)]))
+        offsets = allocate("offsets", (len(rows) * features + 1,), torch.int64)
+        offsets[0] = 0
+        np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
+        ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids))
+        out, targets = ids.numpy(), offsets.numpy()[::features]
+        for number, where in picks:
+            for i in where:
+                out[targets[i] : targets[i + 1]] = self._shards[number].ids[spans[i, 0] : spans[i, 1]]
+        return {"ids": ids, "offsets": offsets}
+
+
+class NumbaGather:
+    """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
+
+    def __init__(self, shards: list[MappedShard], starts: list[int]) -> None:
+        from stoker.data import gather_cpu
+
+        self._kernels: Any = gather_cpu
+        self._shards = shards
+        self._starts = np.asarray(starts, np.int64)
+        self._biggest = max(shard.rows for shard in shards)
+        first = shards[0]
+        self._features = 0 if first.lengths is None else first.lengths.shape[1]
+        fixed = ("dense", "labels") if self._features else ("dense", "ids", "labels")
+        arrays = {name: getattr(first, name) for name in fixed}
+        self._columns = {name: array.shape[1:] for name, array in arrays.items()}
+        self._types = {name: _torch_type(array) for name, array in arrays.items()}
+        self._sources = np.stack([self._addresses(name) for name in fixed])  # [K, S]
+        self._widths = np.array([a.itemsize * int(np.prod(a.shape[1:])) for a in arrays.values()], np.int64)
+        if self._features:
+            self._id_type, self._id_width = _torch_type(first.ids), first.ids.itemsize
+            self._bags = [self._addresses(name) for name in ("lengths", "row_offsets", "ids")]
+            self._ids_in = np.array([len(shard.ids) for shard in shards], np.int64)
+
+    def _addresses(self, name: str) -> Int64:
+        return np.array([getattr(shard, name).ctypes.data for shard in self._shards], np.int64)
+
+    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """See :class:`Gather`."""
+        count = len(rows)
+        tensors = {
+            name: allocate(name, (count, *columns), self._types[name])
+            for name, columns in self._columns.items()
+        }
+        targets = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
+        scratch = np.empty((len(targets), count), np.int64)
+        self._kernels.copy_rows(
+            rows, self._starts, self._biggest, self._sources, self._widths, targets, scratch
+        )
+        if self._features:
+            offsets = allocate("offsets", (count * self._features + 1,), torch.int64)
+            scratch = np.empty((2, count), np.int64)
+            bad = self._kernels.bag_offsets(
+                rows,
+                self._starts,
+                self._biggest,
+                *self._bags,
+                self._ids_in,
+                self._id_width,
+                self._features,
+                offsets.numpy(),
+                scratch,
+            )
+            if bad >= 0:
+                raise _disagree(self._shards, self._starts.tolist(), int(rows[bad]))
+            ids = allocate("ids", (int(offsets[-1]),), self._id_type)
+            self._kernels.copy_bags(scratch, self._id_width, ids.data_ptr())
+            tensors |= {"ids": ids, "offsets": offsets}
+        return tensors

@@ -1,0 +1,160 @@
+"""Numba kernels that copy scattered rows of mapped shards into one batch.
+
+They take addresses instead of arrays, because the number of shards varies and Numba would compile anew for
+each. The copy knows its sources ahead, so it asks for the row 16 places on while it moves this one: the
+misses of random rows then overlap. Import this module only where Numba is installed.
+
+Legend: B rows of the batch, S shards, F features.
+"""
+
+# mypy: disable-error-code="call-arg, no-untyped-call, var-annotated, unreachable"
+# (an intrinsic is called without its typing context, which mypy cannot know)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["bag_offsets", "copy_bags", "copy_rows"]
+
+Int64 = npt.NDArray[np.int64]
+
+_AHEAD = 16  # rows asked for ahead of the copy
+_LINE = 64  # bytes of a cache line
+
+
+@intrinsic
+def _copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
+    """memcpy between two addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, source = (builder.inttoptr(arg, cgutils.voidptr_t) for arg in args[:2])
+        cgutils.raw_memcpy(builder, to, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _prefetch(typingctx: Any, address: Any) -> Any:
+    """Start loading the cache line at an address, for one read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, [pointer, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def _int32_at(typingctx: Any, address: Any) -> Any:
+    """An int32 pointer from an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int32)(types.int64), generate
+
+
+@intrinsic
+def _int64_at(typingctx: Any, address: Any) -> Any:
+    """An int64 pointer from an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
+@njit(nogil=True, cache=True)
+def copy_rows(
+    rows: Int64,  # [B]
+    starts: Int64,  # [S + 1] first row of each shard
+    biggest: int,  # rows of the largest shard
+    sources: Int64,  # [K, S] address of each of K tensors in each shard
+    widths: Int64,  # [K] bytes per row
+    targets: Int64,  # [K] addresses to fill, row by row
+    scratch: Int64,  # [K, B]
+) -> None:
+    """Copy the rows of K row-wise tensors."""
+    count, kinds = len(rows), len(widths)
+    for i in range(count):
+        row = rows[i]
+        shard = row // biggest
+        while row >= starts[shard + 1]:
+            shard += 1
+        for kind in range(kinds):
+            scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * widths[kind]
+    for i in range(count):
+        if i + _AHEAD < count:
+            for kind in range(kinds):
+                source = scratch[kind, i + _AHEAD]
+                for line in range(0, widths[kind], _LINE):
+                    _prefetch(source + line)
+                _prefetch(source + widths[kind] - 1)
+        for kind in range(kinds):
+            _copy(targets[kind] + i * widths[kind], scratch[kind, i], widths[kind])
+
+
+@njit(nogil=True, cache=True)
+def bag_offsets(
+    rows: Int64,  # [B]
+    starts: Int64,  # [S + 1]
+    biggest: int,
+    lengths: Int64,  # [S] addresses of int32 [n, F]
+    row_offsets: Int64,  # [S] addresses of int64 [n + 1]
+    ids: Int64,  # [S] addresses of the ids
+    ids_in: Int64,  # [S] ids in each shard
+    id_width: int,  # bytes
+    features: int,  # F
+    offsets: Int64,  # [B * F + 1], filled
+    scratch: Int64,  # [2, B], filled: address and number of each row's ids
+) -> int:
+    """Fill the offsets of a batch; returns the place of a row whose lengths and row_offsets disagree, or "
+    "-1."""
+    total = np.int64(0)
+    offsets[0] = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        shard = row // biggest
+        while row >= starts[shard + 1]:
+            shard += 1
+        local = row - starts[shard]
+        bags = _int32_at(lengths[shard] + local * features * 4)
+        ends = _int64_at(row_offsets[shard] + local * 8)
+        before = total
+        for f in range(features):
+            if bags[f] < 0:
+                return i
+            total += bags[f]
+            offsets[i * features + f + 1] = total
+        first, last = ends[0], ends[1]
+        if last - first != total - before or first < 0 or last > ids_in[shard]:
+            return i
+        scratch[0, i] = ids[shard] + first * id_width
+        scratch[1, i] = last - first
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def copy_bags(scratch: Int64, id_width: int, target: int) -> None:
+    """Copy each row's ids one after the other to the address ``target``."""
+    count = scratch.shape[1]
+    for i in range(count):
+        if i + _AHEAD < count:
+            source = scratch[0, i + _AHEAD]
+            for line in range(0, scratch[1, i + _AHEAD] * id_width, _LINE):
+                _prefetch(source + line)
+        size = scratch[1, i] * id_width
+        _copy(target, scratch[0, i], size)
+        target += size
