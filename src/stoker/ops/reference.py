@@ -20,6 +20,7 @@ __all__ = [
     "derive_key",
     "distinct_gradients",
     "dot_interaction",
+    "exact_sqrt",
     "init_rows",
     "lookup",
     "per_sample_weight_gradient",
@@ -106,7 +107,7 @@ def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean
         return values * weights.to(values.dtype).unsqueeze(1)
     if mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        return values * (1.0 / lengths.to(torch.float32)).to(values.device)[_bag_of(offsets)].unsqueeze(1)
+        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(1)
     return values
 
 
@@ -126,7 +127,8 @@ def lookup(
     pooled = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32, device=weight.device)
     _add_in_order(pooled, _bag_of(offsets), picked)
     if mean:
-        pooled *= (1.0 / bag_lengths(offsets).clamp(min=1).to(torch.float32)).unsqueeze(1)
+        lengths = bag_lengths(offsets).clamp(min=1)
+        pooled *= (torch.ones_like(lengths, dtype=torch.float32) / lengths).unsqueeze(1)
     return pooled
 
 
@@ -182,6 +184,16 @@ def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
+def exact_sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded square root of float32 values; ``torch.sqrt`` may be an ulp off, and back ends must agree."""
+    return values.to(torch.float64).sqrt().to(torch.float32)
+
+
+def _quotient(number: float, values: Tensor) -> Tensor:
+    """``number / values`` with one rounding; torch multiplies by a reciprocal where the left side is a number."""
+    return torch.full_like(values, number) / values
+
+
 def _f32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
@@ -205,8 +217,8 @@ def update_rows(
         g = g.clamp(-_f32(rule.clip_value), _f32(rule.clip_value))
     if rule.clip_norm != math.inf:
         limit = _f32(rule.clip_norm)
-        norm = row_norm_squared(g).sqrt()
-        scale = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+        norm = exact_sqrt(row_norm_squared(g))
+        scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
         g = g * scale.unsqueeze(1)
     if rule.weight_decay:
         g = g + w * _f32(rule.weight_decay)
@@ -216,19 +228,19 @@ def update_rows(
     elif rule.kind == "adagrad":
         total = state["sum"][rows] + g * g
         state["sum"][rows] = total
-        w = w - (g * lr) / (total.sqrt() + eps)
+        w = w - (g * lr) / (exact_sqrt(total) + eps)
     elif rule.kind == "rowwise_adagrad":
         mean = row_norm_squared(g) * _f32(1.0 / weight.shape[1])
         total = state["sum"][rows] + mean
         state["sum"][rows] = total
-        w = w - g * (lr / (total.sqrt() + eps)).unsqueeze(1)
+        w = w - g * _quotient(lr, exact_sqrt(total) + eps).unsqueeze(1)
     elif rule.kind == "adam":
         m = state["exp_avg"][rows] * _f32(rule.beta1) + g * _f32(1.0 - rule.beta1)
         v = state["exp_avg_sq"][rows] * _f32(rule.beta2) + (g * g) * _f32(1.0 - rule.beta2)
         state["exp_avg"][rows] = m
         state["exp_avg_sq"][rows] = v
         step = _f32(rule.lr / rule.bias1)
-        w = w - (m * step) / (v.sqrt() * _f32(1.0 / math.sqrt(rule.bias2)) + eps)
+        w = w - (m * step) / (exact_sqrt(v) * _f32(1.0 / math.sqrt(rule.bias2)) + eps)
     else:
         raise ValueError(f"row rule {rule.kind!r} is unknown")
     if weight.dtype == torch.bfloat16:

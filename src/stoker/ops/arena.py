@@ -1,0 +1,48 @@
+"""Buffers that are used again once nobody refers to them.
+
+Fresh large buffers cost more than a gather: the kernel zeroes every page anew, and the C library gives them back at every
+free. A tensor from an arena returns its memory when its last reference dies, not before, so holding on to it is safe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Arena"]
+
+_KEEP = 8  # idle buffers kept of each size
+
+
+class Arena:
+    """Float32 tensors on the CPU whose memory is recycled."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[np.ndarray]] = {}
+        self._lent: dict[int, weakref.ref[np.ndarray]] = {}
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised tensor of ``shape``."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
+        idle = self._idle.setdefault(rounded, deque(maxlen=_KEEP))
+        try:
+            memory = idle.pop()
+        except IndexError:
+            memory = np.empty(rounded, dtype=np.float32)
+        view = memory[:size].reshape(shape)
+        # reshape may return the slice itself: a fresh object either way, alive while any tensor uses it.
+        key = id(view)
+
+        def give_back(_: object, memory: np.ndarray = memory, key: int = key) -> None:
+            self._lent.pop(key, None)
+            idle.append(memory)
+
+        self._lent[key] = weakref.ref(view, give_back)
+        return torch.from_numpy(view)

@@ -1,0 +1,226 @@
+"""The CPU back end: Numba kernels on torch's number of threads, equal to the reference to the bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.ops import cpu_kernels as kernels
+from stoker.ops.arena import Arena
+from stoker.ops.backend import Backend, Bags, Rounding
+from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, DECAY
+from stoker.ops.rule import RowRule
+from stoker.ops.space import AddressSpace
+from stoker.ops.threads import team
+
+__all__ = ["CpuBackend"]
+
+_RULES = {
+    "sgd": kernels.SGD,
+    "adagrad": kernels.ADAGRAD,
+    "rowwise_adagrad": kernels.ROWWISE_ADAGRAD,
+    "adam": kernels.ADAM,
+}
+_STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+_NO_FLOATS = np.zeros(1, dtype=np.float32)
+_NO_OFFSETS = np.zeros(1, dtype=np.int64)
+
+
+def _flat(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: np.ndarray = tensor.detach().reshape(-1).numpy()
+    return array
+
+
+class _Layout:
+    """Tables and their features as arrays, largest table first, for one address space."""
+
+    def __init__(self, space: AddressSpace) -> None:
+        self.bases = space.bases.numpy()
+        self.limits = space.limits.numpy()
+        self.first_row = space.first_row
+        tables = np.asarray(space.table_of, dtype=np.int64)
+        self.table_of = tables
+        self.features = np.argsort(tables, kind="stable").astype(np.int64)
+        self.start = np.searchsorted(tables[self.features], np.arange(len(space.rows) + 1)).astype(np.int64)
+        self.per_table = np.diff(self.start)
+        # The largest first, so that no thread is left with a big one at the end.
+        weight = self.per_table * np.minimum(np.asarray(space.rows, dtype=np.float64), 1e6)
+        self.items = np.argsort(-weight, kind="stable").astype(np.int64)
+        self.no_keys = np.zeros(len(space.rows), dtype=np.int64)
+
+
+class _Scratch:
+    """One thread's hash table and gradient buffer; grown as needed, kept between batches."""
+
+    def __init__(self) -> None:
+        self.keys = np.empty(0, dtype=np.int64)
+        self.slots = np.empty(0, dtype=np.int32)
+        self.places = np.empty(0, dtype=np.int64)
+        self.buffer = np.empty(0, dtype=np.float32)
+
+    def fit(self, occurrences: int, dim: int) -> None:
+        size = 16
+        while size < 2 * occurrences:
+            size *= 2
+        if len(self.keys) < size:
+            self.keys = np.full(size, -1, dtype=np.int64)
+            self.slots = np.empty(size, dtype=np.int32)
+            self.places = np.empty(size, dtype=np.int64)
+        if len(self.buffer) < occurrences * dim:
+            self.buffer = np.empty(occurrences * dim, dtype=np.float32)
+
+
+class CpuBackend(Backend):
+    """Numba kernels. Scratch memory is one hash table and one gradient buffer a thread."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, tuple[AddressSpace, _Layout]] = {}
+        self._scratch: list[_Scratch] = []
+        self._arena = Arena()
+
+    def _layout(self, space: AddressSpace) -> _Layout:
+        known = self._layouts.get(id(space))
+        if known is None or known[0] is not space:
+            if len(self._layouts) > 64:
+                self._layouts.clear()
+            known = self._layouts[id(space)] = (space, _Layout(space))
+        return known[1]
+
+    def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
+        kernel = kernels.init_kernel(out.shape[1])
+        cursor = np.zeros(1, dtype=np.int64)
+        arguments = (_flat(out), len(out), key, start, np.float32(scale), cursor, 4096)
+        team().run(kernel, [arguments] * team().size)
+
+    def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
+        layout = self._layout(space)
+        dim, count = weight.shape[1], len(space.features)
+        batch = bags.batch_size(count)
+        out = self._arena.empty(batch, count, dim)
+        if batch == 0:
+            return out
+        kernel = kernels.lookup_kernel(dim, bags.offsets is not None, bags.weights is not None, bags.mean)
+        scale = _NO_FLOATS if bags.weights is None else _flat(bags.weights.to(torch.float32))
+        cursor = np.zeros(1, dtype=np.int64)
+        ids = bags.ids.contiguous().numpy()
+        crew = team()
+        if bags.offsets is None:
+            block = _block(batch, crew.size, 1 + 256 // count)
+            shared: tuple[Any, ...] = (
+                _flat(weight), ids, layout.bases, layout.limits, scale, _flat(out), cursor, block,
+            )  # fmt: skip
+        else:
+            block = _block(batch * count, crew.size, 256)
+            shared = (
+                _flat(weight), ids, bags.offsets.contiguous().numpy(), layout.bases, layout.limits, scale, _flat(out), cursor,
+                block,
+            )  # fmt: skip
+        if max(crew.run(kernel, [shared] * crew.size)) >= 0:
+            space.check(bags.ids, bags.offsets)
+        return out
+
+    def update(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        space: AddressSpace,
+        bags: Bags,
+        grad: Tensor,
+        rule: RowRule,
+        rounding: Rounding,
+    ) -> None:
+        layout = self._layout(space)
+        dim, count = weight.shape[1], len(space.features)
+        batch = bags.batch_size(count)
+        if bags.ids.numel() == 0:
+            return
+        flags = (
+            (CLIP_VALUE if rule.clip_value != math.inf else 0)
+            | (CLIP_NORM if rule.clip_norm != math.inf else 0)
+            | (DECAY if rule.weight_decay else 0)
+        )
+        weighted = bags.weights is not None
+        mean = bags.mean and bags.offsets is not None
+        kernel = kernels.update_kernel(dim, bags.offsets is not None, weighted, mean, _RULES[rule.kind], flags)
+        if bags.offsets is None:
+            offsets, occurrences = _NO_OFFSETS, layout.per_table * batch
+        else:
+            offsets = bags.offsets.contiguous().numpy()
+            lengths = np.diff(offsets).reshape(-1, count).sum(0)
+            occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(np.int64)
+        crew = team()
+        # Few tables and several threads: split each table's rows, so that every thread has work.
+        parts = 1 if len(layout.items) >= 4 * crew.size or crew.size == 1 else 4 * crew.size
+        while len(self._scratch) < crew.size:
+            self._scratch.append(_Scratch())
+        names = _STATE[rule.kind]
+        constants = np.array(
+            [
+                rule.lr,
+                rule.eps,
+                1.0 / dim,
+                rule.clip_value,
+                rule.clip_norm,
+                rule.weight_decay,
+                rule.beta1,
+                1.0 - rule.beta1,
+                rule.beta2,
+                1.0 - rule.beta2,
+                rule.lr / rule.bias1,
+                1.0 / math.sqrt(rule.bias2),
+                rule.eps,
+            ],
+            dtype=np.float32,
+        )
+        shared = (
+            _flat(weight),
+            _flat(state[names[0]]) if names else _NO_FLOATS,
+            _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS,
+            bags.ids.contiguous().numpy(),
+            offsets,
+            _flat(bags.weights.to(torch.float32)) if bags.weights is not None else _NO_FLOATS,
+            _flat(grad.to(torch.float32).contiguous()),
+            layout.start,
+            layout.features,
+            layout.first_row,
+            layout.items,
+            parts,
+            occurrences,
+            constants,
+            np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
+        )
+        cursor = np.zeros(1, dtype=np.int64)
+        largest = int(occurrences.max())
+        arguments = []
+        for scratch in self._scratch[: crew.size]:
+            scratch.fit(largest, dim)
+            arguments.append((*shared, scratch.keys, scratch.slots, scratch.places, scratch.buffer, cursor))
+        crew.run(kernel, arguments)
+
+    def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
+        layout = self._layout(space)
+        count = bags.ids.numel()
+        offsets = np.arange(count + 1) if bags.offsets is None else bags.offsets.contiguous().numpy()
+        out = torch.empty(count, dtype=torch.float32)
+        if count:
+            shared = (
+                _flat(weight), bags.ids.reshape(-1).contiguous().numpy(), offsets, layout.bases,
+                _flat(grad.to(torch.float32).contiguous()), out.numpy(), np.zeros(1, dtype=np.int64), 256,
+            )  # fmt: skip
+            crew = team()
+            crew.run(kernels.weight_gradient_kernel(weight.shape[1]), [shared] * crew.size)
+        return out
+
+
+def _block(total: int, threads: int, least: int) -> int:
+    """Work handed out at a time: small enough to balance, large enough not to fight over the cursor."""
+    return max(least, total // (8 * threads))

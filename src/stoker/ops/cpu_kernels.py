@@ -1,0 +1,280 @@
+"""Numba kernels for one group of tables, specialised by row width and made once per process.
+
+Every kernel is called by several threads at once with the same arguments; a shared cursor hands out disjoint work, so
+no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
+
+Legend: B examples, F features, L ids, T tables, D (``dim``) columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from stoker.ops.llvm_rows import (
+    fetch_add,
+    prefetch,
+    row_accumulate,
+    row_adagrad,
+    row_adam,
+    row_condition,
+    row_copy,
+    row_dot,
+    row_init,
+    row_rowwise_adagrad,
+    row_scale,
+    row_sgd,
+)
+
+__all__ = [
+    "ADAGRAD",
+    "ADAM",
+    "ROWWISE_ADAGRAD",
+    "SGD",
+    "init_kernel",
+    "lookup_kernel",
+    "update_kernel",
+    "weight_gradient_kernel",
+]
+
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3
+
+_FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
+_LINE = 16  # float32 elements in a cache line
+_AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
+
+
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    return njit(nogil=True, cache=True, boundscheck=False)(function)
+
+
+@lru_cache(maxsize=64)
+def init_kernel(dim: int) -> Callable[..., Any]:
+    """Kernel that fills rows of a fresh table in blocks of ``block`` rows."""
+
+    @_jit
+    def init(out, rows, key, first, scale, cursor, block):
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= rows:
+                return
+            for row in range(start, min(start + block, rows)):
+                row_init(dim, out, row * dim, key, (first + row) * dim, scale)
+
+    return init
+
+
+@lru_cache(maxsize=64)
+def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Callable[..., Any]:
+    """Kernel of the pooled lookup; returns -1, or the flat position of an id outside its table."""
+    scaled = 1 if weighted else 0
+
+    @_jit
+    def one_hot(weight, ids, bases, limits, scale, out, cursor, block):
+        batch, features = ids.shape
+        ahead = max(1, _AHEAD // features)
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= batch:
+                return -1
+            for b in range(start, min(start + block, batch)):
+                if b + ahead < batch:
+                    for f in range(features):
+                        at = (bases[f] + ids[b + ahead, f]) * dim
+                        for line in range(0, dim, _LINE):
+                            prefetch(weight, at + line)
+                for f in range(features):
+                    i = np.int64(ids[b, f])
+                    if i < 0 or i >= limits[f]:
+                        return b * features + f
+                    to = (b * features + f) * dim
+                    if weighted:
+                        row_accumulate(dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f])
+                    else:
+                        row_copy(dim, out, to, weight, (bases[f] + i) * dim)
+
+    @_jit
+    def bags(weight, ids, offsets, bases, limits, scale, out, cursor, block):
+        features = len(bases)
+        count = len(offsets) - 1
+        last = len(ids)
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= count:
+                return -1
+            for bag in range(start, min(start + block, count)):
+                f = bag % features
+                base, limit = bases[f], limits[f]
+                begin, end = offsets[bag], offsets[bag + 1]
+                for d in range(dim):
+                    out[bag * dim + d] = 0.0
+                for k in range(begin, end):
+                    if k + _AHEAD < last:
+                        # The feature of that id is not known cheaply; most often it is this one.
+                        at = (base + ids[k + _AHEAD]) * dim
+                        for line in range(0, dim, _LINE):
+                            prefetch(weight, at + line)
+                    i = np.int64(ids[k])
+                    if i < 0 or i >= limit:
+                        return k
+                    row_accumulate(dim, scaled, 0, out, bag * dim, weight, (base + i) * dim, scale[k])
+                if mean and end > begin:
+                    row_scale(dim, out, bag * dim, np.float32(1.0) / np.float32(end - begin))
+
+    return bags if jagged else one_hot
+
+
+@lru_cache(maxsize=64)
+def weight_gradient_kernel(dim: int) -> Callable[..., Any]:
+    """Kernel of the per-sample-weight gradient: one dot product for each id."""
+
+    @_jit
+    def dots(weight, ids, offsets, bases, grad, out, cursor, block):
+        features = len(bases)
+        count = len(offsets) - 1
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= count:
+                return
+            for bag in range(start, min(start + block, count)):
+                for k in range(offsets[bag], offsets[bag + 1]):
+                    row = bases[bag % features] + ids[k]
+                    out[k] = row_dot(dim, grad, bag * dim, weight, row * dim)
+
+    return dots
+
+
+@lru_cache(maxsize=128)
+def update_kernel(
+    dim: int, jagged: bool, weighted: bool, mean: bool, rule: int, flags: int
+) -> Callable[..., Any]:
+    """Kernel of the fused backward: sum the gradients of each distinct row, then update the row once.
+
+    A work item is one table, or one part of a table's rows. Its thread walks the batch in order of occurrence and adds
+    each gradient to the row's place in a compact buffer, found by a hash table that fits the first-level cache; then it
+    updates the rows, which were asked for from memory when they were first met.
+    """
+    scaled = 1 if weighted or mean else 0
+
+    @_jit
+    def meet(row, position, scale, at, first, direct, shift, mask, keys, slots, places, count, weight, state, grad, buffer):
+        """Add one gradient; returns the new number of distinct rows."""
+        if direct:
+            h = row
+        else:
+            h = np.int64((np.uint64(row) * _FIBONACCI) >> shift)
+        while True:
+            key = keys[h]
+            if key == row:
+                row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, position, scale)
+                return count
+            if key < 0:
+                keys[h] = row
+                slots[h] = count
+                places[count] = h
+                for line in range(0, dim, _LINE):
+                    prefetch(weight, (first + row) * dim + line)
+                if rule == ADAGRAD or rule == ADAM:
+                    prefetch(state, (first + row) * dim)
+                elif rule == ROWWISE_ADAGRAD:
+                    prefetch(state, first + row)
+                row_accumulate(dim, scaled, 1, buffer, count * dim, grad, position, scale)
+                return count + 1
+            h = (h + 1) & mask
+
+    @_jit
+    def update(
+        weight,
+        state,
+        state2,
+        ids,
+        offsets,
+        scale,
+        grad,
+        table_start,
+        table_features,
+        first_row,
+        items,
+        parts,
+        occurrences,
+        constants,
+        rounding,
+        keys,
+        slots,
+        places,
+        buffer,
+        cursor,
+    ):
+        features = len(table_features)
+        lr, eps, share = constants[0], constants[1], constants[2]
+        while True:
+            item = fetch_add(cursor, 1)
+            if item >= len(items) * parts:
+                return
+            table = items[item // parts]
+            part = item % parts
+            first = first_row[table]
+            rows = first_row[table + 1] - first
+            bits = np.uint64(4)
+            while (np.int64(1) << np.int64(bits)) < 2 * occurrences[table]:
+                bits += np.uint64(1)
+            mask = (np.int64(1) << np.int64(bits)) - 1
+            shift = np.uint64(64) - bits
+            direct = rows <= mask
+            one = np.float32(1.0)
+            count = np.int64(0)
+            if jagged:
+                batch = (len(offsets) - 1) // features
+            else:
+                batch = ids.shape[0]
+            for b in range(batch):
+                for slot in range(table_start[table], table_start[table + 1]):
+                    f = table_features[slot]
+                    bag = b * features + f
+                    if jagged:
+                        begin, end = offsets[bag], offsets[bag + 1]
+                        if mean and end > begin:
+                            one = np.float32(1.0) / np.float32(end - begin)
+                        for k in range(begin, end):
+                            row = np.int64(ids[k])
+                            if parts > 1 and (row >> 4) % parts != part:
+                                continue
+                            if weighted:
+                                one = scale[k]
+                            count = meet(
+                                row, bag * dim, one, k, first, direct, shift, mask, keys, slots, places, count, weight,
+                                state, grad, buffer,
+                            )
+                    else:
+                        row = np.int64(ids[b, f])
+                        if parts > 1 and (row >> 4) % parts != part:
+                            continue
+                        if weighted:
+                            one = scale[bag]
+                        count = meet(
+                            row, bag * dim, one, bag, first, direct, shift, mask, keys, slots, places, count, weight, state,
+                            grad, buffer,
+                        )
+            salt = rounding[table]
+            for u in range(count):
+                h = places[u]
+                local = keys[h]
+                keys[h] = -1
+                row = first + local
+                at, g = row * dim, u * dim
+                if flags:
+                    row_condition(dim, flags, buffer, g, weight, at, constants[3], constants[4], constants[5])
+                if rule == SGD:
+                    row_sgd(dim, weight, at, buffer, g, lr, salt, local * dim)
+                elif rule == ADAGRAD:
+                    row_adagrad(dim, weight, at, state, buffer, g, lr, eps, salt, local * dim)
+                elif rule == ROWWISE_ADAGRAD:
+                    row_rowwise_adagrad(dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim)
+                else:
+                    row_adam(dim, weight, at, state, state2, buffer, g, constants[6:], salt, local * dim)
+
+    return update
