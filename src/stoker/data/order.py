@@ -30,23 +30,25 @@ __all__ = ["BLOCK_ROWS", "EpochOrder", "permutation", "rows_that_fit"]
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
-_CHUNK = 2**15  # positions computed at a time
+_CHUNK = 2**14  # positions computed at a time
 _SORTED = 2**14  # ranges up to here are permuted by sorting hashes
 _ROUNDS = 8
-_MULTIPLY, _AGAIN = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
-_HIGH, _MIDDLE = np.uint64(32), np.uint64(29)
+Words = npt.NDArray[np.uint32]
 
 
-def _keys(name: str) -> list[np.uint64]:
-    digest = hashlib.blake2b(name.encode(), digest_size=8 * _ROUNDS).digest()
-    return [np.uint64(key) for key in np.frombuffer(digest, "<u8")]
+def _keys(name: str) -> list[np.uint32]:
+    digest = hashlib.blake2b(name.encode(), digest_size=4 * _ROUNDS).digest()
+    return [np.uint32(key) for key in np.frombuffer(digest, "<u4")]
 
 
-def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    mixed = (values ^ key) * _MULTIPLY
-    mixed ^= mixed >> _MIDDLE
-    mixed *= _AGAIN
-    mixed ^= mixed >> _HIGH
+def _mix(values: Words, key: np.uint32) -> Words:
+    """A 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
+    mixed = values ^ key
+    mixed ^= mixed >> np.uint32(16)
+    mixed *= np.uint32(0x7FEB352D)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(0x846CA68B)
+    mixed ^= mixed >> np.uint32(16)
     return mixed
 
 
@@ -59,23 +61,26 @@ def permutation(name: str, size: int) -> Callable[[int, int], Int64]:
     """
     keys = _keys(name)
     if size <= _SORTED:
-        hashes = _mix(_mix(np.arange(size, dtype=np.uint64), keys[0]), keys[1])
+        index = np.arange(size, dtype=np.uint32)
+        high, low = (_mix(_mix(index, first), second) for first, second in (keys[:2], keys[2:4]))
+        hashes = (high.astype(np.uint64) << np.uint64(32)) | low
         table = np.argsort(hashes, kind="stable").astype(np.int64)
         return lambda start, stop: table[start:stop]
 
     bits = (size - 1).bit_length()
     low_bits = np.uint64(bits // 2)
-    low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
+    low_mask, high_mask = (np.uint32((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
     limit = np.uint64(size)
 
     def encrypt(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        low, high = values & low_mask, values >> low_bits
-        for index, key in enumerate(keys):
-            if index % 2:
+        low = values.astype(np.uint32) & low_mask
+        high = (values >> low_bits).astype(np.uint32)
+        for number, key in enumerate(keys):
+            if number % 2:
                 high ^= _mix(low, key) & high_mask
             else:
                 low ^= _mix(high, key) & low_mask
-        return (high << low_bits) | low
+        return (high.astype(np.uint64) << low_bits) | low
 
     def stretch(start: int, stop: int) -> Int64:
         values = encrypt(np.arange(start, stop, dtype=np.uint64))
