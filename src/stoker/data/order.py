@@ -30,7 +30,7 @@ __all__ = ["BLOCK_ROWS", "EpochOrder", "permutation", "rows_that_fit"]
 Int64 = npt.NDArray[np.int64]
 
 BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
-_CHUNK = 2**14  # positions computed at a time
+_CHUNK = 2**15  # positions computed at a time
 _SORTED = 2**14  # ranges up to here are permuted by sorting hashes
 _ROUNDS = 8
 Words = npt.NDArray[np.uint32]

@@ -1,0 +1,171 @@
+"""What this machine has: devices, memory, cores. Every probe answers on every platform, None where it cannot know."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from stoker.errors import ConfigError
+
+__all__ = [
+    "available_memory",
+    "cpu_count",
+    "cpu_model",
+    "device_memory",
+    "huge_pages",
+    "peak_memory",
+    "resident_memory",
+    "resolve_device",
+    "simd_flags",
+    "total_memory",
+]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SIMD = (
+    "sse4_2",
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
+
+
+def resolve_device(name: str | torch.device | None = None) -> torch.device:
+    """The device to train on: ``name``, or for None and ``"auto"`` the first GPU, else the CPU.
+
+    Raises:
+        ConfigError: a device that torch does not know or this machine does not have.
+    """
+    if name is None or name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown. Use auto, cpu, cuda or cuda:0.") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device {name!s} was asked for, but torch {torch.__version__} sees no GPU here. "
+                "Use --device cpu, or install a CUDA build of torch; stoker doctor tells more."
+            )
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device {name!s} was asked for, but this machine has {count} GPUs, counted from 0."
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise ConfigError(f"device {name!s} is not supported. Use auto, cpu, cuda or cuda:0.")
+    return device
+
+
+def device_memory(device: torch.device | str) -> tuple[int, int]:
+    """(free, total) bytes of a device's memory; of main memory for the CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    return available_memory() or 0, total_memory() or 0
+
+
+def cpu_count() -> int:
+    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = (_read(_CGROUP / "cpu.max") or "").split()
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]):
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
+def total_memory() -> int | None:
+    """Bytes of main memory, or of the container's share."""
+    return _least(_meminfo("MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max"))
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be taken without swapping."""
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    rest = None if limit is None or used is None else max(0, limit - used)
+    return _least(_meminfo("MemAvailable") or _sysconf("SC_AVPHYS_PAGES"), rest)
+
+
+def resident_memory() -> int | None:
+    """Bytes of anonymous memory resident now: what this process holds, without mapped files."""
+    return _field(Path("/proc/self/status"), "RssAnon")
+
+
+def peak_memory() -> int | None:
+    """Bytes of the largest resident set so far, mapped files included."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def simd_flags() -> tuple[str, ...]:
+    """Vector instruction sets that matter here, such as ``avx2``; empty where the system does not tell."""
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith(("flags", "Features")):
+            flags = set(line.partition(":")[2].split())
+            return tuple(name for name in _SIMD if name in flags)
+    return ()
+
+
+def huge_pages() -> str | None:
+    """The transparent huge page setting: always, madvise or never."""
+    text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or ""
+    return text.partition("[")[2].partition("]")[0] or None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _field(path: Path, name: str) -> int | None:
+    for line in (_read(path) or "").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _meminfo(name: str) -> int | None:
+    return _field(Path("/proc/meminfo"), name)
+
+
+def _sysconf(name: str) -> int | None:
+    try:
+        return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
