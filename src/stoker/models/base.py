@@ -1,0 +1,153 @@
+"""What every model shares: tables, loss, prediction, and a configuration to rebuild it from.
+
+Legend: B examples, F features, D columns of a table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stoker.data.batch import Batch
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError
+from stoker.ops import BackendName
+from stoker.optim import RowOptimizer, RowWiseAdagrad
+from stoker.tables import EmbeddingTables, TableConfig, tables_for
+
+__all__ = ["RecModel"]
+
+_ROWS = RowWiseAdagrad(lr=0.02)
+
+
+class RecModel(nn.Module, ABC):
+    """A click model: embedding tables, and a dense part over dense columns and pooled rows.
+
+    A subclass names itself, builds its layers and defines :meth:`dense_part`; :meth:`config` adds its own settings.
+
+    Args:
+        spec: columns and table sizes, from ``Dataset.schema``.
+        embedding_dim: columns of every table.
+        pooling: how the ids of a sequence feature become one vector.
+        dtype: type of the rows; optimizer state stays float32.
+        dense_dtype: "bfloat16" runs the dense part under autocast (weights stay float32).
+        optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.02.
+        seed: of rows and dense parameters.
+        device: where everything lies.
+        backend: kernels of the tables (:class:`stoker.EmbeddingTables`).
+
+    Raises:
+        ConfigError: settings that cannot work.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        *,
+        embedding_dim: int = 16,
+        pooling: Literal["sum", "mean"] = "mean",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        dense_dtype: Literal["float32", "bfloat16"] = "float32",
+        optimizer: RowOptimizer | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        if dense_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dense_dtype {dense_dtype!r} is unknown. Choose 'float32' or 'bfloat16'.")
+        self.spec = spec
+        self.embedding_dim = embedding_dim
+        self.pooling = pooling
+        self.dtype = dtype
+        self.dense_dtype = dense_dtype
+        self.seed = seed
+        self.embeddings = EmbeddingTables(
+            tables_for(spec, embedding_dim, pooling=pooling, dtype=dtype),
+            optimizer=_ROWS if optimizer is None else optimizer,
+            features=[feature.name for feature in spec.features],
+            seed=seed,
+            device=device,
+            backend=backend,
+        )
+        self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @abstractmethod
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        """Logits [B] from the dense columns [B, num_dense] and the pooled rows [B, F, D]."""
+
+    @property
+    def tables(self) -> tuple[TableConfig, ...]:
+        """The tables."""
+        return self.embeddings.tables
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.embeddings.device
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """Everything but the rows: what a ``torch.optim`` optimizer takes."""
+        return list(self.parameters())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [B] float32."""
+        if batch.dense.device != self.device:
+            batch = batch.to(self.device)
+        embedded = self.embeddings(batch.ids, batch.offsets, batch.weights)
+        score = self._compiled or self.dense_part
+        if self.dense_dtype == "float32":
+            return score(batch.dense, embedded)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = score(batch.dense, embedded)
+        return logits.float()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean binary cross entropy; its ``backward`` also updates the rows.
+
+        Raises:
+            ValueError: the batch has no labels.
+        """
+        if batch.labels is None:
+            raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
+        logits = self(batch)
+        return F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.device))
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Tensor:
+        """Probabilities [B] float32; changes nothing."""
+        return torch.sigmoid(self(batch))
+
+    def compile_dense(self, **options: Any) -> None:
+        """Compile the dense part with ``torch.compile``; the tables keep their own kernels.
+
+        Static shapes by default: the smaller last batch of an epoch compiles once more instead of making every batch
+        slower.
+        """
+        self._compiled = torch.compile(self.dense_part, **{"dynamic": False, **options})
+
+    def config(self) -> dict[str, Any]:
+        """Settings as plain JSON values. Optimizer and device are not part of the model."""
+        return {
+            "model": self.name,
+            "embedding_dim": self.embedding_dim,
+            "pooling": self.pooling,
+            "dtype": self.dtype,
+            "dense_dtype": self.dense_dtype,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
+        """Inverse of :meth:`config`; ``options`` are ``optimizer``, ``device`` and ``backend``."""
+        settings = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
+        }
+        return cls(spec, **settings, **options)

@@ -1,0 +1,68 @@
+"""DeepFM (Guo et al. 2017, arXiv 1703.04247).
+
+Legend: B examples, F features, N dense columns, D columns of a table, K = D - 1 latent factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError
+from stoker.models.base import RecModel
+from stoker.models.layers import MLP, dense_generator, normal
+
+__all__ = ["DeepFM"]
+
+
+class DeepFM(RecModel):
+    """Factorisation machine and MLP over shared embeddings; their logits are summed (Eq. 1 to 4).
+
+    Column 0 of a row is the first-order weight, the other K are the latent factors: one lookup serves both, and a row
+    keeps the width of whole cache lines. A dense column x enters as x times its own learned row.
+
+    Args:
+        spec: columns and table sizes.
+        hidden: layer sizes of the MLP without the single output.
+        settings: those of :class:`RecModel`.
+    """
+
+    name: ClassVar[str] = "deepfm"
+
+    def __init__(
+        self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Any
+    ) -> None:
+        super().__init__(spec, **settings)
+        if self.embedding_dim < 2:
+            raise ConfigError(
+                f"DeepFM with embedding_dim={self.embedding_dim} has no latent factors: one column is the first-order "
+                "weight. Choose at least 2."
+            )
+        self.hidden_sizes = tuple(hidden)
+        generator = dense_generator(self.seed, "deepfm")
+        fields = len(spec.features) + len(spec.dense)
+        self.dense_rows = normal(
+            len(spec.dense), self.embedding_dim, std=math.sqrt(1.0 / self.embedding_dim), generator=generator
+        )
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.deep = MLP(
+            fields * (self.embedding_dim - 1), (*self.hidden_sizes, 1), generator=generator, last_relu=False
+        )
+        self.to(self.device)
+
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        fields = torch.cat([embedded, dense.unsqueeze(2) * self.dense_rows], dim=1)  # [B, F + N, D]
+        first_order = fields[:, :, 0].sum(1)
+        factors = fields[:, :, 1:]  # [B, F + N, K]
+        # Rendle 2010: the sum over pairs is (|sum of v|^2 - sum of |v|^2) / 2.
+        pairs = 0.5 * (factors.sum(1).square().sum(1) - factors.square().sum((1, 2)))
+        deep: Tensor = self.deep(factors.flatten(1))
+        return self.bias + first_order + pairs + deep.squeeze(1)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "hidden": list(self.hidden_sizes)}

@@ -1,0 +1,73 @@
+"""DLRM (Naumov et al. 2019, arXiv 1906.00091).
+
+Legend: B examples, F features, D columns of a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from stoker.data.features import FeatureSpec
+from stoker.models.base import RecModel
+from stoker.models.layers import MLP, dense_generator, normal
+from stoker.ops.reference import dot_interaction
+
+__all__ = ["DLRM"]
+
+
+class DLRM(RecModel):
+    """Bottom MLP over the dense columns, pairwise dot products with the pooled rows, top MLP over both.
+
+    Without dense columns a learned vector takes the place of the bottom MLP's output.
+
+    Args:
+        spec: columns and table sizes.
+        bottom: layer sizes; must end in ``embedding_dim``, which is appended where it is left out.
+        top: layer sizes without the last, single output.
+        settings: those of :class:`RecModel`.
+    """
+
+    name: ClassVar[str] = "dlrm"
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        *,
+        bottom: Sequence[int] = (512, 256, 64),
+        top: Sequence[int] = (512, 256),
+        **settings: Any,
+    ) -> None:
+        super().__init__(spec, **settings)
+        dim, fields = self.embedding_dim, len(spec.features) + 1
+        self.bottom_sizes = tuple(bottom) if tuple(bottom[-1:]) == (dim,) else (*bottom, dim)
+        self.top_sizes = tuple(top[:-1]) if tuple(top[-1:]) == (1,) else tuple(top)
+        generator = dense_generator(self.seed, "bottom")
+        self.bottom: MLP | None = None
+        self.constant: nn.Parameter | None = None
+        if spec.dense:
+            self.bottom = MLP(len(spec.dense), self.bottom_sizes, generator=generator, last_relu=True)
+        else:
+            self.constant = normal(dim, std=math.sqrt(1.0 / dim), generator=generator)
+        self.top = MLP(
+            dim + fields * (fields - 1) // 2,
+            (*self.top_sizes, 1),
+            generator=dense_generator(self.seed, "top"),
+            last_relu=False,
+        )
+        self.to(self.device)
+
+    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        if self.bottom is not None:
+            x = self.bottom(dense)  # [B, D]
+        else:
+            assert self.constant is not None
+            x = self.constant.expand(len(embedded), -1)
+        logits: Tensor = self.top(dot_interaction(x, embedded))
+        return logits.squeeze(1)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "bottom": list(self.bottom_sizes), "top": list(self.top_sizes)}

@@ -1,0 +1,243 @@
+"""Settings of a training run, and what they resolve to for one model and dataset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError
+from stoker.models import MODELS, RecModel
+from stoker.ops import BackendName
+from stoker.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    CosineDecay,
+    PolynomialDecay,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Schedule,
+    StepDecay,
+)
+
+__all__ = ["RESUMABLE", "TrainConfig"]
+
+_ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)
+}
+_DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+_ROW_LR = {"sgd": 0.1, "adagrad": 0.02, "rowwise_adagrad": 0.02, "adam": 1e-3}
+_DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3}
+
+
+def _choice(name: str, value: str, choices: Any) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of :func:`stoker.train`. Everything that changes the numbers is here, with its unit.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    model: str = "dlrm"  # a name in stoker.models.MODELS
+    embedding_dim: int = 16  # columns of every table
+    model_options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the model's own, e.g. {"bottom": (64, 16)}
+    pooling: Literal["sum", "mean"] = "mean"  # of sequence features
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the tables
+    dense_dtype: Literal["float32", "bfloat16"] = "float32"  # of the dense part (bfloat16: autocast)
+    compile: bool = False  # torch.compile for the dense part
+
+    batch_size: int = 2048  # examples
+    epochs: int = 1  # passes over the training rows
+    steps: int | None = None  # batches in all; None means `epochs` passes
+    shuffle_memory: str = "1GiB"  # rows shuffled at a time; part of the order, so part of the numbers
+    seed: int = 0  # of initial values, rounding and the order of rows
+
+    row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
+    row_lr: float | None = None  # None means 0.1 for sgd, 0.02 for adagrad and rowwise_adagrad, 1e-3 for adam
+    row_weight_decay: float = 0.0  # L2, on touched rows
+    row_clip_value: float | None = None  # largest absolute value in a row's gradient
+    row_clip_norm: float | None = None  # largest norm of a row's gradient
+    dense_optimizer: Literal["sgd", "adagrad", "adam"] = "adam"
+    dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad, 1e-3 for adam
+    dense_weight_decay: float = 0.0  # L2
+    dense_clip_norm: float | None = None  # largest norm over all dense gradients
+    schedule: Literal["constant", "linear", "cosine", "polynomial", "step"] = (
+        "constant"  # of both learning rates
+    )
+    warmup: int = 0  # steps of linear warm-up
+    decay_steps: int | None = (
+        None  # length of the decay, or steps between two drops; None means to the end, or a third
+    )
+
+    eval_every: int | None = None  # steps; None means at the end of every epoch
+    valid_rows: int | None = None  # the first so many rows of the validation split; None means all
+    metric: Literal["auc", "log_loss"] = "auc"  # what decides which checkpoint is best
+    patience: int | None = (
+        None  # evaluations in a row without a better metric before stopping; None means never
+    )
+    save_every: int | None = None  # steps; None means at every evaluation
+    keep_last: int = 2  # checkpoints kept beside the best one
+    log_every: int = 50  # steps between two lines of metrics.jsonl
+    tensorboard: bool = True
+
+    device: str = "auto"  # "auto" takes the GPU where there is one
+    backend: BackendName = "auto"  # kernels of the tables
+    threads: int | None = None  # CPU threads; None leaves torch's own number
+
+    def __post_init__(self) -> None:
+        _choice("model", self.model, MODELS)
+        _choice("row_optimizer", self.row_optimizer, _ROW_OPTIMIZERS)
+        _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
+        _choice("schedule", self.schedule, ("constant", "linear", "cosine", "polynomial", "step"))
+        _choice("metric", self.metric, ("auc", "log_loss"))
+        for name in ("embedding_dim", "batch_size", "epochs", "keep_last", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("steps", "decay_steps", "eval_every", "valid_rows", "patience", "save_every", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1, or left out.")
+        for name in (
+            "row_lr",
+            "dense_lr",
+            "row_weight_decay",
+            "dense_weight_decay",
+            "dense_clip_norm",
+            "warmup",
+        ):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value}; it must be finite and not negative.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ConfigError: a setting that does not exist.
+        """
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"settings {unknown} do not exist. Known are: {', '.join(sorted(known))}.")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        """The same settings but for ``changes``.
+
+        Raises:
+            ConfigError: a setting that does not exist.
+        """
+        if changes:
+            self.from_dict(changes)
+        return replace(self, **changes)
+
+    def resolve_device(self) -> torch.device:
+        """The device to train on.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device {self.device!r} is unknown. Choose 'auto', 'cpu' or 'cuda'."
+            ) from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"device {self.device!r} was asked for, but torch sees no GPU here. Choose 'cpu'."
+            )
+        return device
+
+    def make_schedule(self, total_steps: int) -> Schedule:
+        """The factor on both learning rates over a run of ``total_steps``."""
+        length = self.decay_steps or max(1, total_steps - self.warmup)
+        match self.schedule:
+            case "linear":
+                return PolynomialDecay(warmup=self.warmup, steps=length, power=1.0)
+            case "polynomial":
+                return PolynomialDecay(warmup=self.warmup, steps=length, power=2.0)
+            case "cosine":
+                return CosineDecay(warmup=self.warmup, steps=length)
+            case "step":
+                return StepDecay(warmup=self.warmup, every=self.decay_steps or max(1, total_steps // 3))
+            case _:
+                return Constant(warmup=self.warmup)
+
+    def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
+        """The row optimizer."""
+        return _ROW_OPTIMIZERS[self.row_optimizer](
+            lr=_ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr,
+            schedule=schedule,
+            weight_decay=self.row_weight_decay,
+            clip_value=self.row_clip_value,
+            clip_norm=self.row_clip_norm,
+        )
+
+    def make_dense_optimizer(self, model: RecModel) -> torch.optim.Optimizer:
+        """The optimizer of the dense part, in one fused kernel a step."""
+        lr = _DENSE_LR[self.dense_optimizer] if self.dense_lr is None else self.dense_lr
+        kind: Any = _DENSE_OPTIMIZERS[self.dense_optimizer]
+        fused = self.dense_optimizer != "adagrad" or model.device.type == "cpu"
+        options = {"fused": True} if fused else {"foreach": True}
+        optimizer: torch.optim.Optimizer = kind(
+            model.dense_parameters(), lr=lr, weight_decay=self.dense_weight_decay, **options
+        )
+        return optimizer
+
+    def make_model(self, spec: FeatureSpec, optimizer: RowOptimizer) -> RecModel:
+        """A fresh model for a dataset's columns.
+
+        Raises:
+            ConfigError: an option that the model does not have.
+        """
+        options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.model_options.items()}
+        try:
+            return MODELS[self.model](
+                spec,
+                embedding_dim=self.embedding_dim,
+                pooling=self.pooling,
+                dtype=self.dtype,
+                dense_dtype=self.dense_dtype,
+                optimizer=optimizer,
+                seed=self.seed,
+                device=self.resolve_device(),
+                backend=self.backend,
+                **options,
+            )
+        except TypeError as error:
+            if "unexpected keyword argument" in str(error):
+                name = str(error).rsplit("argument", 1)[1].strip(" '")
+                raise ConfigError(f"model {self.model!r} has no option {name!r}.") from error
+            raise
+
+
+#: Settings that may change when a run is resumed: none of them touches the numbers of the steps to come.
+RESUMABLE = frozenset(
+    {
+        "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
+        "tensorboard", "device", "backend", "threads",
+    }
+)  # fmt: skip

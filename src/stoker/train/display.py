@@ -1,0 +1,141 @@
+"""What a person or a script sees of a run while it goes: a progress bar, plain lines, JSON lines, or nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+from stoker.units import format_count, format_duration
+
+__all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
+
+Mode = Literal["auto", "rich", "plain", "json", "quiet"]
+
+
+class Display:
+    """Shows nothing. Subclasses show more."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
+
+    def record(self, values: dict[str, Any]) -> None:
+        """One record of metrics.jsonl."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+
+def _line(values: dict[str, Any]) -> str:
+    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
+    return "  ".join(f"{name} {values[name]:.4f}" for name in names if values.get(name) is not None)
+
+
+class JsonLines(Display):
+    """Every record as one JSON object on a line of standard output."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stdout if file is None else file
+
+    def record(self, values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=self._file, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class PlainLines(Display):
+    """Lines for log files: every evaluation, and how training goes at most every ``seconds``."""
+
+    def __init__(self, file: TextIO | None = None, seconds: float = 15.0) -> None:
+        self._file = sys.stderr if file is None else file
+        self._seconds = seconds
+        self._last = time.monotonic()
+        self._total = 0
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        self._total = total
+        self.note(facts)
+
+    def record(self, values: dict[str, Any]) -> None:
+        if values["kind"] == "train":
+            if time.monotonic() - self._last < self._seconds:
+                return
+            self._last = time.monotonic()
+            rate = values["samples_per_second"]
+            self.note(
+                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
+            )
+        else:
+            self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
+
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+
+class ProgressBar(Display):
+    """A Rich progress bar on standard error: loss, AUC, samples/s, time left."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task: Any = None
+        self._total = 0
+        self._auc = ""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        self._total = total
+        self._console.print(facts, highlight=False)
+        self._task = self._bar.add_task("training", total=total, completed=step, status="")
+        self._bar.start()
+
+    def record(self, values: dict[str, Any]) -> None:
+        if values["kind"] != "train":
+            if values.get("auc") is not None:
+                self._auc = f"  AUC {values['auc']:.4f}"
+            self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
+            return
+        rate = values["samples_per_second"]
+        left = (self._total - values["step"]) * values["seconds_per_step"]
+        status = f"loss {values['loss']:.4f}{self._auc}  {format_count(rate)} samples/s  {format_duration(left)} left"
+        self._bar.update(self._task, completed=values["step"], status=status)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+
+def make_display(mode: Mode) -> Display:
+    """The display of that name; "auto" takes the bar on a terminal and plain lines elsewhere."""
+    if mode == "auto":
+        mode = "rich" if sys.stderr.isatty() else "plain"
+    if mode == "rich":
+        try:
+            return ProgressBar()
+        except ImportError:
+            return PlainLines()
+    return {"plain": PlainLines, "json": JsonLines, "quiet": Display}[mode]()

@@ -1,0 +1,168 @@
+"""Metrics and scores of a trained model over a split, in file order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stoker.data.batch import Batch
+from stoker.data.dataset import Dataset, canonical_json
+from stoker.data.shards import atomic_file
+from stoker.errors import ConfigError, DependencyError
+from stoker.models import RecModel
+from stoker.train.metrics import StreamingMetrics
+
+if TYPE_CHECKING:
+    from stoker.data.split import Split
+
+__all__ = ["check_dataset", "dataset_identity", "evaluate", "finite", "predict"]
+
+_BATCH = 8192  # examples
+
+
+def dataset_identity(dataset: Dataset) -> dict[str, str]:
+    """What must agree for a model's rows to mean the same ids: the schema and the vocabularies."""
+    files = dataset.manifest.get("files", {})
+    vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
+    return {
+        "schema_hash": dataset.schema_hash,
+        "vocabulary_hash": hashlib.sha256(canonical_json(vocabulary).encode()).hexdigest(),
+    }
+
+
+def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] | None) -> None:
+    """Refuse a dataset whose ids mean something else than those the model was trained on.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    mine, theirs = model.spec.to_dict(), dataset.schema.to_dict()
+    for what in ("dense", "features", "num_embeddings"):
+        if canonical_json(mine[what]) != canonical_json(theirs[what]):
+            raise ConfigError(
+                f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are {_short(theirs[what])}, the "
+                f"model was trained with {_short(mine[what])}. Use the dataset of the run."
+            )
+    if trained_on is not None and trained_on != dataset_identity(dataset):
+        raise ConfigError(
+            f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so its ids stand for "
+            "other values and the scores would mean nothing. Prepare it with the vocabulary of the run's dataset."
+        )
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+@contextmanager
+def _scoring(model: RecModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def evaluate(
+    model: RecModel,
+    split: Split,
+    *,
+    batch_size: int = _BATCH,
+    rows: int | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> dict[str, float]:
+    """AUC, log loss, normalized entropy, accuracy and calibration (:class:`stoker.train.StreamingMetrics`).
+
+    Args:
+        model: the model; nothing of it changes.
+        split: for example ``dataset.valid``.
+        batch_size: examples at a time.
+        rows: the first so many rows only; None means all.
+        stop: asked before every batch; when it says yes, metrics of the rows so far are returned.
+    """
+    metrics = StreamingMetrics()
+    with _scoring(model):
+        for batch in split.batches(batch_size, limit=rows, reuse=True):
+            if stop is not None and stop():
+                break
+            assert batch.labels is not None
+            metrics.update(model(batch), batch.labels)
+    return metrics.compute()
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """The same with None for undefined values, which JSON can hold."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def predict(
+    model: RecModel, split: Split, out: str | Path, *, batch_size: int = _BATCH, rows: int | None = None
+) -> int:
+    """Write scores to a Parquet file: row (int64, position in the split), label (float32), score (float32).
+
+    The file appears when it is whole. Memory is that of one batch.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ConfigError: ``out`` exists.
+        DependencyError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise DependencyError(
+            "writing Parquet needs pyarrow, which is not installed. Run: pip install pyarrow"
+        ) from error
+    out = Path(out)
+    if out.exists():
+        raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
+    schema = pa.schema([("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())])
+    done = 0
+
+    def table(batches: list[tuple[Tensor | None, Tensor]], start: int) -> Any:
+        scores = torch.cat([score for _, score in batches]).numpy()
+        labels = [label for label, _ in batches if label is not None]
+        return pa.table(
+            {
+                "row": pa.array(range(start, start + len(scores)), pa.int64()),
+                "label": pa.array(torch.cat(labels).numpy())
+                if labels
+                else pa.nulls(len(scores), pa.float32()),
+                "score": pa.array(scores),
+            },
+            schema=schema,
+        )
+
+    with (
+        atomic_file(out) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        _scoring(model),
+    ):
+        pending: list[tuple[Tensor | None, Tensor]] = []
+        held = 0
+        for batch in split.batches(batch_size, limit=rows):
+            pending.append(_score(model, batch))
+            held += len(batch)
+            if held >= 2**17:  # one row group
+                writer.write_table(table(pending, done))
+                done, held, pending = done + held, 0, []
+        if pending or not done:
+            writer.write_table(table(pending, done) if pending else schema.empty_table())
+    return done + held
+
+
+def _score(model: RecModel, batch: Batch) -> tuple[Tensor | None, Tensor]:
+    return batch.labels, model.predict(batch).cpu()

@@ -1,0 +1,429 @@
+"""The training loop: plain PyTorch, one file, made to be read and copied."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.data.batch import Batch
+from stoker.data.dataset import Dataset
+from stoker.data.reader import BatchStream
+from stoker.errors import CheckpointError, ConfigError, StokerError
+from stoker.models import RecModel
+from stoker.optim import Schedule
+from stoker.train import checkpoint
+from stoker.train.config import RESUMABLE, TrainConfig
+from stoker.train.display import Display, Mode, make_display
+from stoker.train.evaluation import check_dataset, dataset_identity, evaluate, finite
+from stoker.train.interrupt import Interrupted, StopSignals
+from stoker.train.log import RunLog
+from stoker.train.rundir import RunDirectory
+from stoker.units import format_count, format_size
+
+__all__ = ["TrainResult", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a finished run leaves. ``model`` holds the rows of the best checkpoint."""
+
+    run: Path
+    model: RecModel
+    step: int  # batches trained
+    best_step: int | None  # None where there are no validation rows
+    valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
+    test: dict[str, float | None]  # and on the test rows
+    samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
+
+
+@dataclass
+class _Progress:
+    """What the loop itself has to remember over a restart."""
+
+    step: int = 0
+    evaluated: int = 0  # step of the last evaluation
+    best: dict[str, Any] | None = None  # {"step", "metric", "valid"}
+    stale: int = 0  # evaluations since the best one
+    loss_sum: float = 0.0  # over the steps since the last training record
+    loss_count: int = 0
+    unread: list[tuple[int, Tensor]] = field(
+        default_factory=list
+    )  # losses on the way: reading waits for the GPU
+
+    def read_losses(self) -> None:
+        """Add the losses collected so far to the sum.
+
+        Raises:
+            StokerError: one of them is not finite.
+        """
+        if not self.unread:
+            return
+        steps, losses = zip(*self.unread, strict=True)
+        self.unread.clear()
+        for step, loss in zip(
+            steps, torch.stack(losses).tolist() if len(losses) > 1 else [losses[0].item()], strict=True
+        ):
+            if not math.isfinite(loss):
+                raise _Diverged(step, loss)
+            self.loss_sum += loss
+            self.loss_count += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _KEPT}
+
+
+_KEPT = ("step", "evaluated", "best", "stale", "loss_sum", "loss_count")
+
+
+class _Diverged(Exception):
+    def __init__(self, step: int, loss: float) -> None:
+        self.step, self.loss = step, loss
+        super().__init__(step, loss)
+
+
+@dataclass
+class _Clock:
+    """Seconds and examples of training, without evaluation and checkpoints."""
+
+    seconds: float = 0.0
+    examples: int = 0
+    _started: float = field(default_factory=time.perf_counter)
+
+    def go(self) -> None:
+        self._started = time.perf_counter()
+
+    def pause(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self._started = self.seconds + now - self._started, now
+
+
+def train(
+    dataset: Dataset | str | Path | None = None,
+    config: TrainConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    display: Display | Mode = "auto",
+    **settings: Any,
+) -> TrainResult:
+    """Train a model, or continue a run.
+
+    Args:
+        dataset: what ``stoker prepare`` wrote; when resuming, None means the run's own.
+        config: settings; keyword settings go on top.
+        out: the run directory to make.
+        resume: the run directory to continue from its newest whole checkpoint, to the bit.
+        display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
+        settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone.
+
+    Raises:
+        ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not (``resume``).
+        DataError: no such dataset, or a damaged one.
+        CheckpointError: no whole checkpoint to resume from, or one of another model.
+        StokerError: the loss is no longer finite.
+        Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written.
+    """
+    if (out is None) == (resume is None):
+        raise ConfigError("give either out, the run directory to make, or resume, the one to continue.")
+    if resume is None:
+        if dataset is None:
+            raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
+        data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+        config = (config or TrainConfig()).replace(**settings)
+    else:
+        data, config = _reopen(resume, dataset, config, settings)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = config.resolve_device()
+    stream = data.train.batches(
+        config.batch_size,
+        seed=config.seed,
+        shuffle_memory=config.shuffle_memory,
+        reuse=True,
+        pin_memory=device.type == "cuda",
+    )
+    if len(stream) == 0:
+        raise ConfigError(f"{data.path} has no training rows.")
+    total = config.steps or config.epochs * len(stream)
+    schedule = config.make_schedule(total)
+    model = config.make_model(data.schema, config.make_row_optimizer(schedule))
+    dense = config.make_dense_optimizer(model)
+    progress = _Progress()
+    with make_display(display) if isinstance(display, str) else display as shown:
+        if resume is None:
+            assert out is not None
+            run = RunDirectory.create(
+                out, {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+            )
+        else:
+            run = RunDirectory(resume)
+            progress = _restore(run, data, model, dense, stream, shown)
+            run.write("config.json", {"dataset": str(data.path.resolve()), "settings": config.to_dict()})
+        if config.compile:
+            model.compile_dense()
+        log = RunLog(run, progress.step, tensorboard=config.tensorboard)
+        try:
+            shown.start(progress.step, total, _facts(model, data, config, total))
+            try:
+                clock = _fit(model, dense, stream, data, config, total, progress, run, log, shown)
+            except _Diverged as error:
+                raise _explain(error, model, dense, schedule, run) from None
+            return _finish(model, data, config, progress, clock, run, log, shown)
+        finally:
+            log.close()
+
+
+def _fit(
+    model: RecModel,
+    dense: torch.optim.Optimizer,
+    stream: BatchStream,
+    data: Dataset,
+    config: TrainConfig,
+    total: int,
+    progress: _Progress,
+    run: RunDirectory,
+    log: RunLog,
+    shown: Display,
+) -> _Clock:
+    """Train until ``total`` steps are done or patience ends. This is the loop."""
+    schedule = config.make_schedule(total)
+    for group in dense.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    parameters = model.dense_parameters()
+    valid = data.splits.get("valid")
+    eval_every = config.eval_every or len(stream)
+    read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
+    saved = (progress.step, progress.evaluated)
+    batches = _endless(stream)
+    clock = _Clock()
+    marked = (0.0, 0, progress.step)  # clock and step at the last training record
+    model.train()
+
+    with StopSignals() as stop:
+        while True:
+            # What is due after the step before; also the first thing after a restart.
+            step = progress.step
+            due = step > 0 and (step % eval_every == 0 or step >= total)
+            improved = False
+            if due and valid and progress.evaluated < step and stop.number is None:
+                clock.pause()
+                metrics = evaluate(model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None)
+                if stop.number is None:
+                    improved = _judge(progress, metrics, config)
+                    _record(log, shown, "valid", stream, step, **finite(metrics))
+                clock.go()
+            finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
+            wanted = step % config.save_every == 0 if config.save_every else due
+            state = (step, progress.evaluated)
+            if step > 0 and state != saved and (wanted or improved or finished or stop.number is not None):
+                clock.pause()
+                progress.read_losses()
+                path = run.checkpoint(step)
+                checkpoint.save(
+                    path,
+                    model,
+                    dense,
+                    stream,
+                    step=step,
+                    extra=_extra(progress, data, config),
+                    overwrite=True,
+                )
+                saved = state
+                run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
+                clock.go()
+            if stop.number is not None:
+                raise Interrupted(stop.number, run.checkpoint(saved[0]) if saved[0] else None, run.path)
+            if finished:
+                clock.pause()
+                return clock
+
+            batch = next(batches)
+            factor = schedule.factor(step)
+            for group in dense.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            loss = model.loss(batch)
+            progress.unread.append((step, loss.detach()))
+            if len(progress.unread) >= read_every:
+                progress.read_losses()
+            loss.backward()  # rows are updated here, in place
+            if config.dense_clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, config.dense_clip_norm)
+            dense.step()
+            dense.zero_grad()
+            progress.step += 1
+            clock.examples += len(batch)
+
+            if progress.step % config.log_every == 0:
+                clock.pause()
+                progress.read_losses()
+                seconds, examples = clock.seconds - marked[0], clock.examples - marked[1]
+                _record(
+                    log,
+                    shown,
+                    "train",
+                    stream,
+                    progress.step,
+                    loss=progress.loss_sum / progress.loss_count,
+                    samples_per_second=examples / seconds,
+                    seconds_per_step=seconds / (progress.step - marked[2]),
+                    row_lr=model.embeddings.optimizer.lr * factor,
+                    dense_lr=dense.param_groups[0]["lr"],
+                )
+                progress.loss_sum, progress.loss_count = 0.0, 0
+                marked = (clock.seconds, clock.examples, progress.step)
+                clock.go()
+
+
+def _endless(stream: BatchStream) -> Iterator[Batch]:
+    while True:
+        yield from stream
+
+
+def _judge(progress: _Progress, metrics: dict[str, float], config: TrainConfig) -> bool:
+    """Note the evaluation; whether it is the best so far."""
+    progress.evaluated = progress.step
+    value = metrics[config.metric]
+    before = None if progress.best is None else progress.best["metric"]
+    rising = config.metric == "auc"
+    better = math.isfinite(value) and (before is None or (value > before if rising else value < before))
+    if better:
+        progress.best = {"step": progress.step, "metric": value, "valid": finite(metrics)}
+        progress.stale = 0
+    else:
+        progress.stale += 1
+    return better
+
+
+def _record(log: RunLog, shown: Display, kind: str, stream: BatchStream, step: int, **values: Any) -> None:
+    epoch = round(stream.epoch + stream.position / len(stream), 6)
+    record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
+    log.write(record)
+    shown.record(record)
+
+
+def _extra(progress: _Progress, data: Dataset, config: TrainConfig) -> dict[str, Any]:
+    settings = {name: value for name, value in config.to_dict().items() if name not in RESUMABLE}
+    return {
+        "best": progress.best,
+        "progress": progress.to_dict(),
+        "dataset": dataset_identity(data),
+        "settings": settings,
+    }
+
+
+def _reopen(
+    resume: str | Path,
+    dataset: Dataset | str | Path | None,
+    config: TrainConfig | None,
+    settings: dict[str, Any],
+) -> tuple[Dataset, TrainConfig]:
+    """The dataset and settings of a run that is to go on."""
+    values = RunDirectory(resume).read("config.json")
+    before = TrainConfig.from_dict(values["settings"])
+    if config is not None:
+        settings = {**config.to_dict(), **settings}
+    wanted = before.replace(**settings)
+    old, new = before.to_dict(), wanted.to_dict()
+    changed = [name for name in old if old[name] != new[name] and name not in RESUMABLE]
+    if changed:
+        raise ConfigError(
+            f"{resume} was started with {', '.join(f'{name}={old[name]!r}' for name in changed)}; a resumed run cannot "
+            f"change that. Start a new run, or leave it out. What may change: {', '.join(sorted(RESUMABLE))}."
+        )
+    if isinstance(dataset, Dataset):
+        return dataset, wanted
+    return Dataset(dataset or values["dataset"]), wanted
+
+
+def _restore(
+    run: RunDirectory,
+    data: Dataset,
+    model: RecModel,
+    dense: torch.optim.Optimizer,
+    stream: BatchStream,
+    shown: Display,
+) -> _Progress:
+    """Take up the newest whole checkpoint; a run killed before its first one starts over."""
+    newest, problems = run.newest_whole()
+    for problem in problems:
+        shown.note(f"warning: {problem}")
+    if newest is None:
+        if problems:
+            raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {problems[-1]}")
+        shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
+        return _Progress()
+    check_dataset(data, model, checkpoint.read_manifest(newest)["extra"].get("dataset"))
+    loaded = checkpoint.load(newest, model, dense, stream)
+    shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
+    for step in run.steps():
+        if step > loaded.step:  # damaged, or it would not have been passed over
+            checkpoint.discard(run.checkpoint(step))
+    return _Progress(**loaded.manifest["extra"]["progress"])
+
+
+def _explain(
+    error: _Diverged, model: RecModel, dense: torch.optim.Optimizer, schedule: Schedule, run: RunDirectory
+) -> StokerError:
+    factor = schedule.factor(error.step)
+    steps = run.steps()
+    kept = (
+        f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
+    )
+    return StokerError(
+        f"the loss is {error.loss} at step {error.step:,}, with row_lr {model.embeddings.optimizer.lr * factor:g} and dense_lr "
+        f"{dense.param_groups[0]['initial_lr'] * factor:g}. {kept}. Lower the learning rates, or clip gradients "
+        "(row_clip_norm, dense_clip_norm); should it be step 0, look for infinite values in the dense columns."
+    )
+
+
+def _finish(
+    model: RecModel,
+    data: Dataset,
+    config: TrainConfig,
+    progress: _Progress,
+    clock: _Clock,
+    run: RunDirectory,
+    log: RunLog,
+    shown: Display,
+) -> TrainResult:
+    """Go back to the best checkpoint, evaluate it on the test rows, write the report."""
+    best = progress.best
+    if best is not None and best["step"] != progress.step:
+        checkpoint.load(run.checkpoint(int(best["step"])), model)
+    test: dict[str, float | None] = {}
+    if split := data.splits.get("test"):
+        test = finite(evaluate(model, split))
+        record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
+        log.write(record)
+        shown.record(record)
+    result = TrainResult(
+        run=run.path,
+        model=model,
+        step=progress.step,
+        best_step=None if best is None else int(best["step"]),
+        valid={} if best is None else best["valid"],
+        test=test,
+        samples_per_second=clock.examples / clock.seconds if clock.examples else None,
+    )
+    run.write(
+        "report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")}
+    )
+    return result
+
+
+def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int) -> str:
+    rows = sum(table.num_embeddings for table in model.tables)
+    size = sum(group.storage.fast_bytes for group in model.embeddings.groups)
+    dense = sum(parameter.numel() for parameter in model.dense_parameters())
+    return (
+        f"{model.name}: {len(model.tables)} tables, {format_count(rows)} rows, {format_size(size)} with optimizer state; "
+        f"{format_count(dense)} dense parameters; {format_count(len(data.train))} training rows, {total:,} steps of "
+        f"{config.batch_size:,} on {model.device}"
+    )

@@ -1,0 +1,133 @@
+"""A run directory: where its files are, which checkpoints it holds, which may go.
+
+::
+
+    RUN/config.json           dataset and settings
+    RUN/checkpoints/step_000001000/
+    RUN/metrics.jsonl         one JSON object per line
+    RUN/tensorboard/
+    RUN/report.json           final metrics, written at the end
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stoker.data.shards import atomic_file
+from stoker.errors import CheckpointError, ConfigError
+from stoker.train import checkpoint as ckpt
+
+__all__ = ["RunDirectory", "find_checkpoint"]
+
+_STEP = re.compile(r"step_(\d{9,})")
+
+
+class RunDirectory:
+    """Paths and bookkeeping of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
+        """A new run.
+
+        Raises:
+            ConfigError: the directory exists and is not empty.
+        """
+        run = cls(path)
+        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+            hint = (
+                f"Continue it with --resume {path}, or choose"
+                if (run.path / "config.json").exists()
+                else "Choose"
+            )
+            raise ConfigError(f"{path} exists and is not empty. {hint} another --out.")
+        run.checkpoints.mkdir(parents=True)
+        run.write("config.json", config)
+        return run
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write one JSON file atomically."""
+        with atomic_file(self.path / name) as file:
+            file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One JSON file of the run.
+
+        Raises:
+            ConfigError: there is no run, or the file is garbled.
+        """
+        try:
+            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self.path} is no run directory: it has no {name}.") from error
+        except ValueError as error:
+            raise ConfigError(f"{self.path / name} is garbled ({error}).") from error
+        return values
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies."""
+        return self.checkpoints / f"step_{step:09d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint with a manifest, rising."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = []
+        for entry in self.checkpoints.iterdir():
+            match = _STEP.fullmatch(entry.name)
+            if match and (entry / "manifest.json").is_file():
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def newest_whole(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                ckpt.verify(self.checkpoint(step))
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                return self.checkpoint(step), problems
+        return None, problems
+
+    def prune(self, keep_last: int, best: int | None) -> None:
+        """Delete all but the last ``keep_last`` checkpoints and the best; leftovers of interrupted writes too."""
+        for step in self.steps()[:-keep_last]:
+            if step != best:
+                ckpt.discard(self.checkpoint(step))
+        for entry in self.checkpoints.glob("step_*.tmp*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint directory as it is; of a run directory its best checkpoint, else its newest whole one.
+
+    Raises:
+        CheckpointError: neither a checkpoint nor a run with one.
+    """
+    path = Path(path)
+    if (path / "manifest.json").is_file():
+        return path
+    run = RunDirectory(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.")
+    if not (path / "config.json").is_file() and not run.steps():
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory.")
+    newest, problems = run.newest_whole()
+    if newest is None:
+        raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)}".rstrip())
+    best = ckpt.read_manifest(newest)["extra"].get("best") or {}
+    if best.get("step") in run.steps():
+        return run.checkpoint(int(best["step"]))
+    return newest
