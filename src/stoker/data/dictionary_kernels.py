@@ -1,0 +1,224 @@
+"""Numba kernels that number distinct values: within a block, and over all blocks of a table.
+
+Two levels keep the work parallel and the random memory traffic low: a block's own dictionary fits a cache, and
+only its distinct values meet the large table. Open addressing, linear probing, power-of-two sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+
+__all__ = [
+    "block_ints",
+    "block_texts",
+    "count_codes",
+    "gather_bytes",
+    "insert_ints",
+    "insert_texts",
+    "rehash_ints",
+    "rehash_texts",
+    "splitmix",
+]
+
+_jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def _mix(value):  # type: ignore[no-untyped-def]
+    h = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
+    return h ^ (h >> np.uint64(32))
+
+
+@_jit
+def _text_hash(data, start, length):  # type: ignore[no-untyped-def]
+    h = np.uint64(14695981039346656037)
+    for p in range(start, start + length):
+        h = (h ^ np.uint64(data[p])) * np.uint64(1099511628211)
+    return h ^ (h >> np.uint64(29))
+
+
+@_jit
+def _same_text(a, at, b, bt, length):  # type: ignore[no-untyped-def]
+    for i in range(length):
+        if a[at + i] != b[bt + i]:
+            return False
+    return True
+
+
+@_jit
+def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
+    """Number ``values`` from 1 by first occurrence into ``codes`` (missing: 0); returns how many distinct ones.
+
+    ``table`` is int32, a power of two above twice the number of values, filled with -1.
+    """
+    mask = np.uint64(table.size - 1)
+    found = 0
+    for i in range(values.size):
+        if missing[i]:
+            codes[i] = 0
+            continue
+        value = values[i]
+        at = _mix(value) & mask
+        while True:
+            entry = table[at]
+            if entry < 0:
+                table[at] = found
+                distinct[found] = value
+                entry = found
+                found += 1
+                break
+            if distinct[entry] == value:
+                break
+            at = (at + np.uint64(1)) & mask
+        codes[i] = entry + 1
+    return found
+
+
+@_jit
+def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-untyped-def]
+    """As :func:`block_ints` for texts; ``first`` receives the position of each distinct one."""
+    mask = np.uint64(table.size - 1)
+    found = 0
+    for i in range(starts.size):
+        length = lengths[i]
+        if length < 0:
+            codes[i] = 0
+            continue
+        at = _text_hash(data, starts[i], length) & mask
+        while True:
+            entry = table[at]
+            if entry < 0:
+                table[at] = found
+                first[found] = i
+                entry = found
+                found += 1
+                break
+            j = first[entry]
+            if lengths[j] == length and _same_text(data, starts[i], data, starts[j], length):
+                break
+            at = (at + np.uint64(1)) & mask
+        codes[i] = entry + 1
+    return found
+
+
+@_jit
+def gather_bytes(data, starts, lengths, out, ends):  # type: ignore[no-untyped-def]
+    """Copy texts one after the other into ``out``; ``ends`` [n + 1] receives where each begins and ends."""
+    at = 0
+    ends[0] = 0
+    for i in range(starts.size):
+        for p in range(lengths[i]):
+            out[at + p] = data[starts[i] + p]
+        at += lengths[i]
+        ends[i + 1] = at
+
+
+@_jit
+def count_codes(codes, chosen, counts):  # type: ignore[no-untyped-def]
+    """Add the occurrences of each code among the chosen rows."""
+    for i in range(codes.size):
+        counts[codes[i]] += chosen[i]
+
+
+@_jit
+def insert_ints(slots, values, counts, entry_values, entry_counts, entries, refs):  # type: ignore[no-untyped-def]
+    """Add a block's dictionary to a table's. ``slots`` [size, 2] int64 holds value and entry + 1 (0: free).
+
+    ``refs`` receives each value's entry. Returns the new number of entries; the caller has made room.
+    """
+    mask = np.uint64(slots.shape[0] - 1)
+    for i in range(values.size):
+        value = values[i]
+        at = _mix(value) & mask
+        while True:
+            entry = slots[at, 1] - 1
+            if entry < 0:
+                slots[at, 0] = value
+                slots[at, 1] = entries + 1
+                entry = entries
+                entry_values[entry] = value
+                entry_counts[entry] = 0
+                entries += 1
+                break
+            if slots[at, 0] == value:
+                break
+            at = (at + np.uint64(1)) & mask
+        entry_counts[entry] += counts[i]
+        refs[i] = entry
+    return entries
+
+
+@_jit
+def rehash_ints(slots, entry_values, entries):  # type: ignore[no-untyped-def]
+    """Fill empty ``slots`` with the entries there are."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for entry in range(entries):
+        at = _mix(entry_values[entry]) & mask
+        while slots[at, 1] != 0:
+            at = (at + np.uint64(1)) & mask
+        slots[at, 0] = entry_values[entry]
+        slots[at, 1] = entry + 1
+
+
+@_jit
+def insert_texts(slots, data, ends, counts, arena, entry_ends, entry_counts, entries, refs):  # type: ignore[no-untyped-def]
+    """As :func:`insert_ints` for texts, whose bytes are kept one after the other in ``arena``.
+
+    ``slots`` [size, 2] holds the hash (to compare before the bytes are) and entry + 1.
+    """
+    mask = np.uint64(slots.shape[0] - 1)
+    for i in range(ends.size - 1):
+        start, length = ends[i], ends[i + 1] - ends[i]
+        h = _text_hash(data, start, length)
+        tag = np.int64(h)
+        at = h & mask
+        while True:
+            entry = slots[at, 1] - 1
+            if entry < 0:
+                slots[at, 0] = tag
+                slots[at, 1] = entries + 1
+                entry = entries
+                begin = entry_ends[entry]
+                for p in range(length):
+                    arena[begin + p] = data[start + p]
+                entry_ends[entry + 1] = begin + length
+                entry_counts[entry] = 0
+                entries += 1
+                break
+            begin = entry_ends[entry]
+            if (
+                slots[at, 0] == tag
+                and entry_ends[entry + 1] - begin == length
+                and _same_text(data, start, arena, begin, length)
+            ):
+                break
+            at = (at + np.uint64(1)) & mask
+        entry_counts[entry] += counts[i]
+        refs[i] = entry
+    return entries
+
+
+@_jit
+def rehash_texts(slots, old):  # type: ignore[no-untyped-def]
+    """Move the filled slots of ``old`` into empty ``slots``."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for i in range(old.shape[0]):
+        if old[i, 1] == 0:
+            continue
+        at = np.uint64(old[i, 0]) & mask
+        while slots[at, 1] != 0:
+            at = (at + np.uint64(1)) & mask
+        slots[at, 0] = old[i, 0]
+        slots[at, 1] = old[i, 1]
+
+
+def splitmix(values):  # type: ignore[no-untyped-def]
+    """splitmix64 of each uint64: the hash behind ``hash_buckets`` of numbers and behind row sampling."""
+    with np.errstate(over="ignore"):
+        h = values + np.uint64(0x9E3779B97F4A7C15)
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return h ^ (h >> np.uint64(31))

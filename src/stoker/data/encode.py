@@ -1,0 +1,350 @@
+"""Passes over finished parts: tables from training rows, then shards in which every value is its id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+from stoker.data.dictionary_kernels import count_codes
+from stoker.data.layout import Layout
+from stoker.data.parts import PartFile, write_part
+from stoker.data.schema import CategoricalColumn
+from stoker.data.shards import ShardInfo, write_shard
+from stoker.data.split_rules import PartRows
+from stoker.data.transforms import DenseFit, dense_values
+from stoker.data.vocabulary import TableBuilder
+from stoker.errors import DataError
+
+__all__ = ["Encoder", "Slice", "build_table"]
+
+Array = npt.NDArray[Any]
+Open = Callable[[PartRows], PartFile]
+Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
+_jit: Any = nb.njit(nogil=True, cache=True)
+_STRIPE = 256  # rows whose ids are written together, so that the row-major output stays in cache
+
+
+@_jit
+def _gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped-def]
+    """out[at + i, f] = lut[bases[f] + codes[f, rows[i]]]; adds the ids that are 0 to ``zeros``."""
+    n, features = rows.size, codes.shape[0]
+    for begin in range(0, n, _STRIPE):
+        stop = min(begin + _STRIPE, n)
+        for f in range(features):
+            base = bases[f]
+            unknown = 0
+            for i in range(begin, stop):
+                found = lut[base + codes[f, rows[i]]]
+                out[at + i, f] = found
+                unknown += found == 0
+            zeros[f] += unknown
+
+
+@_jit
+def _gather_bags(  # type: ignore[no-untyped-def]
+    one_hot, slots, flat, flat_base, bags, bag_base, lut, bases, rows, lengths, row_starts, out, zeros
+):
+    """Write the ids of all bags of the rows, sample-major. ``slots[f]``: row of ``one_hot``, or -1 - sequence."""
+    features = slots.size
+    for i in range(rows.size):
+        at = row_starts[i]
+        for f in range(features):
+            if slots[f] >= 0:
+                out[at] = lut[bases[f] + one_hot[slots[f], rows[i]]]
+                zeros[f] += out[at] == 0
+                at += 1
+            else:
+                s = -1 - slots[f]
+                begin = flat_base[s] + bags[bag_base[s] + rows[i]]
+                for k in range(lengths[i, f]):
+                    out[at] = lut[bases[f] + flat[begin + k]]
+                    zeros[f] += out[at] == 0
+                    at += 1
+
+
+def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, Array | None]:
+    """Codes of a feature and, for a sequence, how many belong to each row."""
+    if index in layout.one_hot:
+        return arrays["codes"][layout.one_hot.index(index)], None
+    return arrays[f"codes.{index}"], arrays[f"counts.{index}"]
+
+
+def build_table(
+    table: str,
+    layout: Layout,
+    parts: Sequence[PartRows],
+    open_part: Open,
+    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
+    work: Path,
+    vocabulary: Path,
+) -> dict[str, Any]:
+    """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
+
+    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the journal) says
+    how many rows the table has and where in ``<table number>.ids`` the ids of each part and feature begin.
+    """
+    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
+    columns = [layout.features[i] for i in features]
+    if columns[0].hash_buckets is not None:
+        return _count_buckets(columns, features, layout, parts, open_part, train_rows, work)
+    builder = TableBuilder(columns[0].type)
+    refs: list[npt.NDArray[np.int32]] = []
+    missing, missing_other, total = 0, 0, 0
+    for part in parts:
+        chosen = train_rows(part)
+        with open_part(part) as arrays:
+            for index, column in zip(features, columns, strict=True):
+                size = (
+                    arrays.size(f"ends.{index}")
+                    if column.type == "string"
+                    else arrays.size(f"values.{index}") + 1
+                )
+                counts = np.zeros(size, np.int64)
+                if chosen is not None:
+                    codes, lengths = feature_codes(arrays, layout, index)
+                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
+                if column.missing == "category":
+                    missing += int(counts[0])
+                else:
+                    missing_other += int(counts[0])
+                total += int(counts.sum())
+                if column.type == "string":
+                    refs.append(
+                        builder.add_texts(arrays[f"bytes.{index}"], arrays[f"ends.{index}"], counts[1:])
+                    )
+                else:
+                    refs.append(builder.add_ints(arrays[f"values.{index}"], counts[1:]))
+    own = any(column.missing == "category" for column in columns)
+    done = builder.finish(min_count=columns[0].min_count, missing=missing if own else None, total=total)
+    done.write(vocabulary)
+    # One array of ids per part and feature, led by the id of a missing value: what a code looks up.
+    starts, at = [], 0
+    pieces: list[npt.NDArray[np.int32]] = []
+    for position, entries in enumerate(refs):
+        column = columns[position % len(columns)]
+        lead = done.missing_id if column.missing == "category" else 0
+        starts.append(at)
+        pieces.append(np.concatenate([[lead], done.ids[entries]]).astype(np.int32))
+        refs[position] = np.empty(0, np.int32)
+        at += len(pieces[-1])
+    starts.append(at)
+    record = write_part(work, {
+        "ids": np.concatenate(pieces) if pieces else np.empty(0, np.int32),
+        "starts": np.array(starts, np.int64),
+        "counts": done.counts(),
+    })  # fmt: skip
+    return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
+
+
+def _count_buckets(
+    columns: Sequence[CategoricalColumn],
+    features: Sequence[int],
+    layout: Layout,
+    parts: Sequence[PartRows],
+    open_part: Open,
+    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
+    work: Path,
+) -> dict[str, Any]:
+    buckets = columns[0].hash_buckets
+    assert buckets is not None
+    counts = np.zeros(buckets + 1, np.int64)
+    for part in parts:
+        chosen = train_rows(part)
+        if chosen is None:
+            continue
+        with open_part(part) as arrays:
+            for index in features:
+                codes, lengths = feature_codes(arrays, layout, index)
+                count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
+    record = write_part(work, {"counts": counts})
+    return {**record, "rows": buckets + 1, "unknown": int(counts[0]), "total": int(counts.sum())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Rows [begin, end) of one part's rows in a split."""
+
+    part: PartRows
+    begin: int
+    end: int
+
+
+class Encoder:
+    """Writes shards from parts and finished tables.
+
+    Args:
+        layout: of the parts.
+        open_part: opens a part.
+        tables: work file of every table by name.
+        fit: of the dense columns.
+        wide: whether ids need int64.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        open_part: Open,
+        tables: Mapping[str, Path],
+        fit: Sequence[DenseFit],
+        *,
+        wide: bool,
+    ) -> None:
+        self.layout, self._open, self._fit = layout, open_part, list(fit)
+        self._tables = dict(tables)
+        self._id_type = np.int64 if wide else np.int32
+        self._starts: dict[str, Array] = {}
+        of_table: dict[str, int] = {}
+        self._rank: list[int] = []  # of each feature among the features of its table
+        for column in layout.features:
+            self._rank.append(of_table.get(column.table_name, 0))
+            of_table[column.table_name] = self._rank[-1] + 1
+        self._width = of_table
+        for column in layout.features:
+            if column.hash_buckets is None and column.table_name not in self._starts:
+                with PartFile(self._tables[column.table_name]) as arrays:
+                    self._starts[column.table_name] = np.array(arrays["starts"])
+
+    def lookup(self, part: PartRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Ids by code of all features of a part, one after the other, and where each feature's begin."""
+        pieces, bases, at = [], [], 0
+        for index, column in enumerate(self.layout.features):
+            if column.hash_buckets is not None:
+                ids = np.arange(column.hash_buckets + 1)
+            else:
+                starts = self._starts[column.table_name]
+                position = part.index * self._width[column.table_name] + self._rank[index]
+                with PartFile(self._tables[column.table_name]) as arrays:
+                    ids = np.array(arrays["ids"][starts[position] : starts[position + 1]])
+            pieces.append(ids)
+            bases.append(at)
+            at += len(ids)
+        flat = np.concatenate(pieces).astype(self._id_type) if pieces else np.empty(0, self._id_type)
+        return flat, np.array(bases, np.int64)
+
+    def without_ids(self, part: PartRows) -> npt.NDArray[np.bool_]:
+        """Rows in which a column with oov="drop" has a value without id.
+
+        Raises:
+            DataError: a column with oov="error" has one.
+        """
+        lut, bases = self.lookup(part)
+        drop = np.zeros(part.rows, np.bool_)
+        with self._open(part) as arrays:
+            for index, column in enumerate(self.layout.features):
+                if column.oov == "reserved" or column.hash_buckets is not None:
+                    continue
+                codes, lengths = feature_codes(arrays, self.layout, index)
+                unknown = (codes > 0) & (lut[bases[index] + codes.astype(np.int64)] == 0)
+                rows = np.flatnonzero(unknown) if lengths is None else (
+                    np.repeat(np.arange(part.rows), lengths)[unknown]
+                )  # fmt: skip
+                if column.oov == "drop":
+                    drop[rows] = True
+                elif rows.size:
+                    raise DataError(
+                        f"row {part.start + int(rows[0]) + 1:,} has a value of {column.name} that no id was given in "
+                        f"training (min_count {column.min_count}), and its oov policy is error. "
+                        "Use oov = 'reserved' for id 0, or 'drop' to leave such rows out."
+                    )
+        return drop
+
+    def count(
+        self, parts: Sequence[PartRows], train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """Training occurrences by id of every table, counted afresh after rows were dropped."""
+        counts = {}
+        for name, path in self._tables.items():
+            with PartFile(path) as arrays:
+                counts[name] = np.zeros(arrays.size("counts"), np.int64)
+        for part in parts:
+            chosen = train_rows(part)
+            if chosen is None:
+                continue
+            lut, bases = self.lookup(part)
+            bounds = [*bases.tolist(), len(lut)]
+            with self._open(part) as arrays:
+                for index, column in enumerate(self.layout.features):
+                    codes, lengths = feature_codes(arrays, self.layout, index)
+                    by_code = np.zeros(bounds[index + 1] - bounds[index], np.int64)
+                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), by_code)
+                    np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
+        return counts
+
+    def write(
+        self, path: Path, slices: Sequence[Slice], rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
+    ) -> tuple[ShardInfo, int, list[int]]:  # fmt: skip
+        """Write one shard from pieces of parts; returns it, its positive labels and the zero ids of each feature.
+
+        ``rows_of`` gives the rows of a part that belong to the split, in order.
+        """
+        n = sum(piece.end - piece.begin for piece in slices)
+        dense = np.empty((n, len(self.layout.schema.dense)), np.float32)
+        labels = np.empty(n, np.float32)
+        bags = bool(self.layout.sequences)
+        width = len(self.layout.features)
+        ids = np.empty((0 if bags else n, width), self._id_type)
+        lengths = np.ones((n if bags else 0, width), np.int32)
+        flat: list[Array] = []
+        zeros = np.zeros(width, np.int64)
+        at = 0
+        for piece in slices:
+            rows = rows_of(piece.part)[piece.begin : piece.end]
+            lut, bases = self.lookup(piece.part)
+            stop = at + len(rows)
+            with self._open(piece.part) as arrays:
+                labels[at:stop] = arrays["labels"][rows]
+                values = arrays["dense"][rows]
+                dense[at:stop] = self._dense(values)
+                if bags:
+                    flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros))
+                else:
+                    _gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
+            at = stop
+        positives = int(labels.sum(dtype=np.int64))
+        if not bags:
+            return write_shard(path, dense=dense, labels=labels, ids=ids), positives, zeros.tolist()
+        offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))]).astype(np.int64)
+        joined = np.concatenate(flat) if flat else np.empty(0, self._id_type)
+        info = write_shard(path, dense=dense, labels=labels, ids=joined, lengths=lengths, row_offsets=offsets)
+        return info, positives, zeros.tolist()
+
+    def _dense(self, values: Array) -> Array:
+        if values.dtype == np.float32:
+            return values
+        columns = [values[:, index] for index in range(values.shape[1])]
+        return dense_values(self.layout.schema.dense, columns, len(values), self._fit)
+
+    def _bags(
+        self, arrays: PartFile, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array
+    ) -> Array:
+        layout = self.layout
+        slots = np.array(
+            [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
+             for i in range(len(layout.features))],
+            np.int64,
+        )  # fmt: skip
+        flat, bags, flat_base, bag_base = [], [], [], []
+        flat_at, bag_at = 0, 0
+        for index in layout.sequences:
+            codes, counts = arrays[f"codes.{index}"], arrays[f"counts.{index}"]
+            lengths[:, index] = counts[rows]
+            flat.append(codes)
+            bags.append(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
+            flat_base.append(flat_at)
+            bag_base.append(bag_at)
+            flat_at += len(codes)
+            bag_at += len(bags[-1])
+        sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+        starts = np.concatenate([[0], sums]).astype(np.int64)
+        out = np.empty(int(starts[-1]), lut.dtype)
+        _gather_bags(
+            arrays["codes"], slots, np.concatenate(flat), np.array(flat_base), np.concatenate(bags),
+            np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,242 @@
+"""First pass: raw files to typed parts, in parallel, resumable, with every bad line accounted for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stoker.data.columns import BadLine, Block, Field, TextParser
+from stoker.data.frames import check_columns, json_block, parquet_block, parquet_columns, parquet_rows
+from stoker.data.layout import LabelError
+from stoker.data.parts import Journal
+from stoker.data.quarantine import BadLineLimit, write_bad_lines
+from stoker.data.schema import SourceFormat
+from stoker.data.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
+from stoker.errors import DataError
+
+__all__ = ["IngestedBlock", "Source", "ingest", "ordered_map"]
+
+PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part
+Sink = Callable[
+    [Block, str, Path], Mapping[str, Any]
+]  # writes a block to a path; returns the journal's record
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(kw_only=True)
+class Source:
+    """One raw file and how to read it."""
+
+    number: int
+    path: Path
+    fields: Sequence[Field]
+    format: SourceFormat
+    kind: str = ""  # csv | parquet | jsonl
+    _parser: TextParser | None = None
+    _header: bool = False
+
+    def open(self) -> None:
+        """Look at the header or the Parquet schema.
+
+        Raises:
+            DataError: a column that the schema names is not there.
+        """
+        self.kind = source_kind(self.path, self.format.kind)
+        wanted = list(dict.fromkeys(item.column for item in self.fields))
+        if self.kind == "parquet":
+            check_columns(self.path, wanted, parquet_columns(self.path))
+        if self.kind != "csv":
+            return
+        plain = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
+        separator = self.format.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
+        names = list(self.format.columns)
+        if not names:
+            self._header = True
+            names = [
+                name.strip().strip(self.format.quote or "") for name in first_line(self.path).split(separator)
+            ]
+        check_columns(self.path, wanted, names)
+        self._parser = TextParser(
+            names,
+            self.fields,
+            separator=separator,
+            quote=self.format.quote,
+            null_values=self.format.null_values,
+        )
+
+    def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
+        """Number, size for the progress and reader of every block."""
+        if self.kind == "parquet":
+            rows = parquet_rows(self.path)
+            per_row = self.path.stat().st_size / max(rows, 1)
+            for number, start in enumerate(range(0, rows, PARQUET_ROWS)):
+                size = min(PARQUET_ROWS, rows - start)
+                yield number, int(size * per_row), _ParquetReader(self, start, size)
+            return
+        for block in line_blocks(self.path, block_bytes=block_bytes):
+            yield block.number, block.size, _TextReader(self, block)
+
+    def read_text(self, block: LineBlock) -> Block:
+        """Rows and bad lines of a block of text."""
+        data = block.load()
+        skipped = 0
+        if block.number == 0 and self._header and data.size:
+            data, skipped = data[data.tobytes().index(b"\n") + 1 :], 1
+        if self._parser is not None:
+            result = self._parser.parse(data)
+        else:
+            result = json_block(data, self.fields)
+        if skipped:
+            result.lines += skipped
+            result.row_line = result.row_line + skipped
+            result.bad = [BadLine(line=b.line + skipped, reason=b.reason, text=b.text) for b in result.bad]
+        if block.damage is not None:
+            result.bad.append(BadLine(line=result.lines, reason=block.damage, text=""))
+            result.lines += 1
+        return result
+
+
+@dataclass(frozen=True)
+class _ParquetReader:
+    source: Source
+    start: int
+    rows: int
+
+    def __call__(self) -> Block:
+        return parquet_block(self.source.path, self.source.fields, self.start, self.rows)
+
+
+@dataclass(frozen=True)
+class _TextReader:
+    source: Source
+    block: LineBlock
+
+    def __call__(self) -> Block:
+        return self.source.read_text(self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestedBlock:
+    """A finished part and where its lines stand in the file."""
+
+    source: Source
+    path: Path
+    bad_path: Path
+    rows: int
+    lines: int
+    bad: int
+    lines_before: int  # lines of the file in the blocks before
+
+
+@dataclass(kw_only=True)
+class _Job:
+    step: str
+    source: Source
+    path: Path
+    bad_path: Path
+    size: int
+    read: Callable[[], Block]
+    reused: bool = field(default=False)
+
+
+def ingest(
+    sources: Sequence[Source],
+    directory: Path,
+    journal: Journal,
+    sink: Sink,
+    *,
+    limit: BadLineLimit,
+    threads: int,
+    progress: Callable[[int], None],
+    suffix: str = ".part",
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[list[IngestedBlock], int]:
+    """Turn every block of every source into a part. Returns the parts in order and how many were there already.
+
+    Raises:
+        DataError: a label that is neither 0 nor 1, a bad line under --strict, more bad lines than allowed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        source.open()
+
+    def jobs() -> Iterator[_Job]:
+        for source in sources:
+            for number, size, read in source.blocks(block_bytes):
+                name = f"{source.number:05d}.{number:06d}"
+                yield _Job(
+                    step=f"{directory.name}/{name}", source=source, path=directory / f"{name}{suffix}",
+                    bad_path=directory / f"{name}.bad", size=size, read=read,
+                )  # fmt: skip
+
+    def work(job: _Job) -> tuple[_Job, Mapping[str, Any] | LabelError]:
+        done = journal.finished(job.step, job.path)
+        if done is not None and (not done["bad"] or job.bad_path.exists()):
+            job.reused = True
+            return job, done
+        block = job.read()
+        try:
+            record = sink(block, job.source.path.name, job.path)
+        except LabelError as error:
+            return job, error
+        if block.bad:
+            write_bad_lines(job.bad_path, block.bad)
+        return job, {**record, "rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
+
+    finished: list[IngestedBlock] = []
+    before, reused = {source.number: 0 for source in sources}, 0
+    for job, record in ordered_map(work, jobs(), threads):
+        name, number = job.source.path.name, job.source.number
+        if isinstance(record, LabelError):
+            raise DataError(
+                f"{name}:{before[number] + record.line + 1}: label {record.column} is {record.value:g}, expected 0 or 1. "
+                f"Give the label a rule in the schema, for example rule = '> 0'."
+            )
+        if job.reused:
+            reused += 1
+        else:
+            record = journal.add(job.step, record)
+        kept = job.bad_path if record["bad"] else None
+        limit.add(name, before[number], record["lines"], record["bad"], kept)
+        finished.append(
+            IngestedBlock(
+                source=job.source,
+                path=job.path,
+                bad_path=job.bad_path,
+                rows=record["rows"],
+                lines=record["lines"],
+                bad=record["bad"],
+                lines_before=before[number],
+            )  # fmt: skip
+        )
+        before[number] += record["lines"]
+        progress(job.size)
+    limit.check()
+    if not any(block.rows for block in finished):
+        reason = f" All {limit.bad:,} lines are bad, the first: {limit.first}." if limit.bad else ""
+        names = ", ".join(source.path.name for source in sources[:3])
+        raise DataError(
+            f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
+        )
+    return finished, reused
+
+
+def ordered_map(work: Callable[[T], R], jobs: Iterable[T], threads: int) -> Iterator[R]:
+    """Results of ``work`` in the order of ``jobs``, a few jobs ahead on threads; jobs are drawn as they are needed."""
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="stoker-prepare") as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(work, job))
+                if len(waiting) > threads + 1:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,294 @@
+"""From a block of typed columns to the arrays of a part: labels, dense values, codes and their dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.data import dictionary_kernels, text_kernels
+from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
+from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
+from stoker.data.transforms import dense_values, raw_dense
+from stoker.errors import DataError
+
+__all__ = ["Layout", "share_of_hash"]
+
+Array = npt.NDArray[Any]
+SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
+_COMPARE = {
+    ">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less,
+    "==": np.equal, "!=": np.not_equal,
+}  # fmt: skip
+
+
+class Layout:
+    """What to read for a schema and where it goes in a part.
+
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32 when final, float64 (NaN where missing) when
+    something is fitted; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L] and ``counts.<i>`` [n]
+    of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code
+    c is entry c - 1; columns with hash buckets hold ids and have none); and for the split ``time`` [n] int64,
+    ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.features = schema.features
+        self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
+        self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
+        self.fitted = any(column.fitted for column in schema.dense)
+        rule = schema.label.parsed()
+        textual = rule is not None and isinstance(rule[1], str)
+        self.label = Field(column=schema.label.column, kind="string" if textual else "float", required=True)
+        self.dense = [Field(column=column.raw, kind="float") for column in schema.dense]
+        self.feature_fields = [_feature_field(column) for column in self.features]
+        self.time: Field | None = None
+        if schema.timestamp is not None:
+            kind = "string" if schema.timestamp.type == "datetime" else schema.timestamp.type
+            self.time = Field(column=schema.timestamp.column, kind=kind, required=True)
+        self.split: Field | None = None
+        if schema.split.column is not None and schema.split.rule in (
+            "hash",
+            "column",
+            "leave_last_out",
+            "last_touch",
+        ):
+            self.split = Field(column=schema.split.column, kind="string", required=True)
+        optional = [item for item in (self.time, self.split) if item is not None]
+        everything = [self.label, *self.dense, *self.feature_fields, *optional]
+        self.fields: list[Field] = list(dict.fromkeys(everything))
+
+    @property
+    def raw_columns(self) -> list[str]:
+        """Raw columns that must be there."""
+        return list(dict.fromkeys(item.column for item in self.fields))
+
+    def arrays(self, block: Block, file: str) -> dict[str, Array]:
+        """The part of a block. Rows whose time cannot be read join its bad lines.
+
+        Raises:
+            DataError: a label that is neither 0 nor 1, or a split value the schema does not list.
+        """
+        time = self._times(block)
+        out: dict[str, Array] = {"labels": self._labels(block, file)}
+        if time is not None:
+            out["time"] = time
+        columns = [block.columns[item] for item in self.dense]
+        values = [column.values for column in columns if column.values is not None]
+        out["dense"] = (
+            raw_dense(values, block.rows)
+            if self.fitted
+            else dense_values(self.schema.dense, values, block.rows)
+        )
+        codes = np.empty((len(self.one_hot), block.rows), np.uint32)
+        for slot, index in enumerate(self.one_hot):
+            self._encode(index, block.columns[self.feature_fields[index]], codes[slot], out)
+        out["codes"] = codes
+        for index in self.sequences:
+            column = block.columns[self.feature_fields[index]]
+            assert column.counts is not None
+            flat = np.empty(int(column.counts.sum()), np.uint32)
+            self._encode(index, column, flat, out)
+            out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
+        self._split_arrays(block, file, out)
+        return out
+
+    def _labels(self, block: Block, file: str) -> npt.NDArray[np.float32]:
+        column = block.columns[self.label]
+        rule = self.schema.label.parsed()
+        if rule is None:
+            values = column.values
+            assert values is not None
+            wrong = np.flatnonzero((values != 0) & (values != 1))
+            if wrong.size:
+                raise LabelError(int(block.row_line[wrong[0]]), float(values[wrong[0]]), self.label.column)
+            return values.astype(np.float32)
+        operator, operand = rule
+        if isinstance(operand, str):
+            same = text_equals(column, operand)
+            return (same if operator == "==" else ~same).astype(np.float32)
+        result: npt.NDArray[np.float32] = _COMPARE[operator](column.values, operand).astype(np.float32)
+        return result
+
+    def _times(self, block: Block) -> npt.NDArray[np.int64] | None:
+        if self.time is None or self.schema.timestamp is None:
+            return None
+        column = block.columns[self.time]
+        if column.values is not None:
+            return ordered_int(column.values)
+        import polars as pl
+
+        texts = spans_to_strings(column)
+        series = pl.Series(texts, dtype=pl.String)
+        moments = series.str.to_datetime(
+            self.schema.timestamp.format, strict=False, time_unit="us", time_zone="UTC"
+        )
+        wrong = moments.is_null().to_numpy()
+        if wrong.any():
+            name = self.time.column
+            block.drop(
+                wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time", lambda row: ""
+            )
+        return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
+
+    def _encode(self, index: int, column: RawColumn, codes: Array, out: dict[str, Array]) -> None:
+        feature = self.features[index]
+        if column.lengths is not None:
+            column = _fill_text(column, feature)
+        if feature.hash_buckets is not None:
+            codes[:] = _bucket_ids(column, feature)
+            return
+        if column.lengths is not None:
+            block_dictionary_of_texts(column, codes, out, str(index))
+        else:
+            values, missing = _category_values(column, feature)
+            distinct = np.empty(len(values), np.int64)
+            found = dictionary_kernels.block_ints(values, missing, codes, distinct, _table(len(values)))
+            out[f"values.{index}"] = distinct[:found].copy()
+
+    def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
+        if self.split is None:
+            return
+        column, rule = block.columns[self.split], self.schema.split
+        if rule.rule == "hash":
+            hashes = np.empty(block.rows, np.uint64)
+            text_kernels.hash_spans(column.data, column.starts, column.lengths, rule.seed, hashes)
+            out["split"] = share_of_hash(hashes, (rule.train, rule.valid))
+            return
+        codes = np.empty(block.rows, np.uint32)
+        dictionary: dict[str, Array] = {}
+        block_dictionary_of_texts(column, codes, dictionary, "user")
+        if rule.rule != "column":
+            out |= {"codes.user": codes, **dictionary}
+            return
+        raw, ends = dictionary["bytes.user"].tobytes(), dictionary["ends.user"].tolist()
+        names = [raw[begin:end].decode() for begin, end in zip(ends, ends[1:], strict=False)]
+        unknown = [name for name in names if name not in rule.values]
+        if unknown:
+            raise DataError(
+                f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule does not list "
+                f"(it lists {', '.join(map(repr, rule.values))}). Add it, with 'drop' to leave such rows out."
+            )
+        lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
+        out["split"] = lookup[codes]
+
+
+class LabelError(Exception):
+    """A label outside {0, 1} on a line of a block; whoever knows the file turns it into a DataError."""
+
+    def __init__(self, line: int, value: float, column: str) -> None:
+        super().__init__(line, value, column)
+        self.line, self.value, self.column = line, value, column
+
+
+def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+    """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the rest after ``shares`` is the last."""
+    fractions = (hashes >> np.uint64(11)) * 2.0**-53
+    return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
+
+
+def ordered_int(values: Array) -> npt.NDArray[np.int64]:
+    """int64 as they are; float64 mapped to int64 with the same order."""
+    if values.dtype != np.float64:
+        return values.astype(np.int64)
+    bits = (values + 0.0).view(np.int64)
+    return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
+
+
+def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
+    """Where a text column equals ``text``."""
+    assert column.starts is not None
+    codes = np.empty(len(column.starts), np.uint32)
+    dictionary: dict[str, Array] = {}
+    block_dictionary_of_texts(column, codes, dictionary, "x")
+    raw, ends = dictionary["bytes.x"].tobytes(), dictionary["ends.x"].tolist()
+    wanted = text.encode()
+    same = [False, *(raw[begin:end] == wanted for begin, end in zip(ends, ends[1:], strict=False))]
+    return np.array(same, np.bool_)[codes]
+
+
+def block_dictionary_of_texts(column: RawColumn, codes: Array, out: dict[str, Array], name: str) -> None:
+    """Codes and dictionary (``bytes.<name>``, ``ends.<name>``) of a text column."""
+    assert column.starts is not None and column.lengths is not None
+    n = len(column.starts)
+    first = np.empty(n, np.int64)
+    found = dictionary_kernels.block_texts(
+        column.data, column.starts, column.lengths, codes, first, _table(n)
+    )
+    starts, lengths = column.starts[first[:found]], column.lengths[first[:found]]
+    gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
+    ends = np.empty(found + 1, np.int64)
+    dictionary_kernels.gather_bytes(column.data, starts, lengths, gathered, ends)
+    out[f"bytes.{name}"], out[f"ends.{name}"] = gathered, ends
+
+
+def _feature_field(column: CategoricalColumn) -> Field:
+    if isinstance(column, SequenceColumn):
+        return Field(
+            column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
+            keep=column.keep,
+        )  # fmt: skip
+    return Field(column=column.raw, kind=column.type)
+
+
+def _table(n: int) -> npt.NDArray[np.int32]:
+    return np.full(1 << max(4, (2 * n).bit_length()), -1, np.int32)
+
+
+def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:
+    """int64 keys and where they are missing, after fill and modulo."""
+    values, missing = column.values, column.absent()
+    assert values is not None
+    if feature.fill is not None:
+        fill: Any = feature.fill
+        if feature.type == "hex":
+            fill = np.uint64(int(fill, 16) if isinstance(fill, str) else fill).astype(np.int64)
+        if missing.any():
+            values = np.where(missing, values.dtype.type(fill), values)
+        missing = np.zeros(len(values), np.bool_)
+    if feature.type == "float":
+        return (values + 0.0).view(np.int64), missing
+    if feature.modulo is not None:
+        bits = values.view(np.uint64) if feature.type == "hex" else values
+        values = (bits % bits.dtype.type(feature.modulo)).view(np.int64)
+    return values, missing
+
+
+def _fill_text(column: RawColumn, feature: CategoricalColumn) -> RawColumn:
+    if feature.fill is None or not column.absent().any():
+        return column
+    assert column.data is not None and column.starts is not None and column.lengths is not None
+    text = np.frombuffer(str(feature.fill).encode(), np.uint8)
+    missing = column.lengths < 0
+    return RawColumn(
+        data=np.concatenate([column.data, text]),
+        starts=np.where(missing, len(column.data), column.starts),
+        lengths=np.where(missing, np.int32(len(text)), column.lengths),
+        counts=column.counts,
+    )
+
+
+def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
+    """1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
+    buckets = feature.hash_buckets
+    assert buckets is not None
+    if column.lengths is not None:
+        hashes = np.empty(len(column.lengths), np.uint64)
+        text_kernels.hash_spans(column.data, column.starts, column.lengths, 0, hashes)
+        missing = column.lengths < 0
+    else:
+        values, missing = _category_values(column, feature)
+        hashes = dictionary_kernels.splitmix(values.view(np.uint64))
+    ids = (hashes % np.uint64(buckets)).astype(np.uint32) + np.uint32(1)
+    own = hash_of_missing(buckets) if feature.missing == "category" else 0
+    return np.where(missing, np.uint32(own), ids)
+
+
+def hash_of_missing(buckets: int) -> int:
+    """Id of the missing value's own bucket."""
+    out = np.empty(1, np.uint64)
+    text_kernels.hash_spans(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int32), 0, out)
+    return int(out[0] % np.uint64(buckets)) + 1

@@ -1,0 +1,401 @@
+"""Numba kernels that turn a block of delimited text into typed columns in one pass over its bytes.
+
+Why not a dataframe reader: its fast mode fills short lines with nulls and cuts long ones without a word, and
+cannot say which line a bad value stood on. These kernels check every field while they read it.
+
+A block is a uint8 array that ends with a newline. Legend: n lines, P outputs of one kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+
+__all__ = [
+    "FLOAT",
+    "HEX",
+    "INT",
+    "REASON_FEW",
+    "REASON_MANY",
+    "REASON_QUOTE",
+    "REASON_VALUE",
+    "TEXT",
+    "count_lines",
+    "has_high_bytes",
+    "hash_spans",
+    "parse_block",
+    "parse_spans",
+    "split_spans",
+]
+
+FLOAT, INT, HEX, TEXT = 0, 1, 2, 3
+REASON_FEW, REASON_MANY, REASON_VALUE, REASON_QUOTE, REASON_UTF8 = 1, 2, 3, 4, 5
+_NL, _CR = 10, 13
+_OK, _MISSING, _SLOW = 0, 1, 2
+_MAX_EXACT = 2**53  # mantissas up to here and powers of ten up to 22 divide to the correctly rounded double
+
+_jit: Any = nb.njit(nogil=True, cache=True)
+_inline: Any = nb.njit(nogil=True, cache=True, inline="always")
+
+_POWERS = np.array([10.0**i for i in range(23)])
+_HEX = np.full(256, 255, np.uint8)
+for _i, _c in enumerate(b"0123456789abcdef"):
+    _HEX[_c] = _i
+for _i, _c in enumerate(b"ABCDEF"):
+    _HEX[_c] = 10 + _i
+
+
+@_jit
+def _scan_hex(data, at):  # type: ignore[no-untyped-def]
+    """Value bits, position after the digits, status."""
+    value = np.uint64(0)
+    start = at
+    digit = _HEX[data[at]]
+    while digit < 16:
+        value = (value << np.uint64(4)) | np.uint64(digit)
+        at += 1
+        digit = _HEX[data[at]]
+    count = at - start
+    status = _OK if 0 < count <= 16 else (_MISSING if count == 0 else _SLOW)
+    return np.int64(value), at, status
+
+
+@_jit
+def _scan_int(data, at):  # type: ignore[no-untyped-def]
+    value = np.int64(0)
+    negative = data[at] == 45
+    if negative:
+        at += 1
+    start = at
+    digit = np.int64(data[at]) - 48
+    while 0 <= digit <= 9:
+        value = value * 10 + digit
+        at += 1
+        digit = np.int64(data[at]) - 48
+    count = at - start
+    status = _OK if 0 < count <= 18 else (_MISSING if count == 0 and not negative else _SLOW)
+    return -value if negative else value, at, status
+
+
+@_jit
+def _scan_float(data, at):  # type: ignore[no-untyped-def]
+    value = np.int64(0)
+    negative = data[at] == 45
+    if negative:
+        at += 1
+    start = at
+    digit = np.int64(data[at]) - 48
+    while 0 <= digit <= 9:
+        value = value * 10 + digit
+        at += 1
+        digit = np.int64(data[at]) - 48
+    digits = at - start
+    decimals = 0
+    if data[at] == 46:
+        at += 1
+        point = at
+        digit = np.int64(data[at]) - 48
+        while 0 <= digit <= 9:
+            value = value * 10 + digit
+            at += 1
+            digit = np.int64(data[at]) - 48
+        decimals = at - point
+    digits += decimals
+    if digits == 0:
+        return np.nan, at, _MISSING if not negative and decimals == 0 and at == start else _SLOW
+    if digits > 18 or value > _MAX_EXACT or decimals > 22:
+        return np.nan, at, _SLOW
+    result = float(value)
+    if decimals > 0:
+        result /= _POWERS[decimals]
+    return -result if negative else result, at, _OK
+
+
+@_jit
+def _equal(data, start, stop, nulls, first, last):  # type: ignore[no-untyped-def]
+    if stop - start != last - first:
+        return False
+    for i in range(last - first):
+        if data[start + i] != nulls[first + i]:
+            return False
+    return True
+
+
+@_jit
+def _is_null(data, start, stop, nulls, ends):  # type: ignore[no-untyped-def]
+    first = 0
+    for i in range(ends.size):
+        if _equal(data, start, stop, nulls, first, ends[i]):
+            return True
+        first = ends[i]
+    return False
+
+
+@_jit
+def parse_block(  # type: ignore[no-untyped-def]
+    data,  # [bytes] uint8, ends with a newline; quoted text with doubled quotes is unescaped in place
+    sep,  # uint8
+    quote,  # int, -1: none
+    fields,  # fields a line must have
+    plan_start,  # [fields + 1] int32: outputs of field j are plan_kind[plan_start[j]:plan_start[j + 1]]
+    plan_kind,  # [outputs] FLOAT | INT | HEX | TEXT
+    plan_slot,  # [outputs] row of the output array of that kind
+    nulls,  # uint8: texts read as missing, one after the other
+    null_ends,  # int64: where each ends
+    forced,  # int64: starts of lines known to be bad (broken UTF-8), rising
+    floats,  # [P, n] float64 out; NaN where missing
+    ints,  # [P, n] int64 out: INT and HEX bits
+    absent,  # [P, n] bool out: missing ints
+    starts,  # [P, n] int64 out: texts
+    lengths,  # [P, n] int32 out; -1 where missing
+    row_line,  # [n] int64 out: line of each good row within the block
+    row_at,  # [n] int64 out: byte where the row starts
+    bad,  # [m, 4] int64 out: line, start byte, reason, field
+    slow,  # [k, 4] int64 out: row, output, start, stop of a value that needs the careful parser
+):
+    """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays (then grow them)."""
+    rows, lines, num_bad, num_slow, next_forced = 0, 0, 0, 0, 0
+    at, size = 0, data.size
+    while at < size:
+        line_start = at
+        reason, where = 0, 0
+        slow_before = num_slow
+        if data[at] == _NL or (data[at] == _CR and data[at + 1] == _NL):
+            at += 1 if data[at] == _NL else 2
+            if fields > 1:
+                lines += 1
+                continue
+            at = line_start
+        if next_forced < forced.size and forced[next_forced] == line_start:
+            reason = REASON_UTF8
+            next_forced += 1
+        field = 0
+        ended = False
+        while reason == 0 and not ended:
+            start = at
+            quoted = quote >= 0 and data[at] == quote
+            if quoted:
+                start += 1
+            stop = -1
+            first, last = plan_start[field], plan_start[field + 1]
+            # Fast way: read digits, and if they reach the end of the field that was all of it.
+            if last - first == 1 and plan_kind[first] != TEXT and null_ends.size == 0:
+                kind, slot = plan_kind[first], plan_slot[first]
+                if kind == HEX:
+                    bits, here, status = _scan_hex(data, start)
+                    ints[slot, rows] = bits
+                    absent[slot, rows] = status == _MISSING
+                elif kind == INT:
+                    bits, here, status = _scan_int(data, start)
+                    ints[slot, rows] = bits
+                    absent[slot, rows] = status == _MISSING
+                else:
+                    number, here, status = _scan_float(data, start)
+                    floats[slot, rows] = number
+                if status != _SLOW and not quoted:
+                    c = data[here]
+                    if c == sep or c == _NL or (c == _CR and data[here + 1] == _NL):
+                        stop = here
+            if stop < 0:
+                # Find the end of the field.
+                stop = start
+                doubled = 0
+                if quoted:
+                    while data[stop] != _NL:
+                        if data[stop] == quote:
+                            if data[stop + 1] == quote:
+                                doubled += 1
+                                stop += 1
+                            else:
+                                break
+                        stop += 1
+                    after = stop + 1
+                    if data[stop] == _NL:
+                        reason, where = REASON_QUOTE, field
+                        break
+                    if data[after] == _CR and data[after + 1] == _NL:
+                        after += 1
+                    if data[after] != sep and data[after] != _NL:
+                        reason, where = REASON_QUOTE, field
+                        break
+                    at = after
+                    if doubled > 0:
+                        write = start
+                        read = start
+                        while read < stop:
+                            data[write] = data[read]
+                            read += 2 if data[read] == quote else 1
+                            write += 1
+                        stop = write
+                else:
+                    while data[stop] != sep and data[stop] != _NL:
+                        stop += 1
+                    at = stop
+                    if data[stop] == _NL and stop > start and data[stop - 1] == _CR:
+                        stop -= 1
+                null = stop == start or (null_ends.size > 0 and _is_null(data, start, stop, nulls, null_ends))
+                for output in range(first, last):
+                    kind, slot = plan_kind[output], plan_slot[output]
+                    status, here = _MISSING, stop
+                    if kind == TEXT:
+                        starts[slot, rows] = start
+                        lengths[slot, rows] = -1 if null else stop - start
+                        continue
+                    if kind == FLOAT:
+                        number = np.nan
+                        if not null:
+                            number, here, status = _scan_float(data, start)
+                        floats[slot, rows] = number
+                    else:
+                        bits = np.int64(0)
+                        if not null and kind == HEX:
+                            bits, here, status = _scan_hex(data, start)
+                        elif not null:
+                            bits, here, status = _scan_int(data, start)
+                        ints[slot, rows] = bits
+                        absent[slot, rows] = null
+                    if not null and (status != _OK or here != stop):
+                        if kind == HEX:
+                            reason, where = REASON_VALUE, field
+                        else:
+                            if num_slow < slow.shape[0]:
+                                slow[num_slow, 0] = rows
+                                slow[num_slow, 1] = output
+                                slow[num_slow, 2] = start
+                                slow[num_slow, 3] = stop
+                            num_slow += 1
+                if reason != 0:
+                    break
+            else:
+                at = stop
+                if data[at] == _CR:
+                    at += 1
+            field += 1
+            if data[at] == _NL:
+                ended = True
+                if field < fields:
+                    reason, where = REASON_FEW, field
+            elif field == fields:
+                reason, where = REASON_MANY, field
+            else:
+                at += 1
+        if reason != 0:
+            num_slow = slow_before
+            while data[at] != _NL:
+                at += 1
+            if num_bad < bad.shape[0]:
+                bad[num_bad, 0] = lines
+                bad[num_bad, 1] = line_start
+                bad[num_bad, 2] = reason
+                bad[num_bad, 3] = where
+            num_bad += 1
+        else:
+            row_line[rows] = lines
+            row_at[rows] = line_start
+            rows += 1
+        at += 1
+        lines += 1
+    return rows, lines, num_bad, num_slow
+
+
+@_jit
+def count_lines(data):  # type: ignore[no-untyped-def]
+    """Newlines in the block."""
+    total = 0
+    for i in range(data.size):
+        total += data[i] == _NL
+    return total
+
+
+@_jit
+def has_high_bytes(data):  # type: ignore[no-untyped-def]
+    """Whether any byte is outside ASCII."""
+    seen = np.uint8(0)
+    for i in range(data.size):
+        seen |= data[i]
+    return seen >= 128
+
+
+@_jit
+def split_spans(data, starts, lengths, sep, most, last):  # type: ignore[no-untyped-def]
+    """Cut texts at ``sep``: starts and lengths of the parts, and how many of them each text keeps.
+
+    Empty parts are left out; of more than ``most`` parts the last (or the first) ones stay.
+    """
+    n = starts.size
+    total = 0
+    counts = np.zeros(n, np.int32)
+    for i in range(n):
+        run = 0
+        for p in range(lengths[i]):
+            if data[starts[i] + p] == sep:
+                counts[i] += run > 0
+                run = 0
+            else:
+                run += 1
+        counts[i] += run > 0
+        total += min(counts[i], most)
+    part_starts = np.empty(total, np.int64)
+    part_lengths = np.empty(total, np.int32)
+    at = 0
+    for i in range(n):
+        skip = max(0, counts[i] - most) if last else 0
+        keep = min(counts[i], most)
+        run, seen = 0, 0
+        for p in range(lengths[i] + 1):
+            if p == lengths[i] or data[starts[i] + p] == sep:
+                if run > 0:
+                    if skip <= seen < skip + keep:
+                        part_starts[at] = starts[i] + p - run
+                        part_lengths[at] = run
+                        at += 1
+                    seen += 1
+                run = 0
+            else:
+                run += 1
+        counts[i] = keep
+    return part_starts, part_lengths, counts
+
+
+@_jit
+def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ignore[no-untyped-def]
+    """Parse texts one by one into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser.
+
+    ``data`` must hold one more byte than the last text.
+    """
+    for i in range(starts.size):
+        stop = starts[i] + lengths[i]
+        if lengths[i] <= 0:
+            status[i] = _MISSING
+            continue
+        here = stop
+        found = _OK
+        if kind == HEX:
+            bits, here, found = _scan_hex(data, starts[i])
+            ints[i] = bits
+        elif kind == INT:
+            bits, here, found = _scan_int(data, starts[i])
+            ints[i] = bits
+        else:
+            number, here, found = _scan_float(data, starts[i])
+            floats[i] = number
+        status[i] = _OK if found == _OK and here == stop else _SLOW
+
+
+@_jit
+def hash_spans(data, starts, lengths, seed, out):  # type: ignore[no-untyped-def]
+    """A 64-bit hash of each text (FNV-1a, then the splitmix64 finisher); missing texts hash to 0."""
+    for i in range(starts.size):
+        if lengths[i] < 0:
+            out[i] = 0
+            continue
+        h = np.uint64(14695981039346656037) ^ np.uint64(seed)
+        for p in range(starts[i], starts[i] + lengths[i]):
+            h = (h ^ np.uint64(data[p])) * np.uint64(1099511628211)
+        h ^= h >> np.uint64(30)
+        h *= np.uint64(0xBF58476D1CE4E5B9)
+        h ^= h >> np.uint64(27)
+        h *= np.uint64(0x94D049BB133111EB)
+        out[i] = h ^ (h >> np.uint64(31))
