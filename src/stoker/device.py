@@ -1,4 +1,4 @@
-"""What this machine has: devices, memory, cores. Every probe answers on every platform, None where it cannot know."""
+"""What this machine has: devices, memory, cores. A probe answers None where it cannot know."""
 
 from __future__ import annotations
 

@@ -1,0 +1,285 @@
+"""``stoker inspect``: what a dataset or a checkpoint holds. ``stoker doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.errors import DataError
+from stoker.units import format_count, format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command(name="inspect")(inspect)
+    app.command(name="doctor")(doctor)
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Re-hash every file and check every id.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a dataset or a checkpoint holds."""
+    kind = _kind(path)
+    if kind == "dataset":
+        from stoker.data.dataset import Dataset
+        from stoker.data.summary import describe_dataset
+
+        dataset = Dataset(path)
+        found = describe_dataset(dataset)
+        if verify:
+            found["verified_files"] = dataset.verify()
+    else:
+        found = _describe_checkpoint(path, verify=verify)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, allow_nan=False))
+        return
+    from rich.console import Console
+
+    (_show_dataset if kind == "dataset" else _show_checkpoint)(Console(), found)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure memory bandwidth, about a second.")] = True,
+) -> None:
+    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can "
+    "run."""
+    from stoker.cli.machine import examine
+
+    found = examine(measure=measure)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from rich.console import Console
+
+        _show_machine(Console(), found)
+    if not found["ok"]:
+        raise typer.Exit(1)
+
+
+def _kind(path: Path) -> str:
+    manifest = path / "manifest.json"
+    if manifest.is_file():
+        try:
+            values = json.loads(manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{manifest} cannot be read ({error}). Restore it from a copy, or make it again."
+            ) from error
+        kind = values.get("kind", "dataset") if isinstance(values, dict) else None
+        if kind in ("dataset", "checkpoint"):
+            return str(kind)
+        raise DataError(f"{manifest} describes a {kind!r}; stoker inspect knows datasets and checkpoints.")
+    if (path / "checkpoints").is_dir() or (path / "config.json").is_file():
+        return "checkpoint"
+    if not path.exists():
+        raise DataError(f"{path} does not exist. Give the directory of a dataset, a checkpoint or a run.")
+    if path.is_dir() and any((path / name).is_dir() for name in ("train", "valid", "vocab")):
+        raise DataError(
+            f"{path} looks like a dataset whose preparation was interrupted: it has no manifest.json. "
+            "Run the same stoker prepare command again; finished parts are kept."
+        )
+    raise DataError(
+        f"{path} is neither a dataset nor a checkpoint nor a run: it has no manifest.json or config.json."
+    )
+
+
+def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
+    from stoker.train.checkpoint import read_manifest
+    from stoker.train.checkpoint import verify as verify_files
+    from stoker.train.rundir import find_checkpoint
+
+    path = find_checkpoint(path)
+    manifest = read_manifest(path)
+    files = manifest["files"]
+    tables = []
+    for table in manifest["tables"]:
+        size = sum(int(files[shard["file"]]["bytes"]) for shard in table["shards"])
+        tables.append({**{key: value for key, value in table.items() if key != "shards"}, "bytes": size})
+    found = {
+        "kind": "checkpoint",
+        "path": str(path),
+        "step": manifest["step"],
+        "model": manifest["model"],
+        "row_optimizer": manifest["row_optimizer"],
+        "dense_optimizer": (manifest["dense_optimizer"] or {}).get("kind"),
+        "stream": manifest["stream"],
+        "stoker_version": manifest["stoker_version"],
+        "tables": tables,
+        "files": len(files),
+        "bytes": sum(int(entry["bytes"]) for entry in files.values()),
+        "extra": manifest.get("extra", {}),
+    }
+    if verify:
+        found["verified_files"] = verify_files(path, manifest)
+    return found
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _line(console: Console, name: str, value: object) -> None:
+    console.print(f"{name:<16} {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _verified(console: Console, found: dict[str, Any]) -> None:
+    if "verified_files" in found:
+        console.print(f"verified: {found['verified_files']:,} files match their checksums", style="green")
+
+
+def _show_dataset(console: Console, found: dict[str, Any]) -> None:
+    _line(console, "dataset", found["path"])
+    _line(console, "recipe", f"{found['recipe']} ({found['created_by']}, Stoker {found['stoker_version']})")
+    _line(console, "size", f"{format_size(found['bytes'])}, format {found['format_version']}")
+    _line(console, "schema", found["schema_hash"][:16])
+    if found["quarantined"]:
+        _line(console, "bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
+    _table(
+        console,
+        "Splits",
+        ["split", "rows", "positives", "share", "shards", "size"],
+        [
+            [
+                name,
+                f"{split['rows']:,}",
+                f"{split['positives']:,}",
+                _percent(split["share"]),
+                f"{split['shards']:,}",
+                format_size(split["bytes"]),
+            ]
+            for name, split in found["splits"].items()
+        ],
+    )
+    _table(
+        console,
+        "Tables: training accesses, and the share that unknown values and the most popular rows take",
+        ["table", "rows", "accesses", "unknown", "top 1 %", "top 10 %", "largest counts"],
+        [
+            [
+                table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),
+                f"{table['rows']:,}",
+                format_count(table["accesses"]),
+                _percent(table["oov_share"]),
+                _percent(table["hot_1_percent"]),
+                _percent(table["hot_10_percent"]),
+                " ".join(format_count(count) for count in table["top_counts"]),
+            ]
+            for table in found["tables"]
+        ],
+    )
+    if found["dense"]:
+        _table(
+            console,
+            f"Dense columns, from {found['dense'][0]['rows']:,} training rows",
+            ["column", "min", "mean", "max", "std", "zeros"],
+            [
+                [
+                    column["column"],
+                    *(f"{column[key]:.4g}" for key in ("min", "mean", "max", "std")),
+                    _percent(column["zeros"]),
+                ]
+                for column in found["dense"]
+            ],
+        )
+    _verified(console, found)
+
+
+def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
+    _line(console, "checkpoint", found["path"])
+    _line(console, "step", f"{found['step']:,}")
+    _line(console, "model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
+    _line(console, "optimizers", f"rows {found['row_optimizer']['kind']}, dense {found['dense_optimizer']}")
+    if found["stream"]:
+        stream = found["stream"]
+        _line(
+            console,
+            "data position",
+            f"epoch {stream['epoch']}, batch {stream['position']:,} of {stream['batches']:,}",
+        )
+    _line(console, "size", f"{format_size(found['bytes'])} in {found['files']:,} files")
+    _table(
+        console,
+        "Tables",
+        ["table", "rows", "dim", "type", "size with state"],
+        [
+            [
+                table["name"],
+                f"{table['num_embeddings']:,}",
+                str(table["embedding_dim"]),
+                str(table["dtype"]),
+                format_size(table["bytes"]),
+            ]
+            for table in found["tables"]
+        ],
+    )
+    _verified(console, found)
+
+
+def _show_machine(console: Console, found: dict[str, Any]) -> None:
+    system = found["system"]
+    _line(console, "system", f"{system['platform']}, Python {system['python']}")
+    _line(
+        console,
+        "processor",
+        f"{system['cpu']}, {system['cores']} cores, {' '.join(system['simd']) or 'SIMD unknown'}",
+    )
+    memory = [
+        format_size(system[key]) if system[key] else "unknown" for key in ("memory", "memory_available")
+    ]
+    _line(
+        console,
+        "memory",
+        f"{memory[0]}, {memory[1]} available, huge pages {system['huge_pages'] or 'unknown'}",
+    )
+    _line(console, "disk here", f"{format_size(system['folder']['free'])} free")
+    for gpu in found["gpus"]:
+        _line(
+            console,
+            "GPU",
+            f"{gpu['name']}, {format_size(gpu['memory'])}, {format_size(gpu['memory_free'])} free",
+        )
+    if not found["gpus"]:
+        _line(console, "GPU", "none")
+    versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
+    _line(console, "packages", ", ".join(versions))
+    for kind, backend in found["backends"].items():
+        _line(console, f"tables on {kind}", f"{backend['name']}: {backend['why']}")
+    _line(console, "torch.compile", found["compiler"]["path"] if found["compiler"]["usable"] else "no")
+    threads = ", ".join(f"{name} {value}" for name, value in found["threads"].items() if value is not None)
+    _line(console, "threads", threads)
+    if found["bandwidth"]:
+        copy, gather = found["bandwidth"]["copy"], found["bandwidth"]["gather_64_byte_rows"]
+        _line(
+            console,
+            "memory rates",
+            f"copy {copy / 1e9:.1f} GB/s, random 64-byte rows {gather / 1e9:.1f} GB/s",
+        )
+    for text in found["advice"]:
+        console.print(f"could be better: {text}", style="yellow", markup=False)
+    for text in found["problems"]:
+        console.print(f"problem: {text}", style="red", markup=False)
+    if found["ok"]:
+        console.print("training can run here", style="green")

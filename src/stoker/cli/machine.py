@@ -1,0 +1,204 @@
+"""What ``stoker doctor`` finds out. Every probe is guarded: a broken package is a finding, not a crash.
+
+Needs neither Rich nor Typer, so it also answers in a bare environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker import device as machine
+from stoker.units import format_size
+
+__all__ = ["examine"]
+
+# Package -> what is lost without it; the first three are not optional.
+_PACKAGES = {
+    "torch": "",
+    "numpy": "",
+    "safetensors": "",
+    "numba": "fast CPU kernels (training falls back to plain PyTorch)",
+    "triton": "GPU kernels",
+    "polars": "stoker prepare",
+    "pyarrow": "stoker prepare and stoker predict",
+    "typer": "the command line",
+    "rich": "the command line",
+    "yaml": "schema files in YAML",
+    "tensorboard": "TensorBoard logs",
+    "zstandard": "reading .zst files",
+}
+_PIP_NAMES = {"yaml": "pyyaml"}
+
+
+def examine(*, measure: bool = True) -> dict[str, Any]:
+    """Everything about this machine that bears on training, as plain JSON values.
+
+    Args:
+        measure: spend about a second on memory bandwidth.
+
+    Returns:
+        ``ok`` (training can run), ``problems`` (what stands in its way) and ``advice`` (what would help),
+        each with its remedy, and the findings by topic.
+    """
+    packages = {name: _version(name) for name in _PACKAGES}
+    problems, advice = [], []
+    for name in ("torch", "numpy", "safetensors"):
+        if packages[name] is None:
+            problems.append(f"{name} is missing. Install it with: pip install {name}")
+    gpus = _gpus()
+    for name, use in _PACKAGES.items():
+        if packages[name] is None and use and (name != "triton" or gpus):
+            advice.append(
+                f"{name} is missing, it is needed for {use}: pip install {_PIP_NAMES.get(name, name)}"
+            )
+    if packages["numba"] is not None and (error := _import_error("numba")):
+        advice.append(f"numba is installed but does not load ({error}): pip install --upgrade numba")
+    backends = {"cpu": _backend("cpu")} | ({"cuda": _backend("cuda")} if gpus else {})
+    problems += [entry["error"] for entry in backends.values() if entry.get("error")]
+    compiler = _compiler()
+    if not compiler["usable"]:
+        advice.append(f"torch.compile on the CPU will not work: {compiler['why']}")
+    folder = _folder()
+    if not folder["writable"]:
+        problems.append(f"the current directory {folder['path']} is not writable. Change to one that is.")
+    return {
+        "ok": not problems,
+        "problems": problems,
+        "advice": advice,
+        "system": {
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "cpu": machine.cpu_model(),
+            "cores": machine.cpu_count(),
+            "simd": list(machine.simd_flags()),
+            "memory": machine.total_memory(),
+            "memory_available": machine.available_memory(),
+            "huge_pages": machine.huge_pages(),
+            "folder": folder,
+        },
+        "gpus": gpus,
+        "packages": packages,
+        "backends": backends,
+        "compiler": compiler,
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+            "NUMBA_NUM_THREADS": os.environ.get("NUMBA_NUM_THREADS"),
+        },
+        "bandwidth": _bandwidth() if measure else None,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(_PIP_NAMES.get(name, name))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(name: str) -> str | None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # whatever a broken installation raises
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    try:
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            free, total = machine.device_memory(f"cuda:{index}")
+            found.append(
+                {
+                    "name": properties.name,
+                    "memory": total,
+                    "memory_free": free,
+                    "capability": f"{properties.major}.{properties.minor}",
+                }
+            )
+    except RuntimeError as error:
+        found.append({"name": f"unusable: {error}", "memory": 0, "memory_free": 0, "capability": ""})
+    return found
+
+
+def _backend(kind: str) -> dict[str, Any]:
+    """Which kernels tables on this kind of device get, tried on one small lookup."""
+    try:
+        from stoker.ops import get_backend
+
+        name = get_backend("auto", torch.device(kind)).name
+    except Exception as error:
+        return {
+            "name": None,
+            "why": "",
+            "error": f"no embedding kernels for {kind}: {type(error).__name__}: {error}",
+        }
+    why = {
+        "reference": f"plain PyTorch, since {'triton' if kind == 'cuda' else 'numba'} is not installed",
+        "cpu": "Numba kernels for the CPU",
+        "triton": "Triton kernels for the GPU",
+    }
+    return {"name": name, "why": why.get(name, "")}
+
+
+def _compiler() -> dict[str, Any]:
+    """Whether TorchInductor can build CPU code: it needs a C++ compiler and Python's headers."""
+    wanted = [os.environ.get("CXX"), "g++", "clang++", "c++", *(["cl"] if sys.platform == "win32" else [])]
+    path = next((found for name in wanted if name and (found := shutil.which(name))), None)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if path is None:
+        why = "no C++ compiler. On Debian or Ubuntu: apt install g++"
+    elif not header.is_file():
+        why = f"Python's headers are missing ({header}). On Debian or Ubuntu: apt install python3-dev"
+    else:
+        why = ""
+    return {"path": path, "usable": not why, "why": why}
+
+
+def _folder() -> dict[str, Any]:
+    path = Path.cwd()
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            writable = True
+    except OSError:
+        writable = False
+    return {"path": str(path), "free": shutil.disk_usage(path).free, "writable": writable}
+
+
+def _bandwidth() -> dict[str, Any]:
+    """Streaming copy and random gather of 64-byte rows, in bytes per second, about half a second each."""
+    available = machine.available_memory() or 2**30
+    rows = min(2**22, available // 8 // 64)  # 256 MiB, beyond any cache, but never a burden
+    table = torch.zeros(rows, 16)
+    copy = torch.zeros_like(table)
+    index = torch.randint(rows, (2**18,))
+    out = torch.empty(len(index), 16)
+    return {
+        "buffer": format_size(table.nbytes),
+        "copy": _rate(lambda: copy.copy_(table), 2 * table.nbytes),
+        "gather_64_byte_rows": _rate(lambda: torch.index_select(table, 0, index, out=out), out.nbytes),
+    }
+
+
+def _rate(work: Any, num_bytes: int, seconds: float = 0.4) -> float:
+    work()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best

@@ -1,0 +1,108 @@
+"""What a dataset holds, in numbers: rows and positives, table skew, dense columns, shards.
+
+Counts come from the manifest and ``counts.safetensors``; only the dense columns are read, and of them at most
+about a million rows spread over the training split.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stoker.data.dataset import Dataset
+from stoker.data.split import Split
+
+__all__ = ["describe_dataset"]
+
+_SAMPLE_ROWS = 2**20
+_RUN = 4096  # rows read together
+
+
+def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
+    """Plain JSON values describing a dataset.
+
+    Args:
+        dataset: an opened dataset.
+        top: how many of the largest training counts to list per table.
+    """
+    manifest = dataset.manifest
+    sequences = {feature.table: feature for feature in dataset.schema.features if feature.sequence}
+    files = manifest.get("files", {})
+    return {
+        "kind": "dataset",
+        "path": str(dataset.path),
+        "recipe": manifest.get("recipe"),
+        "created_by": manifest.get("created_by"),
+        "stoker_version": manifest.get("stoker_version"),
+        "format_version": manifest["format_version"],
+        "schema_hash": dataset.schema_hash,
+        "bytes": sum(split.bytes for split in dataset.splits.values())
+        + sum(int(entry["bytes"]) for entry in files.values()),
+        "quarantined": manifest.get("quarantined", 0),
+        "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
+        "tables": [
+            {
+                "table": table,
+                "rows": rows,
+                "max_length": sequences[table].max_length if table in sequences else 1,
+                **_describe_counts(dataset.counts[table], top),
+            }
+            for table, rows in dataset.schema.num_embeddings.items()
+        ],
+        "dense": _describe_dense(dataset),
+    }
+
+
+def _describe_split(split: Split) -> dict[str, Any]:
+    return {
+        "rows": len(split),
+        "positives": split.positives,
+        "share": split.positives / len(split) if len(split) else None,
+        "shards": len(split.entry["shards"]),
+        "bytes": split.bytes,
+    }
+
+
+def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
+    total = int(counts.sum())
+    known = counts[1:]
+
+    def hot(share: float) -> float | None:
+        rows = math.ceil(len(known) * share)  # ids follow the count, so the most popular are the first
+        return int(known[:rows].sum()) / total if total else None
+
+    return {
+        "accesses": total,
+        "oov_share": int(counts[0]) / total if total else None,
+        "hot_1_percent": hot(0.01),
+        "hot_10_percent": hot(0.1),
+        "unused_rows": int((known == 0).sum()),
+        "top_counts": [int(count) for count in known[:top]],
+    }
+
+
+def _describe_dense(dataset: Dataset) -> list[dict[str, Any]]:
+    names = dataset.schema.dense
+    split = dataset.splits.get("train")
+    if not names or split is None or not len(split):
+        return []
+    step = max(_RUN, -(-len(split) * _RUN // _SAMPLE_ROWS))
+    parts = []
+    for shard in split.shards:
+        parts += [shard.dense[start : start + _RUN] for start in range(0, shard.rows, step)]
+    values = np.concatenate(parts).astype(np.float64)
+    return [
+        {
+            "column": name,
+            "min": float(column.min()),
+            "mean": float(column.mean()),
+            "max": float(column.max()),
+            "std": float(column.std()),
+            "zeros": float((column == 0).mean()),
+            "rows": len(column),
+        }
+        for name, column in zip(names, values.T, strict=True)
+    ]
