@@ -28,7 +28,8 @@ _ROWS = RowWiseAdagrad(lr=0.02)
 class RecModel(nn.Module, ABC):
     """A click model: embedding tables, and a dense part over dense columns and pooled rows.
 
-    A subclass names itself, builds its layers and defines :meth:`dense_part`; :meth:`config` adds its own settings.
+    A subclass names itself, builds its layers and defines :meth:`dense_part`; :meth:`config` adds its own
+    settings.
 
     Args:
         spec: columns and table sizes, from ``Dataset.schema``.
@@ -128,8 +129,8 @@ class RecModel(nn.Module, ABC):
     def compile_dense(self, **options: Any) -> None:
         """Compile the dense part with ``torch.compile``; the tables keep their own kernels.
 
-        Static shapes by default: the smaller last batch of an epoch compiles once more instead of making every batch
-        slower.
+        Static shapes by default: the smaller last batch of an epoch compiles once more instead of making
+        every batch slower.
         """
         self._compiled = torch.compile(self.dense_part, **{"dynamic": False, **options})
 
@@ -147,7 +148,7 @@ class RecModel(nn.Module, ABC):
     @classmethod
     def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
         """Inverse of :meth:`config`; ``options`` are ``optimizer``, ``device`` and ``backend``."""
-        settings = {
+        settings: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
         }
         return cls(spec, **settings, **options)

@@ -23,8 +23,8 @@ __all__ = ["DeepFM"]
 class DeepFM(RecModel):
     """Factorisation machine and MLP over shared embeddings; their logits are summed (Eq. 1 to 4).
 
-    Column 0 of a row is the first-order weight, the other K are the latent factors: one lookup serves both, and a row
-    keeps the width of whole cache lines. A dense column x enters as x times its own learned row.
+    Column 0 of a row is the first-order weight, the other K are the latent factors: one lookup serves both,
+    and a row keeps the width of whole cache lines. A dense column x enters as x times its own learned row.
 
     Args:
         spec: columns and table sizes.
@@ -40,8 +40,8 @@ class DeepFM(RecModel):
         super().__init__(spec, **settings)
         if self.embedding_dim < 2:
             raise ConfigError(
-                f"DeepFM with embedding_dim={self.embedding_dim} has no latent factors: one column is the first-order "
-                "weight. Choose at least 2."
+                f"DeepFM with embedding_dim={self.embedding_dim} has no latent factors: one column is the "
+                "first-order weight. Choose at least 2."
             )
         self.hidden_sizes = tuple(hidden)
         generator = dense_generator(self.seed, "deepfm")

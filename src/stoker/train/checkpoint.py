@@ -7,8 +7,9 @@
       dense.safetensors         dense parameters and buffers, dense optimizer state, generator states
       tables/000.00000.safetensors   rows and row-optimizer state of table 0, some 256 MiB a file
 
-A checkpoint is written beside its final name, flushed to disk and renamed, so a directory of that name is whole.
-Tables stream through in chunks: memory does not grow with them. Any placement and device may load the files.
+A checkpoint is written beside its final name, flushed to disk and renamed, so a directory of that name is
+whole. Tables stream through in chunks: memory does not grow with them. Any placement and device may load the
+files.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def save(
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {target} could not be written: {error.strerror or error}. Nothing half-written was kept; earlier "
-            "checkpoints are untouched. Free some space, or lower keep_last."
+            f"checkpoint {target} could not be written: {error.strerror or error}. Nothing half-written was "
+            "kept; earlier checkpoints are untouched. Free some space, or lower keep_last."
         ) from error
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -238,8 +239,8 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint.")
     if int(manifest.get("format_version", 0)) > FORMAT_VERSION:
         raise CheckpointError(
-            f"{directory} has checkpoint format {manifest['format_version']}, this Stoker reads up to {FORMAT_VERSION}. "
-            "Update Stoker."
+            f"{directory} has checkpoint format {manifest['format_version']}, this Stoker reads up to "
+            f"{FORMAT_VERSION}. Update Stoker."
         )
     return manifest
 
@@ -260,13 +261,14 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
             )
         if path.stat().st_size != expected["bytes"]:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, the manifest says {expected['bytes']:,}: it was cut short "
-                "or altered."
+                f"{path} has {path.stat().st_size:,} bytes, the manifest says {expected['bytes']:,}: it was "
+                "cut short or altered."
             )
         digest = hash_file(path)[1]
         if digest != expected["sha256"]:
             raise CheckpointError(
-                f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
+                f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says "
+                f"{expected['sha256'][:16]}..."
             )
     return len(manifest["files"])
 
@@ -303,7 +305,8 @@ def load(
         kind = manifest["model"]["model"]
         if kind not in MODELS:
             raise CheckpointError(
-                f"{directory} holds a model {kind!r}, unknown here. Import the module that adds it to stoker.models.MODELS."
+                f"{directory} holds a model {kind!r}, unknown here. Import the module that adds it to "
+                "stoker.models.MODELS."
             )
         spec = FeatureSpec.from_dict(manifest["features"])
         model = MODELS[kind].from_config(
@@ -338,8 +341,8 @@ def _check_same(directory: Path, manifest: Mapping[str, Any], model: RecModel) -
             if name != "features"
         )
         raise CheckpointError(
-            f"{directory} holds another model: {shown or 'its columns or table sizes differ'}. Leave the model out to "
-            "build the saved one, or use its own dataset."
+            f"{directory} holds another model: {shown or 'its columns or table sizes differ'}. Leave the "
+            "model out to build the saved one, or use its own dataset."
         )
     kinds = manifest["row_optimizer"]["kind"], model.embeddings.optimizer.kind
     if kinds[0] != kinds[1]:
@@ -388,7 +391,8 @@ def _load_dense(
         raise CheckpointError(f"{directory} was saved without a dense optimizer, so it has no state for one.")
     if values["kind"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{directory} holds the state of dense optimizer {values['kind']!r}, not {type(optimizer).__name__!r}."
+            f"{directory} holds the state of dense optimizer {values['kind']!r}, not "
+            f"{type(optimizer).__name__!r}."
         )
     state: dict[int, dict[str, Any]] = {
         int(index): dict(entries) for index, entries in values["state"].items()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from stoker.data.features import FeatureSpec
+from stoker.device import resolve_device
 from stoker.errors import ConfigError
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
@@ -151,26 +152,6 @@ class TrainConfig:
             self.from_dict(changes)
         return replace(self, **changes)
 
-    def resolve_device(self) -> torch.device:
-        """The device to train on.
-
-        Raises:
-            ConfigError: it is not there.
-        """
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"device {self.device!r} is unknown. Choose 'auto', 'cpu' or 'cuda'."
-            ) from error
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                f"device {self.device!r} was asked for, but torch sees no GPU here. Choose 'cpu'."
-            )
-        return device
-
     def make_schedule(self, total_steps: int) -> Schedule:
         """The factor on both learning rates over a run of ``total_steps``."""
         length = self.decay_steps or max(1, total_steps - self.warmup)
@@ -223,7 +204,7 @@ class TrainConfig:
                 dense_dtype=self.dense_dtype,
                 optimizer=optimizer,
                 seed=self.seed,
-                device=self.resolve_device(),
+                device=resolve_device(self.device),
                 backend=self.backend,
                 **options,
             )

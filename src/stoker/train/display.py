@@ -1,4 +1,4 @@
-"""What a person or a script sees of a run while it goes: a progress bar, plain lines, JSON lines, or nothing."""
+"""What is seen of a run while it goes: a progress bar, plain lines, JSON lines, or nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class PlainLines(Display):
             self._last = time.monotonic()
             rate = values["samples_per_second"]
             self.note(
-                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
+                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  "
+                f"{format_count(rate)} samples/s"
             )
         else:
             self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
@@ -120,9 +121,9 @@ class ProgressBar(Display):
                 self._auc = f"  AUC {values['auc']:.4f}"
             self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
             return
-        rate = values["samples_per_second"]
-        left = (self._total - values["step"]) * values["seconds_per_step"]
-        status = f"loss {values['loss']:.4f}{self._auc}  {format_count(rate)} samples/s  {format_duration(left)} left"
+        left = format_duration((self._total - values["step"]) * values["seconds_per_step"])
+        rate = format_count(values["samples_per_second"])
+        status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s  {left} left"
         self._bar.update(self._task, completed=values["step"], status=status)
 
     def note(self, text: str) -> None:
@@ -138,4 +139,5 @@ def make_display(mode: Mode) -> Display:
             return ProgressBar()
         except ImportError:
             return PlainLines()
-    return {"plain": PlainLines, "json": JsonLines, "quiet": Display}[mode]()
+    kinds: dict[str, type[Display]] = {"plain": PlainLines, "json": JsonLines, "quiet": Display}
+    return kinds[mode]()

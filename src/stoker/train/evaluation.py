@@ -47,13 +47,15 @@ def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] 
     for what in ("dense", "features", "num_embeddings"):
         if canonical_json(mine[what]) != canonical_json(theirs[what]):
             raise ConfigError(
-                f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are {_short(theirs[what])}, the "
-                f"model was trained with {_short(mine[what])}. Use the dataset of the run."
+                f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are "
+                f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. Use the dataset "
+                "of the run."
             )
     if trained_on is not None and trained_on != dataset_identity(dataset):
         raise ConfigError(
-            f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so its ids stand for "
-            "other values and the scores would mean nothing. Prepare it with the vocabulary of the run's dataset."
+            f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
+            "its ids stand for other values and the scores would mean nothing. Prepare it with the "
+            "vocabulary of the run's dataset."
         )
 
 

@@ -12,7 +12,7 @@ __all__ = ["Interrupted", "StopSignals"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was asked to stop, wrote a checkpoint and stopped. ``exit_code`` is 128 plus the signal's number."""
+    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number."""
 
     def __init__(self, number: int, checkpoint: Path | None, run: Path) -> None:
         self.signal = signal.Signals(number)

@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
-from stoker.errors import CheckpointError, ConfigError, StokerError
+from stoker.device import resolve_device
+from stoker.errors import ConfigError
 from stoker.models import RecModel
-from stoker.optim import Schedule
 from stoker.train import checkpoint
 from stoker.train.config import RESUMABLE, TrainConfig
 from stoker.train.display import Display, Mode, make_display
-from stoker.train.evaluation import check_dataset, dataset_identity, evaluate, finite
+from stoker.train.evaluation import dataset_identity, evaluate, finite
 from stoker.train.interrupt import Interrupted, StopSignals
 from stoker.train.log import RunLog
+from stoker.train.progress import Clock, Diverged, Progress, explain
+from stoker.train.resume import reopen, restore
 from stoker.train.rundir import RunDirectory
 from stoker.units import format_count, format_size
 
@@ -41,67 +42,6 @@ class TrainResult:
     valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
     test: dict[str, float | None]  # and on the test rows
     samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
-
-
-@dataclass
-class _Progress:
-    """What the loop itself has to remember over a restart."""
-
-    step: int = 0
-    evaluated: int = 0  # step of the last evaluation
-    best: dict[str, Any] | None = None  # {"step", "metric", "valid"}
-    stale: int = 0  # evaluations since the best one
-    loss_sum: float = 0.0  # over the steps since the last training record
-    loss_count: int = 0
-    unread: list[tuple[int, Tensor]] = field(
-        default_factory=list
-    )  # losses on the way: reading waits for the GPU
-
-    def read_losses(self) -> None:
-        """Add the losses collected so far to the sum.
-
-        Raises:
-            StokerError: one of them is not finite.
-        """
-        if not self.unread:
-            return
-        steps, losses = zip(*self.unread, strict=True)
-        self.unread.clear()
-        for step, loss in zip(
-            steps, torch.stack(losses).tolist() if len(losses) > 1 else [losses[0].item()], strict=True
-        ):
-            if not math.isfinite(loss):
-                raise _Diverged(step, loss)
-            self.loss_sum += loss
-            self.loss_count += 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _KEPT}
-
-
-_KEPT = ("step", "evaluated", "best", "stale", "loss_sum", "loss_count")
-
-
-class _Diverged(Exception):
-    def __init__(self, step: int, loss: float) -> None:
-        self.step, self.loss = step, loss
-        super().__init__(step, loss)
-
-
-@dataclass
-class _Clock:
-    """Seconds and examples of training, without evaluation and checkpoints."""
-
-    seconds: float = 0.0
-    examples: int = 0
-    _started: float = field(default_factory=time.perf_counter)
-
-    def go(self) -> None:
-        self._started = time.perf_counter()
-
-    def pause(self) -> None:
-        now = time.perf_counter()
-        self.seconds, self._started = self.seconds + now - self._started, now
 
 
 def train(
@@ -124,7 +64,8 @@ def train(
         settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone.
 
     Raises:
-        ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not (``resume``).
+        ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not
+        (``resume``).
         DataError: no such dataset, or a damaged one.
         CheckpointError: no whole checkpoint to resume from, or one of another model.
         StokerError: the loss is no longer finite.
@@ -138,10 +79,10 @@ def train(
         data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         config = (config or TrainConfig()).replace(**settings)
     else:
-        data, config = _reopen(resume, dataset, config, settings)
+        data, config = reopen(resume, dataset, config, settings)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = config.resolve_device()
+    device = resolve_device(config.device)
     stream = data.train.batches(
         config.batch_size,
         seed=config.seed,
@@ -155,7 +96,7 @@ def train(
     schedule = config.make_schedule(total)
     model = config.make_model(data.schema, config.make_row_optimizer(schedule))
     dense = config.make_dense_optimizer(model)
-    progress = _Progress()
+    progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown:
         if resume is None:
             assert out is not None
@@ -164,7 +105,7 @@ def train(
             )
         else:
             run = RunDirectory(resume)
-            progress = _restore(run, data, model, dense, stream, shown)
+            progress = restore(run, data, model, dense, stream, shown)
             run.write("config.json", {"dataset": str(data.path.resolve()), "settings": config.to_dict()})
         if config.compile:
             model.compile_dense()
@@ -173,8 +114,8 @@ def train(
             shown.start(progress.step, total, _facts(model, data, config, total))
             try:
                 clock = _fit(model, dense, stream, data, config, total, progress, run, log, shown)
-            except _Diverged as error:
-                raise _explain(error, model, dense, schedule, run) from None
+            except Diverged as error:
+                raise explain(error, model, dense, schedule, run) from None
             return _finish(model, data, config, progress, clock, run, log, shown)
         finally:
             log.close()
@@ -187,11 +128,11 @@ def _fit(
     data: Dataset,
     config: TrainConfig,
     total: int,
-    progress: _Progress,
+    progress: Progress,
     run: RunDirectory,
     log: RunLog,
     shown: Display,
-) -> _Clock:
+) -> Clock:
     """Train until ``total`` steps are done or patience ends. This is the loop."""
     schedule = config.make_schedule(total)
     for group in dense.param_groups:
@@ -202,7 +143,7 @@ def _fit(
     read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
     saved = (progress.step, progress.evaluated)
     batches = _endless(stream)
-    clock = _Clock()
+    clock = Clock()
     marked = (0.0, 0, progress.step)  # clock and step at the last training record
     model.train()
 
@@ -252,7 +193,7 @@ def _fit(
             progress.unread.append((step, loss.detach()))
             if len(progress.unread) >= read_every:
                 progress.read_losses()
-            loss.backward()  # rows are updated here, in place
+            loss.backward()  # type: ignore[no-untyped-call]  # rows are updated here, in place
             if config.dense_clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, config.dense_clip_norm)
             dense.step()
@@ -286,7 +227,7 @@ def _endless(stream: BatchStream) -> Iterator[Batch]:
         yield from stream
 
 
-def _judge(progress: _Progress, metrics: dict[str, float], config: TrainConfig) -> bool:
+def _judge(progress: Progress, metrics: dict[str, float], config: TrainConfig) -> bool:
     """Note the evaluation; whether it is the best so far."""
     progress.evaluated = progress.step
     value = metrics[config.metric]
@@ -308,7 +249,7 @@ def _record(log: RunLog, shown: Display, kind: str, stream: BatchStream, step: i
     shown.record(record)
 
 
-def _extra(progress: _Progress, data: Dataset, config: TrainConfig) -> dict[str, Any]:
+def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, Any]:
     settings = {name: value for name, value in config.to_dict().items() if name not in RESUMABLE}
     return {
         "best": progress.best,
@@ -318,77 +259,12 @@ def _extra(progress: _Progress, data: Dataset, config: TrainConfig) -> dict[str,
     }
 
 
-def _reopen(
-    resume: str | Path,
-    dataset: Dataset | str | Path | None,
-    config: TrainConfig | None,
-    settings: dict[str, Any],
-) -> tuple[Dataset, TrainConfig]:
-    """The dataset and settings of a run that is to go on."""
-    values = RunDirectory(resume).read("config.json")
-    before = TrainConfig.from_dict(values["settings"])
-    if config is not None:
-        settings = {**config.to_dict(), **settings}
-    wanted = before.replace(**settings)
-    old, new = before.to_dict(), wanted.to_dict()
-    changed = [name for name in old if old[name] != new[name] and name not in RESUMABLE]
-    if changed:
-        raise ConfigError(
-            f"{resume} was started with {', '.join(f'{name}={old[name]!r}' for name in changed)}; a resumed run cannot "
-            f"change that. Start a new run, or leave it out. What may change: {', '.join(sorted(RESUMABLE))}."
-        )
-    if isinstance(dataset, Dataset):
-        return dataset, wanted
-    return Dataset(dataset or values["dataset"]), wanted
-
-
-def _restore(
-    run: RunDirectory,
-    data: Dataset,
-    model: RecModel,
-    dense: torch.optim.Optimizer,
-    stream: BatchStream,
-    shown: Display,
-) -> _Progress:
-    """Take up the newest whole checkpoint; a run killed before its first one starts over."""
-    newest, problems = run.newest_whole()
-    for problem in problems:
-        shown.note(f"warning: {problem}")
-    if newest is None:
-        if problems:
-            raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {problems[-1]}")
-        shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
-        return _Progress()
-    check_dataset(data, model, checkpoint.read_manifest(newest)["extra"].get("dataset"))
-    loaded = checkpoint.load(newest, model, dense, stream)
-    shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
-    for step in run.steps():
-        if step > loaded.step:  # damaged, or it would not have been passed over
-            checkpoint.discard(run.checkpoint(step))
-    return _Progress(**loaded.manifest["extra"]["progress"])
-
-
-def _explain(
-    error: _Diverged, model: RecModel, dense: torch.optim.Optimizer, schedule: Schedule, run: RunDirectory
-) -> StokerError:
-    factor = schedule.factor(error.step)
-    steps = run.steps()
-    kept = (
-        f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
-    )
-    return StokerError(
-        f"the loss is {error.loss} at step {error.step:,}, with row_lr {model.embeddings.optimizer.lr * factor:g} and dense_lr "
-        f"{dense.param_groups[0]['initial_lr'] * factor:g}. {kept}. Lower the learning rates, or clip gradients "
-        "(row_clip_norm, dense_clip_norm); should it be step 0, look for infinite values in the dense columns."
-    )
-
-
 def _finish(
     model: RecModel,
     data: Dataset,
     config: TrainConfig,
-    progress: _Progress,
-    clock: _Clock,
+    progress: Progress,
+    clock: Clock,
     run: RunDirectory,
     log: RunLog,
     shown: Display,
@@ -423,7 +299,7 @@ def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int) -> s
     size = sum(group.storage.fast_bytes for group in model.embeddings.groups)
     dense = sum(parameter.numel() for parameter in model.dense_parameters())
     return (
-        f"{model.name}: {len(model.tables)} tables, {format_count(rows)} rows, {format_size(size)} with optimizer state; "
-        f"{format_count(dense)} dense parameters; {format_count(len(data.train))} training rows, {total:,} steps of "
-        f"{config.batch_size:,} on {model.device}"
+        f"{model.name}: {len(model.tables)} tables, {format_count(rows)} rows, {format_size(size)} with "
+        f"optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
+        f"rows, {total:,} steps of {config.batch_size:,} on {model.device}"
     )

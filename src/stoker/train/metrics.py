@@ -1,7 +1,7 @@
 """Metrics over a stream of logits, in bounded memory, equal to scikit-learn's.
 
-The area under the ROC curve is exact, ties included, up to ``exact_rows``; beyond, scores are counted in 2**21 bins
-and the largest possible error is reported beside it.
+The area under the ROC curve is exact, ties included, up to ``exact_rows``; beyond, scores are counted in
+2**21 bins and the largest possible error is reported beside it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Scores = npt.NDArray[np.float32]
 
 
 def auc(positives: Scores, negatives: Scores) -> float:
-    """The share of (positive, negative) pairs ranked rightly, a tie counting half; nan where a class is absent.
+    """The share of (positive, negative) pairs ranked rightly, a tie counting half.
 
-    Sorts both arrays in place. Counts are exact integers up to 2**62 pairs.
+    Not a number where a class is absent. Sorts both arrays in place; counts are exact integers.
     """
     pairs = len(positives) * len(negatives)
     if pairs == 0:
@@ -35,13 +35,14 @@ def auc(positives: Scores, negatives: Scores) -> float:
     doubled = 0
     for start in range(0, len(positives), _PIECE):
         piece = positives[start : start + _PIECE]
-        for side in ("left", "right"):
-            doubled += int(np.searchsorted(negatives, piece, side=side).sum(dtype=np.int64))  # type: ignore[call-overload]
+        below: npt.NDArray[np.int64] = np.searchsorted(negatives, piece, side="left")
+        upto: npt.NDArray[np.int64] = np.searchsorted(negatives, piece, side="right")
+        doubled += int(below.sum()) + int(upto.sum())
     return doubled / (2 * pairs)
 
 
 def _bin_of(scores: Scores) -> npt.NDArray[np.int64]:
-    """Bins in the order of the scores: float32 bit patterns, with the sign folded so that they sort as numbers."""
+    """Bins in the order of the scores: float32 bits, with the sign folded so that they sort as numbers."""
     bits = (scores + np.float32(0.0)).view(np.uint32)  # -0.0 and 0.0 are one score
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     return (ordered >> np.uint32(_SHIFT)).astype(np.int64)
@@ -106,8 +107,9 @@ class StreamingMetrics:
     def compute(self) -> dict[str, float]:
         """The metrics so far; nan where a metric is undefined.
 
-        ``normalized_entropy`` is the log loss over that of always predicting the mean label (He et al. 2014, Eq. 1);
-        ``calibration`` is the mean prediction over the mean label; ``auc_error`` bounds the error of ``auc``.
+        ``normalized_entropy`` is the log loss over that of always predicting the mean label (He et al. 2014,
+        Eq. 1); ``calibration`` is the mean prediction over the mean label; ``auc_error`` bounds the error of
+        ``auc``.
         """
         rows, positives = self.rows, self.positives
         result = dict.fromkeys(

@@ -102,7 +102,7 @@ class RunDirectory:
         return None, problems
 
     def prune(self, keep_last: int, best: int | None) -> None:
-        """Delete all but the last ``keep_last`` checkpoints and the best; leftovers of interrupted writes too."""
+        """Delete all but the last ``keep_last`` checkpoints and the best, and leftovers of interrupted writes."""
         for step in self.steps()[:-keep_last]:
             if step != best:
                 ckpt.discard(self.checkpoint(step))

@@ -1,0 +1,100 @@
+"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.errors import StokerError
+from stoker.models import RecModel
+from stoker.optim import Schedule
+from stoker.train.rundir import RunDirectory
+
+__all__ = ["Clock", "Diverged", "Progress", "explain"]
+
+
+@dataclass
+class Progress:
+    """What the loop itself has to remember over a restart."""
+
+    step: int = 0
+    evaluated: int = 0  # step of the last evaluation
+    best: dict[str, Any] | None = None  # {"step", "metric", "valid"}
+    stale: int = 0  # evaluations since the best one
+    loss_sum: float = 0.0  # over the steps since the last training record
+    loss_count: int = 0
+    # (step, loss) on the way: reading one waits for the GPU
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def read_losses(self) -> None:
+        """Add the losses collected so far to the sum.
+
+        Raises:
+            Diverged: one of them is not finite.
+        """
+        if not self.unread:
+            return
+        steps = [step for step, _ in self.unread]
+        losses = torch.stack([loss for _, loss in self.unread]).tolist()
+        self.unread.clear()
+        for step, loss in zip(steps, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(step, loss)
+            self.loss_sum += loss
+            self.loss_count += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the losses must have been read."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+
+_KEPT = ("step", "evaluated", "best", "stale", "loss_sum", "loss_count")
+
+
+class Diverged(Exception):
+    """The loss of a step is not finite."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        self.step, self.loss = step, loss
+        super().__init__(step, loss)
+
+
+@dataclass
+class Clock:
+    """Seconds and examples of training, without evaluation and checkpoints."""
+
+    seconds: float = 0.0
+    examples: int = 0
+    _started: float = field(default_factory=time.perf_counter)
+
+    def go(self) -> None:
+        """Training goes on."""
+        self._started = time.perf_counter()
+
+    def pause(self) -> None:
+        """Training waits; what was trained so far is in ``seconds``."""
+        now = time.perf_counter()
+        self.seconds, self._started = self.seconds + now - self._started, now
+
+
+def explain(
+    error: Diverged, model: RecModel, dense: torch.optim.Optimizer, schedule: Schedule, run: RunDirectory
+) -> StokerError:
+    """The error for the user: where, with which learning rates, what is left, what to do."""
+    factor = schedule.factor(error.step)
+    steps = run.steps()
+    kept = (
+        f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
+    )
+    return StokerError(
+        f"the loss is {error.loss} at step {error.step:,}, with row_lr "
+        f"{model.embeddings.optimizer.lr * factor:g} and dense_lr "
+        f"{dense.param_groups[0]['initial_lr'] * factor:g}. {kept}. Lower the learning rates, or clip "
+        "gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for infinite values in the "
+        "dense columns."
+    )
