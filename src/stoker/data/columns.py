@@ -119,7 +119,9 @@ def careful_value(kind: str, text: bytes) -> float | int | None:
 
 def spans_to_strings(column: RawColumn) -> list[str | None]:
     """Python texts of a text column. For small numbers of rows."""
-    assert column.data is not None and column.starts is not None and column.lengths is not None
+    assert column.data is not None
+    assert column.starts is not None
+    assert column.lengths is not None
     raw = column.data.tobytes()
     return [
         None if size < 0 else raw[at : at + size].decode("utf-8", "replace")
@@ -260,7 +262,8 @@ class TextParser:
 
 def split_list(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColumn:
     """Texts cut into list items and typed; rows with a bad item are noted in ``wrong``."""
-    assert column.data is not None and item.separator is not None
+    assert column.data is not None
+    assert item.separator is not None
     starts, lengths, counts = kernels.split_spans(
         column.data, column.starts, column.lengths, ord(item.separator), item.max_length, item.keep == "last"
     )
@@ -278,7 +281,9 @@ def split_list(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColu
 
 def type_spans(column: RawColumn, kind: str) -> tuple[RawColumn, dict[int, bytes]]:
     """Numbers from texts, and the texts that are none by position."""
-    assert column.data is not None and column.starts is not None and column.lengths is not None
+    assert column.data is not None
+    assert column.starts is not None
+    assert column.lengths is not None
     n = len(column.starts)
     floats = np.full(n if kind == "float" else 0, np.nan)
     ints = np.zeros(0 if kind == "float" else n, np.int64)

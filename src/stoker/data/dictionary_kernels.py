@@ -1,7 +1,7 @@
 """Numba kernels that number distinct values: within a block, and over all blocks of a table.
 
-Two levels keep the work parallel and the random memory traffic low: a block's own dictionary fits a cache, and
-only its distinct values meet the large table. Open addressing, linear probing, power-of-two sizes.
+Two levels keep the work parallel and the random memory traffic low: a block's own dictionary fits a cache,
+and only its distinct values meet the large table. Open addressing, linear probing, power-of-two sizes.
 """
 
 from __future__ import annotations

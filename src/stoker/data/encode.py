@@ -86,8 +86,9 @@ def build_table(
 ) -> dict[str, Any]:
     """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
 
-    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the journal) says
-    how many rows the table has and where in ``<table number>.ids`` the ids of each part and feature begin.
+    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the
+    journal) says how many rows the table has and where in ``<table number>.ids`` the ids of each part and
+    feature begin.
     """
     features = [i for i, column in enumerate(layout.features) if column.table_name == table]
     columns = [layout.features[i] for i in features]

@@ -239,7 +239,8 @@ def _strings(column: RawColumn) -> pl.Series:
 
     from stoker.data.dictionary_kernels import gather_bytes
 
-    assert column.starts is not None and column.lengths is not None
+    assert column.starts is not None
+    assert column.lengths is not None
     n = len(column.starts)
     absent = column.lengths < 0
     lengths = np.maximum(column.lengths, 0)

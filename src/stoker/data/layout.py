@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,11 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32 when final, float64 (NaN where missing) when
-    something is fitted; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L] and ``counts.<i>`` [n]
-    of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code
-    c is entry c - 1; columns with hash buckets hold ids and have none); and for the split ``time`` [n] int64,
-    ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary.
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32 when final, float64 (NaN where
+    missing) when something is fitted; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
+    and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
+    dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
+    and for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -165,7 +166,7 @@ class Layout:
             out |= {"codes.user": codes, **dictionary}
             return
         raw, ends = dictionary["bytes.user"].tobytes(), dictionary["ends.user"].tolist()
-        names = [raw[begin:end].decode() for begin, end in zip(ends, ends[1:], strict=False)]
+        names = [raw[begin:end].decode() for begin, end in pairwise(ends)]
         unknown = [name for name in names if name not in rule.values]
         if unknown:
             raise DataError(
@@ -206,13 +207,14 @@ def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
     block_dictionary_of_texts(column, codes, dictionary, "x")
     raw, ends = dictionary["bytes.x"].tobytes(), dictionary["ends.x"].tolist()
     wanted = text.encode()
-    same = [False, *(raw[begin:end] == wanted for begin, end in zip(ends, ends[1:], strict=False))]
+    same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends))]
     return np.array(same, np.bool_)[codes]
 
 
 def block_dictionary_of_texts(column: RawColumn, codes: Array, out: dict[str, Array], name: str) -> None:
     """Codes and dictionary (``bytes.<name>``, ``ends.<name>``) of a text column."""
-    assert column.starts is not None and column.lengths is not None
+    assert column.starts is not None
+    assert column.lengths is not None
     n = len(column.starts)
     first = np.empty(n, np.int64)
     found = dictionary_kernels.block_texts(
@@ -260,7 +262,9 @@ def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Arr
 def _fill_text(column: RawColumn, feature: CategoricalColumn) -> RawColumn:
     if feature.fill is None or not column.absent().any():
         return column
-    assert column.data is not None and column.starts is not None and column.lengths is not None
+    assert column.data is not None
+    assert column.starts is not None
+    assert column.lengths is not None
     text = np.frombuffer(str(feature.fill).encode(), np.uint8)
     missing = column.lengths < 0
     return RawColumn(

@@ -1,8 +1,8 @@
 """The work directory of a preparation: typed parts on disk and the journal that says which are finished.
 
-A part holds the rows of one block of one file as plain arrays. It is written beside and renamed, and its size and
-checksum go to the journal afterwards; a part counts only if the journal has it and its bytes still agree. So a
-run that was killed, or a machine that lost power, never reads a half-written part.
+A part holds the rows of one block of one file as plain arrays. It is written beside and renamed, and its
+size and checksum go to the journal afterwards; a part counts only if the journal has it and its bytes still
+agree. So a run that was killed, or a machine that lost power, never reads a half-written part.
 """
 
 from __future__ import annotations

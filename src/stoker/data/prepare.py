@@ -1,7 +1,8 @@
 """Raw click logs in, a dataset directory out: bounded memory, resumable, the same bytes for the same input.
 
-Passes: raw blocks to typed parts (:mod:`stoker.data.ingest`); splits, tables and statistics from training rows;
-parts to shards. Finished steps are in the journal of ``OUT/.work``, which goes when the manifest is written.
+Passes: raw blocks to typed parts (:mod:`stoker.data.ingest`); splits, tables and statistics from training
+rows; parts to shards. Finished steps are in the journal of ``OUT/.work``, which goes when the manifest is
+written.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from stoker.units import format_size
 if TYPE_CHECKING:
     from stoker.data.dataset import Dataset
 
-__all__ = ["PrepareReport", "Progress", "prepare", "run_prepare"]
+__all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
 
 WORK_VERSION = 1  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
@@ -107,8 +108,8 @@ def prepare(
         The dataset, opened.
 
     Raises:
-        SchemaError: a schema that does not fit the files or contradicts itself.
-        DataError: no usable input, a missing column, a label outside {0, 1}, too many bad lines, a full disk, or
+        SchemaError: a schema that does not fit the files or contradicts itself. DataError: no usable input,
+        a missing column, a label outside {0, 1}, too many bad lines, a full disk, or
             an output directory that is in use.
     """
     run_prepare(
@@ -133,7 +134,7 @@ def run_prepare(
     block_bytes: int = BLOCK_BYTES,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
-    chosen, schema = _recipe_and_schema(recipe, preset)
+    chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
     work = _Preparation(
@@ -162,9 +163,10 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _recipe_and_schema(
+def load_recipe(
     recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None
 ) -> tuple[Recipe, Schema]:
+    """The recipe with its preset chosen, and its schema; an own schema becomes a recipe of its own."""
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.data import recipes
 

@@ -56,12 +56,12 @@ class RawInput:
 class Recipe:
     """A known log: its raw format, its presets, and how training rows come about.
 
-    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With it,
-    the raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input and
-    returns the training rows, which go to a Parquet file of the work directory (streaming, order kept); the
-    schema then applies to those. ``derive`` must give the same rows in the same order whenever its input is
-    the same: seed every choice, sort where order matters. A row's split may be one of its columns (rule
-    "column"); a list column is a sequence.
+    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With
+    it, the raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input
+    and returns the training rows, which go to a Parquet file of the work directory (streaming, order kept);
+    the schema then applies to those. ``derive`` must give the same rows in the same order whenever its
+    input is the same: seed every choice, sort where order matters. A row's split may be one of its columns
+    (rule "column"); a list column is a sequence.
     """
 
     name: str

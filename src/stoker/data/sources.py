@@ -1,7 +1,7 @@
 """Raw files cut into blocks of whole lines, compressed or not, without ever holding a whole file.
 
-Block k of a file holds the lines that start in bytes [k * size, (k + 1) * size) of its decompressed text. The cut
-depends on nothing else, so the same blocks come back when an interrupted run goes on.
+Block k of a file holds the lines that start in bytes [k * size, (k + 1) * size) of its decompressed text.
+The cut depends on nothing else, so the same blocks come back when an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def _inflated_blocks(path: Path, compression: str, block_bytes: int) -> Iterator
     stream = _inflate(path, compression)
     damage: str | None = None
     searched = 0  # bytes of the buffer known to hold no newline past the block's end
-    for piece, used, damage in stream:
+    for piece, used, found in stream:
+        damage = found
         buffer += piece
         while True:
             wanted = (number + 1) * block_bytes - 1 - position

@@ -1,8 +1,8 @@
 """Vocabularies: every distinct value of a table with its training count, numbered by falling count.
 
-Ids follow (count falling, value rising), so they depend on the rows only, not on their order, the blocks they came
-in or the number of threads. Memory: 16 bytes per slot at a load of at most 0.6 and 20 bytes per distinct value, for
-the tables in work, one per thread; texts add their bytes.
+Ids follow (count falling, value rising), so they depend on the rows only, not on their order, the blocks
+they came in or the number of threads. Memory: 16 bytes per slot at a load of at most 0.6 and 20 bytes per
+distinct value, for the tables in work, one per thread; texts add their bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""``stoker prepare``: raw click logs in, a dataset directory out."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.errors import ConfigError
+from stoker.units import format_count, format_duration, format_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from stoker.data.prepare import PrepareReport, Progress
+    from stoker.data.recipe import Recipe
+    from stoker.data.schema import Schema
+
+__all__ = ["register"]
+
+_HELP = """Prepare raw click logs for training.
+
+RECIPE is the name of a known log (stoker prepare --list shows them) or your own schema file (.toml, .yaml).
+FILES are delimited text, Parquet or JSON lines; text may be .gz or .zst. Patterns are expanded.
+
+Examples:
+
+  stoker prepare criteo day_*.gz --out data/criteo
+
+  stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/criteo
+
+  stoker prepare shop.toml 'logs/*.parquet' --out data/shop
+
+An interrupted run goes on where it stopped when the same command is given again. Bad lines are set aside in
+OUT/quarantine.jsonl with file, line and reason.
+"""
+_QUIET_SECONDS = 2.0  # shorter work shows no progress bar
+_STAGES = {"read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(name="prepare", help=_HELP, no_args_is_help=True)(prepare)
+
+
+def prepare(
+    recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
+    files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to make.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Preset of the recipe; the first one if left out.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
+    max_bad: Annotated[str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%.")] = None,
+    min_count: Annotated[
+        int | None,
+        typer.Option(help="Training occurrences a value needs to get an id, for all columns.", min=1),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their presets.")] = False,
+) -> None:
+    """The command; its help is ``_HELP``."""
+    if list_recipes:
+        _list(as_json)
+        return
+    if recipe is None or not files:
+        raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
+    if out is None:
+        raise ConfigError("prepare needs a directory to make: add --out DIR")
+    from stoker.data.prepare import run_prepare
+
+    chosen, preset = _with_min_count(recipe, preset, min_count)
+    with _Bars(quiet=as_json) as bars:
+        report = run_prepare(
+            chosen, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
+            resume=resume, threads=threads, progress=bars,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps({**vars(report), "path": str(report.path)}))
+    else:
+        _show(report)
+
+
+def _with_min_count(
+    recipe: str, preset: str | None, min_count: int | None
+) -> tuple[str | Recipe | Schema, str | None]:
+    """The recipe with another minimum count in every column that has a vocabulary."""
+    if min_count is None:
+        return recipe, preset
+    from dataclasses import replace
+
+    from stoker.data.prepare import load_recipe
+
+    found, schema = load_recipe(recipe, preset)
+
+    def changed(columns: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(c if c.hash_buckets else replace(c, min_count=min_count) for c in columns)
+
+    schema = replace(schema, categorical=changed(schema.categorical), sequence=changed(schema.sequence))
+    return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None
+
+
+class _Bars:
+    """Progress bars that appear only when the work takes a while."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._started = time.monotonic()
+        self._bar: Bar | None = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __call__(self, progress: Progress) -> None:
+        if self._quiet or time.monotonic() - self._started < _QUIET_SECONDS:
+            return
+        if self._bar is None:
+            self._bar = _new_bar()
+            self._bar.start()
+        task = self._tasks.get(progress.stage)
+        if task is None:
+            task = self._tasks[progress.stage] = self._bar.add_task(
+                _STAGES[progress.stage], total=progress.total, unit=progress.unit
+            )
+        self._bar.update(task, completed=progress.done, total=progress.total)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _new_bar() -> Bar:
+    from rich.console import Console
+    from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        """Done, total and rate in the task's own unit."""
+
+        def render(self, task: Any) -> Text:
+            if task.fields["unit"] == "bytes":
+                done, total = format_size(task.completed), format_size(task.total)
+                rate = f"  {format_size(task.speed)}/s" if task.speed else ""
+            else:
+                unit = task.fields["unit"]
+                done, total = format_count(task.completed), format_count(task.total)
+                rate = f" {unit}  {format_count(task.speed)}/s" if task.speed else f" {unit}"
+            return Text(f"{done} of {total}{rate}")
+
+    columns = (TextColumn("{task.description:>14}"), BarColumn(), Amount(), TimeRemainingColumn())
+    return Bar(*columns, console=Console(stderr=True), transient=False)
+
+
+def _show(report: PrepareReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    splits = Table(title=f"Dataset {report.path}", title_justify="left")
+    splits.add_column("split")
+    splits.add_column("rows", justify="right")
+    splits.add_column("positive", justify="right")
+    splits.add_column("share", justify="right")
+    for name, rows in report.rows.items():
+        positive = report.positives[name]
+        share = f"{positive / rows:.2%}" if rows else "-"
+        splits.add_row(name, f"{rows:,}", f"{positive:,}", share)
+    console.print(splits)
+    if report.tables:
+        tables = Table(title="Tables", title_justify="left")
+        tables.add_column("table")
+        tables.add_column("rows", justify="right")
+        tables.add_column("held-out ids unknown", justify="right")
+        for name, entry in report.tables.items():
+            tables.add_row(name, f"{int(entry['rows']):,}", f"{entry['unknown']:.2%}")
+        console.print(tables)
+    rows = sum(report.rows.values())
+    rate = format_count(rows / report.seconds) if report.seconds else "-"
+    parts = [
+        f"{format_count(rows)} rows in {format_duration(report.seconds)} ({rate} rows/s)",
+        f"peak memory {format_size(report.peak_memory)}",
+    ]
+    if report.reused:
+        parts.append(f"{report.reused} steps kept from the interrupted run")
+    if report.dropped:
+        parts.append(f"{report.dropped:,} rows left out by split, sampling or oov rule")
+    console.print("; ".join(parts))
+    if report.bad:
+        share = report.bad / max(report.lines, 1)
+        console.print(
+            f"{report.bad:,} bad lines ({share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
+        )
+    else:
+        console.print("no bad lines")
+
+
+def _list(as_json: bool) -> None:
+    from stoker.data import recipes
+
+    found = [recipes.get(name) for name in recipes.names()]
+    if as_json:
+        listed = [{"name": r.name, "description": r.description, "presets": list(r.presets)} for r in found]
+        typer.echo(json.dumps(listed))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Recipes", title_justify="left")
+    for heading in ("recipe", "presets", "what it reads"):
+        table.add_column(heading)
+    for recipe in found:
+        table.add_row(recipe.name, ", ".join(recipe.presets), recipe.description)
+    Console().print(table)
