@@ -22,7 +22,7 @@ from stoker.data.shards import atomic_file
 from stoker.errors import CheckpointError, ConfigError
 from stoker.train import checkpoint as ckpt
 
-__all__ = ["RunDirectory", "find_checkpoint"]
+__all__ = ["RunDirectory", "find_checkpoint", "find_dataset"]
 
 _STEP = re.compile(r"step_(\d{9,})")
 
@@ -102,7 +102,7 @@ class RunDirectory:
         return None, problems
 
     def prune(self, keep_last: int, best: int | None) -> None:
-        """Delete all but the last ``keep_last`` checkpoints and the best, and leftovers of interrupted writes."""
+        """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes."""
         for step in self.steps()[:-keep_last]:
             if step != best:
                 ckpt.discard(self.checkpoint(step))
@@ -131,3 +131,15 @@ def find_checkpoint(path: str | Path) -> Path:
     if best.get("step") in run.steps():
         return run.checkpoint(int(best["step"]))
     return newest
+
+
+def find_dataset(checkpoint: Path) -> Path:
+    """The dataset of the run that a checkpoint lies in.
+
+    Raises:
+        ConfigError: the checkpoint lies in no run.
+    """
+    run = checkpoint.resolve().parent.parent
+    if not (run / "config.json").is_file():
+        raise ConfigError(f"{checkpoint} lies in no run directory, so its dataset is not known. Pass --data.")
+    return Path(RunDirectory(run).read("config.json")["dataset"])

@@ -1,0 +1,129 @@
+"""The ``stoker`` command. Commands load when they are used, so that help is quick and needs few packages."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["COMMANDS", "app", "main"]
+
+#: command -> module whose ``register(app)`` defines it, in the order of the help.
+COMMANDS = {
+    "prepare": "stoker.cli.prepare",
+    "synthetic": "stoker.cli.synthetic",
+    "train": "stoker.cli.train",
+    "evaluate": "stoker.cli.train",
+    "predict": "stoker.cli.train",
+    "inspect": "stoker.cli.inspect",
+    "doctor": "stoker.cli.inspect",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Looks commands up in :data:`COMMANDS` and imports their modules only then."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return list(COMMANDS)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        if cmd_name not in COMMANDS:
+            return None
+        part = typer.Typer()
+        part.callback()(_nothing)  # with a callback it stays a group, even of one command
+        try:
+            importlib.import_module(COMMANDS[cmd_name]).register(part)
+        except ImportError as error:
+            _register_missing(part, cmd_name, error)
+        group: Any = typer.main.get_command(part)
+        return group.commands.get(cmd_name)
+
+
+def _nothing() -> None: ...
+
+
+def _register_missing(app: typer.Typer, name: str, error: ImportError) -> None:
+    """A command whose module cannot be imported: it says so when it is called."""
+    package = (error.name or str(error)).split(".")[0]
+
+    def refuse() -> None:
+        from stoker.errors import DependencyError
+
+        raise DependencyError(
+            f"stoker {name} needs {package}, which is not installed. Run: pip install {package}"
+        )
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=f"(needs {package}, which is not installed)", context_settings=settings)(refuse)
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import stoker
+
+        typer.echo(f"stoker {stoker.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_version, is_eager=True
+    ),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks. May stand anywhere in the line."),
+) -> None:
+    """Trains recommendation models from raw click logs.
+
+    \b
+    stoker prepare criteo day_*.gz --out data/criteo
+    stoker train data/criteo --model dlrm --out runs/a
+    stoker evaluate runs/a
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Exit codes: 0 done, 1 a mistake of ours, 2 one of the user's, 128 + n stopped by signal n.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        app(arguments, prog_name="stoker")
+    except Exception as error:
+        if debug:
+            raise
+        from stoker.errors import StokerError
+
+        if isinstance(error, StokerError):
+            _fail(str(error), 2)
+        if isinstance(error, OSError):
+            _fail(f"{error.filename or 'the operating system'}: {error.strerror or error}.", 2)
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            _fail(f"out of memory: {error}. Lower embedding_dim or batch_size, or free some memory.", 2)
+        _fail(
+            f"{type(error).__name__}: {error}\nThis is a mistake in Stoker. Run it again with --debug and "
+            "report what it prints.",
+            1,
+        )
+
+
+def _fail(message: str, code: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(f"error: {message}", style="red"), soft_wrap=True)
+    raise SystemExit(code)
