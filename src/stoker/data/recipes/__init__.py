@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
 
+from stoker.data.recipe import Recipe
+
+# Imported here and not on first use: importing the module `criteo` later would put the module in the
+# function's place.
+from stoker.data.recipes.avazu import avazu
+from stoker.data.recipes.criteo import criteo
+from stoker.data.recipes.ebnerd import ebnerd
+from stoker.data.recipes.globo import globo
+from stoker.data.recipes.movielens import movielens
+from stoker.data.recipes.online_retail import online_retail
+from stoker.data.recipes.taobao import taobao
+from stoker.data.recipes.trivago import trivago
 from stoker.data.schema_check import near
 from stoker.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = [
+    "avazu",
+    "criteo",
+    "ebnerd",
+    "get",
+    "globo",
+    "movielens",
+    "names",
+    "online_retail",
+    "taobao",
+    "trivago",
+]
 
-    from stoker.data.recipe import Recipe
-
-__all__ = ["get", "names"]
-
-_FUNCTIONS = ("criteo",)  # module and function of the same name, in the order of listings
+_RECIPES: dict[str, Callable[..., Recipe]] = {
+    "criteo": criteo,
+    "avazu": avazu,
+    "taobao": taobao,
+    "trivago": trivago,
+    "movielens": movielens,
+    "online-retail": online_retail,
+    "globo": globo,
+    "ebnerd": ebnerd,
+}
 
 
 def names() -> list[str]:
     """Recipe names as the command line takes them."""
-    return [name.replace("_", "-") for name in _FUNCTIONS]
+    return list(_RECIPES)
 
 
 def get(name: str, preset: str | None = None) -> Recipe:
     """The recipe called ``name`` (dashes or underscores); an unknown one raises :class:`ConfigError`."""
-    function = name.replace("-", "_").lower()
-    if function not in _FUNCTIONS:
+    build = _RECIPES.get(name.replace("_", "-").lower())
+    if build is None:
         raise ConfigError(
             f"there is no recipe {name!r}. Recipes: {', '.join(names())}.{near(name, names())} "
             "For your own log pass a schema file (.toml or .yaml)."
         )
-    return _function(function)().with_preset(preset)
-
-
-def _function(name: str) -> Callable[..., Recipe]:
-    return cast("Callable[..., Recipe]", getattr(import_module(f"{__name__}.{name}"), name))
-
-
-def __getattr__(name: str) -> Callable[..., Recipe]:
-    if name in _FUNCTIONS:
-        return _function(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build().with_preset(preset)
