@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
@@ -12,6 +14,20 @@ __all__ = ["prefetched"]
 T = TypeVar("T")
 
 _POLL = 0.1  # seconds between looks at whether the consumer has left
+_PATIENCE = 5.0  # seconds the interpreter waits at its end for a thread to finish its item
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Threads still inside torch when the interpreter is torn down would abort the process."""
+    threads = list(_running.items())
+    for _, left in threads:
+        left.set()
+    for thread, _ in threads:
+        thread.join(timeout=_PATIENCE)
 
 
 class _Failure:
@@ -48,6 +64,7 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
     # A daemon, so that an abandoned stream cannot keep the interpreter from ending.
     thread = threading.Thread(target=work, name="stoker-reader", daemon=True)
+    _running[thread] = left
     thread.start()
     try:
         while (item := ready.get()) is not None:
@@ -58,4 +75,3 @@ def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         left.set()
         while not ready.empty():
             ready.get_nowait()
-        thread.join(timeout=5.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +126,6 @@ class BatchStream:
         bytes_per_row = split.bytes / max(len(split), 1)
         self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
         self._prefetch, self._reuse = prefetch, reuse
-        self._ring: list[dict[str, Tensor]] = [{} for _ in range(prefetch + 2)]
-        self._order: EpochOrder | None = None
-        self._order_epoch = -1
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
@@ -178,12 +176,9 @@ class BatchStream:
             )
         mine = self.state_dict()
         remedies = {
-            "schema_hash": "another dataset (its schema differs). Open the dataset that the run was started "
-            "on",
-            "split": f"split {state.get('split')!r}, this stream reads {self.split.name!r}. Open the same "
-            "split",
-            "data_hash": "a dataset of the same schema with other rows. Open the dataset that the run was "
-            "started on",
+            "schema_hash": "another dataset (its schema differs). Open the one that the run started on",
+            "split": f"split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
+            "data_hash": "a dataset of the same schema with other rows. Open the one that the run started on",
             "rows": f"{state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
             "seed": f"seed {state.get('seed')}, this stream has {self._seed}. Pass the same seed",
         }
@@ -222,22 +217,18 @@ class BatchStream:
     def _produce(self, epoch: int, position: int) -> Generator[Batch, None, None]:
         if position >= len(self):
             return
-        order = self._order_of(epoch)
+        order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
         pages = _Pages(self.split, order, self.rows)
         gather = make_gather(self.split.shards, self.split.starts)
+        # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
+        ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
         for index in range(position, len(self)):
             start, stop = self._shares.span(index, self._rank)
             pages.at(start)
             step = epoch * len(self) + index
-            ring = self._ring[step % len(self._ring)]
-            tensors = gather(order.take(start, stop), lambda *spec, ring=ring: self._allocate(ring, *spec))
+            allocate = partial(self._allocate, ring[index % len(ring)])
+            tensors = gather(order.take(start, stop), allocate)
             yield Batch(step=step, **tensors)
-
-    def _order_of(self, epoch: int) -> EpochOrder:
-        if self._order is None or self._order_epoch != epoch:
-            self._order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
-            self._order_epoch = epoch
-        return self._order
 
     def _allocate(
         self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype

@@ -55,6 +55,10 @@ class Split:
     def __repr__(self) -> str:
         return f"Split({self.name!r}, rows={self.rows:,}, shards={len(self.entry['shards'])})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the maps, which a worker process opens for itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "shards"}
+
     @property
     def positives(self) -> int:
         """Rows with label 1."""
@@ -144,7 +148,7 @@ class Split:
         )
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat ``ids``, ``lengths`` [F]).
+        """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
 
         For looking at data; training reads :meth:`batches`, which is two orders of magnitude faster.
         """

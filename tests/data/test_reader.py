@@ -1,0 +1,512 @@
+"""Every row exactly once over all ranks, resumable to the batch, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stoker.data.reader as reader_module
+from stoker.data.batch import Batch
+from stoker.data.dataset import Dataset, hash_schema, write_manifest, write_shard
+from stoker.data.features import Feature, FeatureSpec
+from stoker.data.gather import NumbaGather, NumpyGather, make_gather
+from stoker.data.order import EpochOrder
+from stoker.data.prefetch import prefetched
+from stoker.errors import CheckpointError, ConfigError, DataError
+from stoker.testing import make_dataset
+
+FEATURES = 3
+
+
+def numbered(
+    path: Path, rows: int, shard_rows: int, *, sequence: bool = False, wide: bool = False
+) -> Dataset:
+    """A dataset whose every value tells the row it belongs to."""
+    spec = FeatureSpec(
+        dense=("d0", "d1"),
+        features=tuple(
+            Feature(name=f"f{i}", table=f"f{i}", sequence=sequence and i > 0, max_length=4 if i else 1)
+            for i in range(FEATURES)
+        ),
+        num_embeddings={f"f{i}": 10 * rows + 100 for i in range(FEATURES)},
+    )
+    shards = []
+    for number, start in enumerate(range(0, rows, shard_rows)):
+        row = np.arange(start, min(start + shard_rows, rows))
+        dense = np.stack((row, -row), axis=1).astype(np.float32)
+        lengths = np.stack([np.ones_like(row), row % 4, row // 4 % 4], axis=1).astype(np.int32)
+        kind = np.int64 if wide else np.int32
+        extra: dict[str, Any] = {}
+        if sequence:
+            ids = np.repeat(row, lengths.sum(axis=1)).astype(kind)
+            extra = {
+                "lengths": lengths,
+                "row_offsets": np.concatenate(([0], lengths.sum(axis=1).cumsum())).astype(np.int64),
+            }
+        else:
+            ids = (row[:, None] * 10 + np.arange(FEATURES)).astype(kind)
+        labels = (row % 2).astype(np.float32)
+        file = path / "train" / f"{number:05d}.safetensors"
+        shards.append(write_shard(file, dense=dense, labels=labels, ids=ids, **extra).to_dict())
+    write_manifest(
+        path,
+        {
+            "features": spec.to_dict(),
+            "schema_hash": hash_schema({"rows": rows}),
+            "splits": {"train": {"rows": rows, "positives": rows // 2, "shards": shards}},
+        },
+    )
+    return Dataset(path)
+
+
+def rows_of(batch: Batch) -> list[int]:
+    """The rows of a batch, after checking that all their values came along."""
+    rows = batch.dense[:, 0].long()
+    assert torch.equal(batch.dense[:, 1], -batch.dense[:, 0])
+    assert torch.equal(batch.labels.long(), rows % 2)
+    if batch.offsets is None:
+        assert torch.equal(batch.ids.long(), rows[:, None] * 10 + torch.arange(FEATURES))
+    else:
+        lengths = torch.stack((torch.ones_like(rows), rows % 4, rows // 4 % 4), dim=1)
+        assert torch.equal(
+            batch.offsets, torch.cat((torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)))
+        )
+        assert torch.equal(batch.ids.long(), rows.repeat_interleave(lengths.sum(dim=1)))
+    return rows.tolist()
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, bool], Dataset]:
+    folder = tmp_path_factory.mktemp("numbered")
+    made = {}
+    for rows, shard_rows, sequence in [
+        (1, 1, False),
+        (7, 3, False),
+        (64, 64, False),
+        (500, 70, False),
+        (500, 77, True),
+        (3000, 1000, True),
+        (20_000, 3001, False),
+    ]:
+        path = folder / f"{rows}_{shard_rows}_{sequence}"
+        made[rows, shard_rows, sequence] = numbered(path, rows, shard_rows, sequence=sequence)
+    return made
+
+
+KEYS = st.sampled_from(
+    [(1, 1, False), (7, 3, False), (64, 64, False), (500, 70, False), (500, 77, True), (3000, 1000, True)]
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    key=KEYS,
+    batch_size=st.integers(1, 700),
+    seed=st.none() | st.integers(0, 10),
+    memory=st.integers(400, 200_000),
+    ranks=st.integers(1, 5),
+    drop_last=st.booleans(),
+    limit=st.none() | st.integers(1, 4000),
+    prefetch=st.sampled_from([0, 0, 2]),
+)
+def test_every_row_once_over_all_ranks(
+    sets: dict[tuple[int, int, bool], Dataset],
+    key: tuple[int, int, bool],
+    batch_size: int,
+    seed: int | None,
+    memory: int,
+    ranks: int,
+    drop_last: bool,
+    limit: int | None,
+    prefetch: int,
+) -> None:
+    split = sets[key].train
+    rows = len(split) if limit is None else min(limit, len(split))
+    rest = rows % (batch_size * ranks)
+    try:
+        streams = [
+            split.batches(
+                batch_size,
+                seed=seed,
+                shuffle_memory=memory,
+                rank=rank,
+                world_size=ranks,
+                drop_last=drop_last,
+                limit=limit,
+                prefetch=prefetch,
+            )
+            for rank in range(ranks)
+        ]
+    except ConfigError:
+        few = rest < ranks and (rows < batch_size * ranks or batch_size == 1)
+        assert (drop_last and rows < batch_size * ranks) or (not drop_last and rest and few)
+        return
+    for _ in range(2):
+        batches = [list(stream) for stream in streams]
+        assert len({len(b) for b in batches} | {len(stream) for stream in streams}) == 1
+        taken = [row for rank in batches for batch in rank for row in rows_of(batch)]
+        assert len(taken) == len(set(taken)) == (rows - rest if drop_last else rows)
+        assert set(taken) <= set(range(rows))
+        sizes = [len(batch) for rank in batches for batch in rank]
+        assert min(sizes) >= 1
+        assert max(sizes) <= batch_size
+        if seed is None and ranks == 1:
+            assert taken == list(range(len(taken)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    key=KEYS,
+    batch_size=st.integers(1, 300),
+    seed=st.none() | st.integers(0, 3),
+    memory=st.sampled_from([400, 5000, 10**6]),
+    stop=st.integers(0, 700),
+    reuse=st.booleans(),
+)
+def test_resumed_equals_uninterrupted(
+    sets: dict[tuple[int, int, bool], Dataset],
+    key: tuple[int, int, bool],
+    batch_size: int,
+    seed: int | None,
+    memory: int,
+    stop: int,
+    reuse: bool,
+) -> None:
+    def make() -> reader_module.BatchStream:
+        return sets[key].train.batches(batch_size, seed=seed, shuffle_memory=memory, reuse=reuse)
+
+    whole, straight = [], make()
+    for _ in range(2):
+        whole += [(batch.step, rows_of(batch)) for batch in straight]
+    assert [step for step, _ in whole] == list(range(len(whole)))
+    stop %= len(whole) + 1
+    first, seen = make(), []
+    while len(seen) < stop:
+        for batch in first:
+            seen.append((batch.step, rows_of(batch)))
+            if len(seen) == stop:
+                break
+    second = make()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.step == stop
+    for stream in (first, second):
+        rest = list(seen)
+        while len(rest) < len(whole):
+            rest += [(batch.step, rows_of(batch)) for batch in stream]
+        assert rest[: len(whole)] == whole
+
+
+def test_epochs_differ_and_seeds_repeat(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    split = sets[20_000, 3001, False].train
+
+    def order(seed: int, epochs: int = 1, memory: str = "1GiB", prefetch: int = 0) -> list[int]:
+        stream = split.batches(512, seed=seed, shuffle_memory=memory, prefetch=prefetch)
+        return [[row for batch in stream for row in rows_of(batch)] for _ in range(epochs)][-1]
+
+    assert order(1) == order(1) == order(1, prefetch=3)
+    assert order(1, memory="100KiB") == order(1, memory="100KiB")
+    distinct = [order(1), order(2), order(1, 2), order(1, memory="100KiB"), order(1, 2, "100KiB")]
+    assert len({tuple(rows) for rows in distinct}) == 5
+
+
+def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    split = sets[20_000, 3001, False].train
+    stream = split.batches(100, seed=1, shuffle_memory="64KiB")
+    rows = [row for batch in stream for row in rows_of(batch)]
+    order = EpochOrder(20_000, pool_rows=int(64 * 1024 // (split.bytes / len(split))), seed=1, epoch=0)
+    assert rows == order.take(0, 20_000).tolist()
+    assert order.pools == 8
+    for start, stop in pairwise(order.pool_starts.tolist()):
+        assert (stop - start) * 24 <= 64 * 1024
+        assert np.ptp(rows[start:stop]) > 10_000  # each pool's rows come from all over the split
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_kernels_equal_numpy(tmp_path: Path, sequence: bool, wide: bool) -> None:
+    pytest.importorskip("numba")
+    split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
+    assert isinstance(make_gather(split.shards, split.starts), NumbaGather)
+
+    def poisoned(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else -(2**30), dtype=dtype)
+
+    generator = np.random.default_rng(0)
+    for size in (0, 1, 15, 16, 17, 400):
+        rows = generator.integers(0, 1000, size)
+        fast = NumbaGather(split.shards, split.starts)(rows, poisoned)
+        slow = NumpyGather(split.shards, split.starts)(rows, poisoned)
+        assert fast.keys() == slow.keys()
+        for name, tensor in fast.items():
+            assert torch.equal(tensor, slow[name])  # NaN equals nothing: what was not written would show
+            assert tensor.dtype == slow[name].dtype
+            assert not (tensor == -(2**30)).any()
+        assert fast["ids"].dtype == (torch.int64 if wide else torch.int32)
+        assert rows_of(Batch(**fast)) == rows.tolist()
+
+
+def test_without_numba(sets: dict[tuple[int, int, bool], Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    split = sets[3000, 1000, True].train
+    expected = [rows_of(batch) for batch in split.batches(100, seed=4)]
+    monkeypatch.setattr(reader_module, "make_gather", NumpyGather)
+    assert [rows_of(batch) for batch in split.batches(100, seed=4)] == expected
+
+
+@pytest.mark.parametrize("form", [NumpyGather, NumbaGather])
+def test_damaged_lengths_are_named_not_followed(tmp_path: Path, form: Any) -> None:
+    if form is NumbaGather:
+        pytest.importorskip("numba")
+    split = numbered(tmp_path, 100, 60, sequence=True).train
+    shards = split.shards
+    for value in (4, -1, 2**30):
+        damaged = shards[1].lengths.copy()
+        damaged[20, 1] = value
+        object.__setattr__(shards[1], "lengths", damaged)
+        with pytest.raises(DataError, match=r"00001\.safetensors, row 20: lengths and row_offsets disagree"):
+            form(shards, split.starts)(
+                np.arange(100), lambda name, shape, dtype: torch.zeros(shape, dtype=dtype)
+            )
+
+
+def test_addresses_beyond_two_gigabytes(tmp_path: Path) -> None:
+    """A sparse shard of 3.2 GB: rows behind byte 2**31 read back right."""
+    columns, rows = 400, 2_000_000
+    shape = {
+        "dense": (columns * 4, [rows, columns], "F32"),
+        "ids": (4, [rows, 1], "I32"),
+        "labels": (4, [rows], "F32"),
+    }
+    header, end = {}, 0
+    for name, (width, sizes, kind) in shape.items():
+        header[name] = {"dtype": kind, "shape": sizes, "data_offsets": [end, end + width * rows]}
+        end += width * rows
+    text = json.dumps(header).encode()
+    file = tmp_path / "train" / "00000.safetensors"
+    file.parent.mkdir()
+    base = 8 + len(text)
+    wanted = [0, 1_342_177, 1_342_178, 1_999_999]
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(base + end)
+        for row in wanted:
+            out.seek(base + row * columns * 4)
+            out.write(np.full(columns, row, np.float32).tobytes())
+            out.seek(base + columns * 4 * rows + row * 4)
+            out.write(np.int32(row).tobytes())
+    spec = FeatureSpec(
+        dense=tuple(f"d{i}" for i in range(columns)),
+        features=(Feature(name="f", table="f"),),
+        num_embeddings={"f": rows},
+    )
+    shard = {"file": "train/00000.safetensors", "rows": rows, "bytes": file.stat().st_size, "sha256": ""}
+    splits = {"train": {"rows": rows, "positives": 0, "shards": [shard]}}
+    write_manifest(tmp_path, {"features": spec.to_dict(), "schema_hash": "", "splits": splits})
+    split = Dataset(tmp_path).train
+    for form in (NumpyGather, NumbaGather):
+        found = form(split.shards, split.starts)(
+            np.array(wanted), lambda name, shape, dtype: torch.full(shape, -1, dtype=dtype)
+        )
+        assert found["ids"][:, 0].tolist() == wanted
+        assert found["dense"][:, 0].tolist() == found["dense"][:, -1].tolist() == wanted
+
+
+def test_batches_are_the_consumers_to_keep(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    split = sets[500, 77, True].train
+    kept = list(split.batches(50, seed=1, prefetch=2))
+    assert [rows_of(batch) for batch in kept] == [rows_of(b) for b in split.batches(50, seed=1, reuse=True)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_reused_batches_last_until_the_next(
+    sets: dict[tuple[int, int, bool], Dataset], prefetch: int
+) -> None:
+    split = sets[3000, 1000, True].train
+    stream = split.batches(64, seed=1, reuse=True, prefetch=prefetch)
+    expected = [rows_of(batch) for batch in split.batches(64, seed=1)]
+    memory = set()
+    for batch, rows in zip(stream, expected, strict=True):
+        time.sleep(0.001)  # gives a thread that would overwrite it the time to do so
+        assert rows_of(batch) == rows
+        memory.add(batch.dense.data_ptr())
+    assert len(memory) <= prefetch + 2
+
+
+def test_state_of_something_else_is_refused(
+    sets: dict[tuple[int, int, bool], Dataset], tmp_path: Path
+) -> None:
+    split = sets[500, 70, False].train
+    state = split.batches(50, seed=1).state_dict()
+    other = sets[500, 77, True].train
+    for stream, message in [
+        (sets[64, 64, False].train.batches(50, seed=1), "another dataset"),
+        (other.batches(50, seed=1), "with other rows"),
+        (split.batches(50, seed=2), "Pass the same seed"),
+        (split.batches(40, seed=1), "Keep batch_size times ranks at 50"),
+        (split.batches(50, seed=1, limit=400), "Pass the same limit"),
+        (split.batches(50, seed=1, shuffle_memory=4000), "Pass the same shuffle_memory"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            stream.load_state_dict(state)
+        assert stream.step == 0
+    with pytest.raises(CheckpointError, match="not the state of a batch stream"):
+        split.batches(50).load_state_dict({})
+    with pytest.raises(CheckpointError, match="drop_last"):
+        split.batches(70, drop_last=True).load_state_dict(split.batches(70).state_dict())
+
+
+def test_another_number_of_ranks_continues(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    split = sets[500, 70, False].train
+    one = split.batches(40, seed=1)
+    taken = [row for batch, _ in zip(one, range(6), strict=False) for row in rows_of(batch)]
+    ranks = [split.batches(20, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    for stream in ranks:
+        stream.load_state_dict(one.state_dict() | {"position": 6})
+        taken += [row for batch in stream for row in rows_of(batch)]
+    assert sorted(taken[: 6 * 40] + taken[-260:]) == list(range(500))
+    late = split.batches(124, seed=1, limit=499)  # 3 rows behind the last full round: 4 ranks deal both anew
+    with pytest.raises(CheckpointError, match="Finish the epoch on 1 ranks"):
+        split.batches(31, seed=1, limit=499, world_size=4).load_state_dict(
+            late.state_dict() | {"position": 4}
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 10, "rank": 2, "world_size": 2}, "rank 2 lies outside"),
+        ({"batch_size": 10, "limit": 0}, "limit is 0"),
+        ({"batch_size": 10, "prefetch": -1}, "prefetch is -1"),
+        ({"batch_size": 10, "shuffle_memory": 5}, "not even one row"),
+        ({"batch_size": 65, "drop_last": True}, "fewer than one batch of 65"),
+        ({"batch_size": 64, "reuse": True, "pin_memory": True}, "overwrite a batch"),
+        ({"batch_size": 1, "world_size": 65}, "cannot be dealt to 65 ranks"),
+    ],
+)
+def test_settings_that_cannot_work(
+    sets: dict[tuple[int, int, bool], Dataset], settings_: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sets[64, 64, False].train.batches(**settings_)
+
+
+def test_an_empty_split(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, rows=4)  # 3 train, 0 valid, 1 test
+    assert len(dataset.valid) == 0
+    assert list(dataset.valid.batches(10)) == []
+    assert len(dataset.valid.batches(10, seed=1)) == 0
+
+
+def test_columns_may_be_missing(tmp_path: Path) -> None:
+    for place, sizes in enumerate([{"num_dense": 0}, {"num_embeddings": ()}]):
+        split = make_dataset(tmp_path / str(place), rows=50, **sizes).train
+        batches = list(split.batches(16, seed=1))
+        assert sum(len(batch) for batch in batches) == 40
+        assert batches[0].dense.shape == (16, len(split.schema.dense))
+        assert batches[0].ids.shape == (16, len(split.schema.features))
+
+
+def test_an_error_in_the_thread_reaches_the_consumer() -> None:
+    def broken() -> Any:
+        yield 1
+        raise DataError("shard 7 is gone") from OSError("unplugged")
+
+    items = prefetched(broken(), 2)
+    assert next(items) == 1
+    with pytest.raises(DataError, match="shard 7 is gone") as caught:
+        next(items)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_leaving_early_ends_the_thread(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    stream = sets[20_000, 3001, False].train.batches(10, seed=1, prefetch=2)
+    for _ in range(5):
+        for _ in stream:
+            break
+    deadline = time.monotonic() + 5
+    while any(thread.name == "stoker-reader" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stream.position == 5  # prefetched but never handed out does not count
+
+
+def run_python(code: str, path: Path, **kwargs: Any) -> subprocess.Popen[str]:
+    source = Path(reader_module.__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int, bool], Dataset]) -> None:
+    code = """
+        import sys
+        from stoker.data.dataset import Dataset
+        stream = iter(Dataset(sys.argv[1]).train.batches(10, seed=1, prefetch=2))
+        print(next(stream).step)
+    """
+    process = run_python(code, sets[20_000, 3001, False].path)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.strip(), err) == (0, "0", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
+    code = """
+        import time
+        from stoker.data.prefetch import prefetched
+        def never():
+            print("waiting", flush=True)
+            time.sleep(60)
+            yield 1
+        next(prefetched(never(), 2))
+    """
+    process = run_python(code, Path())
+    assert process.stdout.readline() == "waiting\n"
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_does_not_grow_with_the_split(tmp_path: Path) -> None:
+    """A 128 MB split, shuffled 4 MB at a time: the stream's own memory stays under 8 MB."""
+    make_dataset(tmp_path, rows=1_000_000, num_dense=13, num_embeddings=[1000] * 26, shard_rows=2**17)
+    code = """
+        import sys
+        from stoker.data.dataset import Dataset
+        from stoker.device import resident_memory
+        data = Dataset(sys.argv[1])
+        stream = data.train.batches(2048, seed=1, shuffle_memory="4MiB")
+        for batch in stream:
+            break
+        before, peak = resident_memory(), 0
+        for batch in stream:
+            peak = max(peak, resident_memory())
+        print((peak - before) // 2**20)
+    """
+    process = run_python(code, tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert int(out) < 8
