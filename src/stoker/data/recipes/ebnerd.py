@@ -62,7 +62,7 @@ def _schema(name: str, dense: Sequence[str]) -> Schema:
 
 
 def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
-    """EB-NeRD, week 1 to week 2; "weeks" counts an article's clicks and views of the last day, "ids" does not.
+    """EB-NeRD, week 1 to week 2; "weeks" counts clicks and views of the last day, "ids" does not.
 
     Impressions of the second week validate or test by a hash of their number.
     """

@@ -1,8 +1,8 @@
-"""Globo.com news clicks: is this the article that the user clicks now, or another one that is read these hours?
+"""Globo.com news clicks: is this the article the user clicks now, or another one that is read these hours?
 
-The log holds clicks only. A negative is the article of a random click of the last hours, so an article is drawn
-as often as it is being read. Drawn evenly, or by popularity over the whole log, negatives would be told apart by
-their age alone.
+The log holds clicks only. A negative is the article of a random click of the last hours, so an article is
+drawn as often as it is being read. Drawn evenly, or by popularity over the whole log, negatives would be told
+apart by their age alone.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def globo(
 ) -> Recipe:
     """Globo clicks with ``negatives`` per click among articles clicked in the last ``window_hours``.
 
-    "leave-last-out" tests on each user's last click and validates on the one before; "session-hash" splits whole
-    sessions 80/10/10 at random; "progressive" splits by time, where most test clicks go to articles of which no
-    training row knows.
+    "leave-last-out" tests on each user's last click and validates on the one before; "session-hash" splits
+    whole sessions 80/10/10 at random; "progressive" splits by time, where most test clicks go to articles of
+    which no training row knows.
     """
     presets = ("leave-last-out", "session-hash", "progressive")
     columns = dict.fromkeys((*_WHO, *_CONTEXT.values()), "int")
@@ -96,7 +96,7 @@ def globo(
 def _derive(
     inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, most: int, window: int, seed: int
 ) -> pl.LazyFrame:
-    """Clicks in order of time, each followed by its negatives. The clicks stay in memory, some 300 bytes each."""
+    """Clicks in order of time, each followed by its negatives. Clicks stay in memory, some 300 bytes each."""
     log = (
         inputs["clicks"]
         .select(
@@ -150,8 +150,8 @@ def _derive(
 def _runs(user: NDArray[np.int64], time: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
     """Click numbers by user and time, and for each click where it stands among its user's.
 
-    The further arrays, in order of time: where the user's clicks begin in the list by user, where those strictly
-    before the click end, how many follow the click, and how many the user has.
+    The further arrays, in order of time: where the user's clicks begin in the list by user, where those
+    strictly before the click end, how many follow the click, and how many the user has.
     """
     order = np.argsort(user, kind="stable")
     u, t = user[order], time[order]
@@ -194,7 +194,7 @@ def _negatives(
     window: int,
     seed: int,
 ) -> NDArray[np.int64]:
-    """Articles clicked within the window before and never by the user, [clicks, count]; -1 where none is found."""
+    """Articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found."""
     _, user_code = np.unique(user, return_inverse=True)
     names, code = np.unique(article, return_inverse=True)
     owned = np.unique(user_code * len(names) + code)

@@ -1,7 +1,7 @@
 """UCI Online Retail: will this customer buy this item? A year of a British gift wholesaler's invoices.
 
-The log holds purchases only. A positive row is an item on a customer's invoice; its negatives are items that the
-customer never buys in the whole log, were on sale at that moment, and are drawn by popularity ** 0.75.
+The log holds purchases only. A positive row is an item on a customer's invoice; its negatives are items that
+the customer never buys in the whole log, were on sale at that moment, and are drawn by popularity ** 0.75.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Log:
 
 
 def _purchases(raw: pl.LazyFrame) -> pl.DataFrame:
-    """One row per customer, item and minute, by time and line; returns, unknown customers, services left out."""
+    """One row per customer, item and minute, by time and line; no returns, unknown customers, services."""
     when = pl.col("InvoiceDate").cast(pl.String).str.slice(0, 16)
     return (
         raw.with_row_index("line")
@@ -141,8 +141,8 @@ def _read(raw: pl.LazyFrame) -> _Log:
     frame = _purchases(raw)
     if frame.height == 0:
         raise DataError(
-            "no line of the invoices is a purchase: a stock code of five digits, a known customer and a quantity "
-            "above 0. Is this the Online Retail file?"
+            "no line of the invoices is a purchase: a stock code of five digits, a known customer and a "
+            "quantity above 0. Is this the Online Retail file?"
         )
     customers, customer = _codes(frame["customer"])
     items, item = _codes(frame["item"])
@@ -194,7 +194,7 @@ def _codes(values: pl.Series) -> tuple[pl.Series, NDArray[np.int64]]:
 def _derive(
     inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, history: int, seed: int
 ) -> pl.LazyFrame:
-    """Purchases in order of time, each followed by its negatives. Purchases stay in memory, 200 bytes each."""
+    """Purchases in order of time, each followed by its negatives. Memory: 200 bytes a purchase."""
     log = _read(inputs["invoices"])
     preset = schema.name.partition("/")[2]
     positives = np.arange(len(log.item))
@@ -246,7 +246,7 @@ def _training_prices(log: _Log) -> NDArray[np.float64]:
 def _negatives(
     log: _Log, positives: NDArray[np.int64], count: int, seed: int, *, evenly: bool
 ) -> NDArray[np.int64]:
-    """Items on sale at each positive's time that its customer never buys, [P, count]; -1 where none is found."""
+    """Items on sale at each positive's time, never bought by its customer, [P, count]; -1: none found."""
     times_sold = np.bincount(log.item, minlength=len(log.items)).astype(np.float64)
     shares = np.cumsum(np.ones_like(times_sold) if evenly else times_sold**0.75)
     shares /= shares[-1]

@@ -32,7 +32,7 @@ def streamed(
     ) -> Iterator[pl.DataFrame]:
         left = limit
         for start in range(0, rows, step):
-            frame = make(start, min(start + step, rows)).cast(dict(schema))
+            frame = make(start, min(start + step, rows)).cast(pl.Schema(dict(schema)))
             if left is not None:
                 frame = frame.head(left)
                 left -= frame.height

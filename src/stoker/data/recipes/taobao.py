@@ -1,6 +1,6 @@
 """Taobao UserBehavior: after these touches, does the user touch this item next?
 
-As for TBSM, with two repairs: no user is in two splits, and no window holds a touch of its target's time or later.
+As for TBSM, with two repairs: no user is in two splits, and no window holds a touch as late as its target.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -41,7 +42,7 @@ _GROUP_ROWS = 16_000_000  # log lines whose users are in memory at a time, some 
 _BATCH = 8_192
 _SPLITS = ("train", "valid", "test")
 _COLUMNS = {"user": "int", "item": "int", "category": "int", "behaviour": "string", "time": "int"}
-_OUT = {
+_OUT: dict[str, Any] = {
     "label": pl.Int8,
     "user": pl.Int64,
     "item": pl.Int64,
@@ -185,7 +186,7 @@ def _windows(log: pl.LazyFrame, whole: _Whole, group: int, seed: int) -> Iterato
                 "split": one_of(_SPLITS, np.repeat(split[begin : begin + _BATCH], 2)),
             }
         )
-        yield frame.cast(dict(_OUT))
+        yield frame.cast(pl.Schema(_OUT))
 
 
 def _targets(

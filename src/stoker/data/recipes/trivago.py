@@ -1,6 +1,6 @@
 """trivago RecSys Challenge 2019: which of the listed items does the click-out go to?
 
-Raw reading: one row for each listed item of a click-out. The engineered features of the challenge build on it.
+Raw reading: one row for each listed item of a click-out. The challenge's engineered features build on it.
 """
 
 from __future__ import annotations
