@@ -1,0 +1,112 @@
+"""DLRM's exact shapes, initial values and interaction (facts of the reference configurations)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.data.batch import Batch
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError
+from stoker.models import DCN, DLRM, DeepFM
+
+KAGGLE = FeatureSpec.from_sizes(13, [50] * 26)
+
+
+@pytest.mark.parametrize(
+    ("dim", "bottom", "top", "inputs"),
+    [
+        (16, (512, 256, 64, 16), (512, 256), 367),
+        (64, (512, 256, 64), (512, 512, 256), 415),
+        (128, (512, 256, 128), (1024, 1024, 512, 256), 479),
+    ],
+)
+def test_shapes_of_the_published_configurations(dim: int, bottom: Any, top: Any, inputs: int) -> None:
+    model = DLRM(KAGGLE, embedding_dim=dim, bottom=bottom, top=top, backend="reference")
+    assert model.bottom is not None
+    layers = [layer for layer in model.bottom.layers if isinstance(layer, torch.nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in layers] == list(
+        zip((13, *bottom[:-1]), bottom, strict=True)
+    )
+    assert isinstance(model.bottom.layers[-1], torch.nn.ReLU)
+    layers = [layer for layer in model.top.layers if isinstance(layer, torch.nn.Linear)]
+    assert [(layer.in_features, layer.out_features) for layer in layers] == list(
+        zip((inputs, *top), (*top, 1), strict=True)
+    )
+    assert not isinstance(model.top.layers[-1], torch.nn.ReLU)
+
+
+def test_embedding_dim_ends_the_bottom_and_one_output_ends_the_top() -> None:
+    model = DLRM(KAGGLE, embedding_dim=16, bottom=(512, 256, 64), top=(8, 1), backend="reference")
+    assert model.config()["bottom"] == [512, 256, 64, 16]
+    assert model.config()["top"] == [8]
+    same = DLRM(KAGGLE, embedding_dim=16, bottom=(512, 256, 64, 16), top=(8,), backend="reference")
+    assert same.config() == model.config()
+
+
+def test_initial_values_have_the_published_spread() -> None:
+    model = DLRM(KAGGLE, embedding_dim=16, backend="reference")
+    for layer in (*model.bottom.layers, *model.top.layers):  # type: ignore[union-attr]
+        if isinstance(layer, torch.nn.Linear) and layer.weight.numel() > 4000:
+            wanted = math.sqrt(2 / (layer.in_features + layer.out_features))
+            assert layer.weight.std().item() == pytest.approx(wanted, rel=0.05)
+            assert abs(layer.weight.mean().item()) < 0.05 * wanted
+            assert layer.bias.std().item() == pytest.approx(math.sqrt(1 / layer.out_features), rel=0.25)
+    rows = model.embeddings.rows("C1")
+    limit = math.sqrt(1 / 50)
+    assert rows.abs().max().item() <= limit
+    assert rows.std().item() == pytest.approx(limit / math.sqrt(3), rel=0.1)
+
+
+def test_interaction_is_the_strict_lower_triangle_after_the_dense_vector() -> None:
+    spec = FeatureSpec.from_sizes(2, [5, 6])
+    model = DLRM(spec, embedding_dim=4, bottom=(4,), top=(3,), backend="reference")
+    seen: list[torch.Tensor] = []
+    model.top.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    batch = Batch(dense=torch.randn(1, 2), ids=torch.tensor([[3, 5]]))
+    model(batch)
+    assert model.bottom is not None
+    x = model.bottom(batch.dense)[0]
+    a, b = model.embeddings.rows("C1")[3], model.embeddings.rows("C2")[5]
+    expected = torch.cat([x, torch.stack([a @ x, b @ x, b @ a])])
+    torch.testing.assert_close(seen[0][0], expected)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one layer"):
+        DeepFM(KAGGLE, hidden=(0,), backend="reference")
+    with pytest.raises(ConfigError, match="no latent factors"):
+        DeepFM(KAGGLE, embedding_dim=1, backend="reference")
+    with pytest.raises(ConfigError, match="rank=0"):
+        DCN(KAGGLE, rank=0, backend="reference")
+    with pytest.raises(ConfigError, match="parallel"):
+        DCN(KAGGLE, structure="beside", backend="reference")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dense_dtype"):
+        DLRM(KAGGLE, dense_dtype="float16", backend="reference")
+
+
+def test_deepfm_equals_the_sum_over_pairs() -> None:
+    spec = FeatureSpec.from_sizes(1, [5, 6])
+    model = DeepFM(spec, embedding_dim=4, hidden=(3,), backend="reference")
+    with torch.no_grad():
+        model.bias.fill_(0.25)
+    batch = Batch(dense=torch.tensor([[1.5]]), ids=torch.tensor([[3, 5]]))
+    fields = [model.embeddings.rows("C1")[3], model.embeddings.rows("C2")[5], 1.5 * model.dense_rows[0]]
+    pairs = sum(fields[i][1:] @ fields[j][1:] for i in range(3) for j in range(i))
+    deep = model.deep(torch.cat([field[1:] for field in fields]).unsqueeze(0))[0, 0]
+    expected = 0.25 + sum(field[0] for field in fields) + pairs + deep
+    torch.testing.assert_close(model(batch)[0], expected)
+
+
+def test_dcn_cross_layer_equals_the_formula() -> None:
+    spec = FeatureSpec.from_sizes(1, [5])
+    model = DCN(spec, embedding_dim=3, cross_layers=1, rank=2, hidden=(3,), backend="reference")
+    batch = Batch(dense=torch.tensor([[1.5]]), ids=torch.tensor([[3]]))
+    x0 = torch.cat([batch.dense[0], model.embeddings.rows("C1")[3]])
+    layer = model.cross[0]
+    crossed = x0 * (layer.up.weight @ (layer.down @ x0) + layer.up.bias) + x0
+    joined = torch.cat([crossed, model.deep(x0.unsqueeze(0))[0]])
+    torch.testing.assert_close(model(batch)[0], model.last(joined)[0])

@@ -1,0 +1,282 @@
+"""What every model must do. A new model adds one line to CASES and inherits every test here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.data.batch import Batch
+from stoker.data.features import Feature, FeatureSpec
+from stoker.models import DCN, DLRM, MODELS, DeepFM, RecModel
+from stoker.optim import SGD, Adagrad
+
+CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
+    "dlrm": (DLRM, {"bottom": (16,), "top": (16, 8)}),
+    "deepfm": (DeepFM, {"hidden": (16, 8)}),
+    "dcn": (DCN, {"cross_layers": 2, "rank": 4, "hidden": (16,)}),
+    "dcn stacked, full rank": (DCN, {"rank": None, "hidden": (16,), "structure": "stacked"}),
+}
+
+DENSE = FeatureSpec.from_sizes(3, [30, 7, 1])
+NO_DENSE = FeatureSpec.from_sizes(0, [30, 7])
+SEQUENCE = FeatureSpec(
+    dense=("price",),
+    features=(
+        Feature(name="item", table="item"),
+        Feature(name="history", table="item", sequence=True, max_length=5),
+        Feature(name="country", table="country"),
+    ),
+    num_embeddings={"item": 30, "country": 4},
+)
+SPECS = {"dense": DENSE, "no dense": NO_DENSE, "sequence": SEQUENCE}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[type[RecModel], dict[str, Any]]:
+    return CASES[request.param]
+
+
+@pytest.fixture(params=SPECS)
+def spec(request: pytest.FixtureRequest) -> FeatureSpec:
+    return SPECS[request.param]
+
+
+def build(case: tuple[type[RecModel], dict[str, Any]], spec: FeatureSpec, **settings: Any) -> RecModel:
+    kind, options = case
+    return kind(
+        spec,
+        **{"embedding_dim": 8, "optimizer": Adagrad(lr=0.1), "backend": "reference", **options, **settings},
+    )
+
+
+def random_batch(spec: FeatureSpec, rows: int, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
+    lengths = [
+        int(torch.randint(0, feature.max_length + 1, (), generator=generator)) if feature.sequence else 1
+        for _ in range(rows)
+        for feature in spec.features
+    ]
+    flat = [
+        torch.randint(0, sizes[bag % len(sizes)], (length,), generator=generator)
+        for bag, length in enumerate(lengths)
+    ]
+    ids = torch.cat(flat)
+    return Batch(
+        dense=torch.randn(rows, len(spec.dense), generator=generator),
+        ids=ids.view(rows, -1) if spec.one_hot else ids,
+        offsets=None if spec.one_hot else torch.tensor([0, *lengths]).cumsum(0),
+        labels=torch.randint(0, 2, (rows,), generator=generator).float(),
+    )
+
+
+def all_rows(model: RecModel) -> dict[str, torch.Tensor]:
+    return {table.name: model.embeddings.rows(table.name) for table in model.tables}
+
+
+def test_every_registered_model_is_tested() -> None:
+    assert {kind for kind, _ in CASES.values()} == set(MODELS.values())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> None:
+    model = build(case, spec)
+    batch = random_batch(spec, rows)
+    logits = model(batch)
+    assert logits.shape == (rows,)
+    assert logits.dtype == torch.float32
+    scores = model.predict(batch)
+    assert scores.shape == (rows,)
+    assert not scores.requires_grad
+    assert bool(((scores >= 0) & (scores <= 1)).all())
+    torch.testing.assert_close(scores, torch.sigmoid(logits))
+
+
+def test_each_example_is_scored_by_itself(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec)
+    batch = random_batch(spec, 9)
+    together = model.predict(batch)
+    for row in range(9):
+        width = len(spec.features)
+        bags = slice(row * width, (row + 1) * width + 1)
+        if batch.offsets is None:
+            ids, offsets = batch.ids[row : row + 1], None
+        else:
+            own = batch.offsets[bags]
+            ids, offsets = batch.ids[own[0] : own[-1]], own - own[0]
+        alone = model.predict(Batch(dense=batch.dense[row : row + 1], ids=ids, offsets=offsets))
+        torch.testing.assert_close(alone, together[row : row + 1])
+
+
+def test_every_input_matters(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec, seed=3)
+    batch = random_batch(spec, 4)
+    before = model(batch)
+    for column in range(len(spec.dense)):
+        dense = batch.dense.clone()
+        dense[:, column] += 1
+        changed = model(Batch(dense=dense, ids=batch.ids, offsets=batch.offsets))
+        assert not torch.equal(changed, before), f"dense column {column} is ignored"
+    for table in model.tables:
+        for start, rows in model.embeddings.read(table.name):
+            kept = rows.weight.clone()
+            rows.weight += 0.5
+            model.embeddings.write(table.name, start, rows)
+            assert not torch.equal(model(batch), before), f"table {table.name} is ignored"
+            rows.weight.copy_(kept)
+
+
+def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec)
+    batch = random_batch(spec, 64)
+    optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.01)
+    assert batch.labels is not None
+    first = model.loss(batch).item()
+    scores = model.predict(batch).double()
+    expected = -(batch.labels * scores.log() + (1 - batch.labels) * (1 - scores).log()).mean()
+    assert first == pytest.approx(expected.item(), rel=1e-5)
+    for _ in range(60):
+        model.loss(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.loss(batch).item() < 0.5 * first
+
+
+def test_loss_without_labels_is_refused(case: Any) -> None:
+    batch = random_batch(DENSE, 2)
+    with pytest.raises(ValueError, match="no labels"):
+        build(case, DENSE).loss(Batch(dense=batch.dense, ids=batch.ids))
+
+
+def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec)
+    batch = random_batch(spec, 3)
+    before = all_rows(model)
+    model.loss(batch).backward()
+    after = all_rows(model)
+    lengths = torch.ones(3 * len(spec.features), dtype=torch.int64)
+    if batch.offsets is not None:
+        lengths = batch.offsets.diff()
+    tables = [feature.table for feature in spec.features] * 3
+    owner = [table for table, length in zip(tables, lengths.tolist(), strict=True) for _ in range(length)]
+    for name, rows in after.items():
+        moved = set((rows != before[name]).any(1).nonzero().flatten().tolist())
+        seen = {i for i, table in zip(batch.ids.flatten().tolist(), owner, strict=True) if table == name}
+        assert moved == seen
+
+
+def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    model.predict(random_batch(spec, 8))
+    with torch.no_grad():
+        model(random_batch(spec, 8))
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert model.embeddings.tick == 0
+
+
+def test_dense_gradients_are_those_of_finite_differences(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec).double()
+    dense = torch.randn(3, len(spec.dense), dtype=torch.float64, requires_grad=True)
+    embedded = torch.randn(3, len(spec.features), 8, dtype=torch.float64, requires_grad=True)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def score(dense: torch.Tensor, embedded: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        bound = _DensePart(model)
+        return torch.func.functional_call(
+            bound,
+            {f"model.{name}": value for name, value in zip(names, values, strict=True)},
+            (dense, embedded),
+        )
+
+    assert torch.autograd.gradcheck(score, (dense, embedded, *parameters), fast_mode=True)
+
+
+class _DensePart(torch.nn.Module):
+    def __init__(self, model: RecModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return self.model.dense_part(dense, embedded)
+
+
+def test_row_gradient_is_the_derivative_of_the_loss(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec, optimizer=SGD(lr=1.0))
+    batch = random_batch(spec, 5)
+    leaves = {name: rows.requires_grad_() for name, rows in all_rows(model).items()}
+    width = len(spec.features)
+    offsets = torch.arange(5 * width + 1) if batch.offsets is None else batch.offsets
+    bags = []
+    for bag in range(5 * width):
+        ids = batch.ids.flatten()[offsets[bag] : offsets[bag + 1]]
+        rows = leaves[spec.features[bag % width].table][ids]
+        bags.append(rows.mean(0) if len(ids) else torch.zeros(8))
+    logits = model.dense_part(batch.dense, torch.stack(bags).view(5, width, 8))
+    torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+    model.zero_grad()
+    model.loss(batch).backward()
+    for name, rows in all_rows(model).items():
+        torch.testing.assert_close(rows, leaves[name].detach() - leaves[name].grad)
+
+
+def test_config_rebuilds_the_same_model(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec, seed=11, pooling="sum")
+    config = json.loads(json.dumps(model.config()))
+    again = MODELS[config["model"]].from_config(spec, config, optimizer=Adagrad(lr=0.1), backend="reference")
+    assert again.config() == model.config()
+    batch = random_batch(spec, 6)
+    assert torch.equal(again(batch), model(batch))
+
+
+def test_seed_decides_the_start(case: Any) -> None:
+    batch = random_batch(DENSE, 6)
+    assert torch.equal(build(case, DENSE, seed=1)(batch), build(case, DENSE, seed=1)(batch))
+    assert not torch.equal(build(case, DENSE, seed=1)(batch), build(case, DENSE, seed=2)(batch))
+    state = torch.get_rng_state()
+    build(case, DENSE)
+    assert torch.equal(torch.get_rng_state(), state), (
+        "building a model must not draw from the global generator"
+    )
+
+
+def test_checkpoint_round_trip(case: Any, spec: FeatureSpec, tmp_path: Path) -> None:
+    model = build(case, spec)
+    batch = random_batch(spec, 16)
+    model.loss(batch).backward()
+    stoker.save(tmp_path / "a", model)
+    again = stoker.load(tmp_path / "a", backend="reference").model
+    assert type(again) is type(model)
+    assert torch.equal(again(batch), model(batch))
+    again.loss(batch).backward()
+    model.zero_grad()
+    model.loss(batch).backward()
+    for name, rows in all_rows(model).items():
+        assert torch.equal(again.embeddings.rows(name), rows), "row-optimizer state was not kept"
+
+
+def test_bfloat16_dense_part_is_near(case: Any, spec: FeatureSpec) -> None:
+    batch = random_batch(spec, 32)
+    exact = build(case, spec)(batch)
+    half = build(case, spec, dense_dtype="bfloat16")
+    logits = half(batch)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, exact, rtol=0.05, atol=0.05)
+    half.loss(batch).backward()
+    assert all(parameter.grad is not None for parameter in half.dense_parameters())
+
+
+def test_bfloat16_tables(case: Any, spec: FeatureSpec) -> None:
+    model = build(case, spec, dtype="bfloat16")
+    batch = random_batch(spec, 32)
+    assert all(table.dtype == "bfloat16" for table in model.tables)
+    before = all_rows(model)
+    model.loss(batch).backward()
+    assert any(not torch.equal(rows, before[name]) for name, rows in all_rows(model).items())
