@@ -1,0 +1,78 @@
+"""``stoker synthetic``: a generated log in the raw format of a recipe, with a planted truth."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["register"]
+
+
+def _synthetic(
+    recipe: Annotated[
+        str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")
+    ],
+    rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
+    out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
+    seed: Annotated[int, typer.Option(help="Another seed, another log.")] = 0,
+    alpha: Annotated[float, typer.Option(help="Exponent of Zipf's law for ids, without --curve.")] = 1.05,
+    curve: Annotated[
+        str | None,
+        typer.Option(help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."),
+    ] = None,
+    drift: Annotated[
+        float, typer.Option(help="Share of the frequency ranks that change hands over the log.")
+    ] = 0.0,
+    bad: Annotated[str, typer.Option(help="Share of lines to spoil, such as 0.1%.")] = "0",
+    scale: Annotated[float, typer.Option(help="Factor on the number of distinct ids.")] = 1.0,
+    base_rate: Annotated[
+        float | None, typer.Option(help="Share of positives; default: that of the real log.")
+    ] = None,
+    signal: Annotated[float, typer.Option(help="Spread of the true logit; 0 plants nothing.")] = 1.3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the planted truth as JSON.")] = False,
+) -> None:
+    """Write a generated log with a planted truth.
+
+    The best reachable AUC and log loss are printed and written to OUT.truth.json. Figures from such logs must
+    be called synthetic.
+    """
+    from stoker.data.synthetic import write
+    from stoker.units import format_count, format_duration
+
+    start = time.perf_counter()
+    truth = write(
+        recipe,
+        rows,
+        out,
+        seed=seed,
+        alpha=alpha,
+        curve=curve,
+        drift=drift,
+        bad=bad,
+        scale=scale,
+        base_rate=base_rate,
+        signal=signal,
+    )
+    seconds = time.perf_counter() - start
+    if as_json:
+        typer.echo(json.dumps(asdict(truth)))
+        return
+    spoiled = f", {truth.bad:,} of them spoiled" if truth.bad else ""
+    typer.echo(
+        f"{out}: {truth.rows:,} rows of {truth.recipe}{spoiled}, in {format_duration(seconds)} "
+        f"({format_count(truth.rows / max(seconds, 1e-9))} rows/s)"
+    )
+    typer.echo(
+        f"planted truth ({truth.task}): base rate {truth.base_rate:.4f}, best AUC {truth.best_auc:.4f}, "
+        f"best log loss {truth.best_log_loss:.4f}"
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("synthetic")(_synthetic)
