@@ -13,7 +13,16 @@ from stoker.ops.backend import Backend, Bags, ReferenceBackend, Rounding
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
+__all__ = [
+    "AddressSpace",
+    "Backend",
+    "BackendName",
+    "Bags",
+    "ReferenceBackend",
+    "Rounding",
+    "RowRule",
+    "get_backend",
+]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -30,7 +39,9 @@ def _load(name: str) -> Backend:
         return CpuBackend()
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
-            raise DependencyError("backend 'triton' needs triton, which is not installed. Run: pip install triton")
+            raise DependencyError(
+                "backend 'triton' needs triton, which is not installed. Run: pip install triton"
+            )
         from stoker.ops.triton_backend import TritonBackend
 
         return TritonBackend()
@@ -48,5 +59,7 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
         package, wanted = ("triton", "triton") if device.type == "cuda" else ("numba", "cpu")
         return _load(wanted if importlib.util.find_spec(package) is not None else "reference")
     if name == "cpu" and device.type != "cpu":
-        raise ConfigError(f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'.")
+        raise ConfigError(
+            f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'."
+        )
     return _load(name)

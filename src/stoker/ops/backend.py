@@ -76,7 +76,9 @@ class Backend:
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         """Gradient of the per-sample weights [L]."""
         rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
-        return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))
+        return reference.per_sample_weight_gradient(
+            weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1])
+        )
 
 
 class ReferenceBackend(Backend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import threading
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from stoker.ops.backend import Backend, Bags, Rounding
 from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, DECAY
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
-from stoker.ops.threads import team
 
 __all__ = ["CpuBackend"]
 
@@ -57,24 +56,25 @@ class _Layout:
 
 
 class _Scratch:
-    """One thread's hash table and gradient buffer; grown as needed, kept between batches."""
+    """Hash tables and gradient buffers, one for each thread; grown as needed, kept between batches."""
 
     def __init__(self) -> None:
-        self.keys = np.empty(0, dtype=np.int64)
-        self.slots = np.empty(0, dtype=np.int32)
-        self.places = np.empty(0, dtype=np.int64)
-        self.buffer = np.empty(0, dtype=np.float32)
+        self._fitted = (0, 0, 0)
+        self.arrays: tuple[np.ndarray, ...] = ()
 
-    def fit(self, occurrences: int, dim: int) -> None:
+    def fit(self, threads: int, occurrences: int, dim: int) -> None:
         size = 16
         while size < 2 * occurrences:
             size *= 2
-        if len(self.keys) < size:
-            self.keys = np.full(size, -1, dtype=np.int64)
-            self.slots = np.empty(size, dtype=np.int32)
-            self.places = np.empty(size, dtype=np.int64)
-        if len(self.buffer) < occurrences * dim:
-            self.buffer = np.empty(occurrences * dim, dtype=np.float32)
+        wanted = (threads, size, occurrences * dim)
+        if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
+            self._fitted = threads, size, elements = tuple(map(max, self._fitted, wanted))
+            self.arrays = (
+                np.full((threads, size), -1, dtype=np.int64),  # keys: a row, or -1
+                np.empty((threads, size), dtype=np.int32),  # slots: that row's place in the buffer
+                np.empty((threads, size), dtype=np.int64),  # places: where the n-th row stands among the keys
+                np.empty((threads, elements), dtype=np.float32),  # buffer: summed gradients
+            )
 
 
 class CpuBackend(Backend):
@@ -84,7 +84,8 @@ class CpuBackend(Backend):
 
     def __init__(self) -> None:
         self._layouts: dict[int, tuple[AddressSpace, _Layout]] = {}
-        self._scratch: list[_Scratch] = []
+        self._scratch = _Scratch()
+        self._busy = threading.Lock()
         self._arena = Arena()
 
     def _layout(self, space: AddressSpace) -> _Layout:
@@ -98,8 +99,7 @@ class CpuBackend(Backend):
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         kernel = kernels.init_kernel(out.shape[1])
         cursor = np.zeros(1, dtype=np.int64)
-        arguments = (_flat(out), len(out), key, start, np.float32(scale), cursor, 4096)
-        team().run(kernel, [arguments] * team().size)
+        kernel.run(_flat(out), len(out), key, start, np.float32(scale), cursor, 4096)
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         layout = self._layout(space)
@@ -111,20 +111,15 @@ class CpuBackend(Backend):
         kernel = kernels.lookup_kernel(dim, bags.offsets is not None, bags.weights is not None, bags.mean)
         scale = _NO_FLOATS if bags.weights is None else _flat(bags.weights.to(torch.float32))
         cursor = np.zeros(1, dtype=np.int64)
+        error = np.zeros(1, dtype=np.int64)
+        common = (layout.bases, layout.limits, scale, _flat(out), error, cursor)
         ids = bags.ids.contiguous().numpy()
-        crew = team()
         if bags.offsets is None:
-            block = _block(batch, crew.size, 1 + 256 // count)
-            shared: tuple[Any, ...] = (
-                _flat(weight), ids, layout.bases, layout.limits, scale, _flat(out), cursor, block,
-            )  # fmt: skip
+            kernel.run(_flat(weight), ids, *common, _block(batch, 1 + 256 // count))
         else:
-            block = _block(batch * count, crew.size, 256)
-            shared = (
-                _flat(weight), ids, bags.offsets.contiguous().numpy(), layout.bases, layout.limits, scale, _flat(out), cursor,
-                block,
-            )  # fmt: skip
-        if max(crew.run(kernel, [shared] * crew.size)) >= 0:
+            offsets = bags.offsets.contiguous().numpy()
+            kernel.run(_flat(weight), ids, offsets, *common, _block(batch * count, 256))
+        if error[0]:
             space.check(bags.ids, bags.offsets)
         return out
 
@@ -150,18 +145,20 @@ class CpuBackend(Backend):
         )
         weighted = bags.weights is not None
         mean = bags.mean and bags.offsets is not None
-        kernel = kernels.update_kernel(dim, bags.offsets is not None, weighted, mean, _RULES[rule.kind], flags)
+        kernel = kernels.update_kernel(
+            dim, bags.offsets is not None, weighted, mean, _RULES[rule.kind], flags
+        )
         if bags.offsets is None:
             offsets, occurrences = _NO_OFFSETS, layout.per_table * batch
         else:
             offsets = bags.offsets.contiguous().numpy()
             lengths = np.diff(offsets).reshape(-1, count).sum(0)
-            occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(np.int64)
-        crew = team()
+            occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(
+                np.int64
+            )
+        threads = torch.get_num_threads()
         # Few tables and several threads: split each table's rows, so that every thread has work.
-        parts = 1 if len(layout.items) >= 4 * crew.size or crew.size == 1 else 4 * crew.size
-        while len(self._scratch) < crew.size:
-            self._scratch.append(_Scratch())
+        parts = 1 if len(layout.items) >= 4 * threads or threads == 1 else 4 * threads
         names = _STATE[rule.kind]
         constants = np.array(
             [
@@ -181,30 +178,28 @@ class CpuBackend(Backend):
             ],
             dtype=np.float32,
         )
-        shared = (
-            _flat(weight),
-            _flat(state[names[0]]) if names else _NO_FLOATS,
-            _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS,
-            bags.ids.contiguous().numpy(),
-            offsets,
-            _flat(bags.weights.to(torch.float32)) if bags.weights is not None else _NO_FLOATS,
-            _flat(grad.to(torch.float32).contiguous()),
-            layout.start,
-            layout.features,
-            layout.first_row,
-            layout.items,
-            parts,
-            occurrences,
-            constants,
-            np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
-        )
-        cursor = np.zeros(1, dtype=np.int64)
-        largest = int(occurrences.max())
-        arguments = []
-        for scratch in self._scratch[: crew.size]:
-            scratch.fit(largest, dim)
-            arguments.append((*shared, scratch.keys, scratch.slots, scratch.places, scratch.buffer, cursor))
-        crew.run(kernel, arguments)
+        with self._busy:  # one scratch for all groups: backward passes take turns
+            self._scratch.fit(threads, int(occurrences.max()), dim)
+            kernel.run(
+                _flat(weight),
+                _flat(state[names[0]]) if names else _NO_FLOATS,
+                _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS,
+                bags.ids.contiguous().reshape(-1).numpy(),
+                offsets,
+                _flat(bags.weights.to(torch.float32)) if bags.weights is not None else _NO_FLOATS,
+                _flat(grad.to(torch.float32).contiguous()),
+                layout.start,
+                layout.features,
+                layout.first_row,
+                layout.items,
+                parts,
+                occurrences,
+                constants,
+                np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
+                *self._scratch.arrays,
+                np.zeros(1, dtype=np.int64),
+                threads=threads,
+            )
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         layout = self._layout(space)
@@ -212,15 +207,19 @@ class CpuBackend(Backend):
         offsets = np.arange(count + 1) if bags.offsets is None else bags.offsets.contiguous().numpy()
         out = torch.empty(count, dtype=torch.float32)
         if count:
-            shared = (
-                _flat(weight), bags.ids.reshape(-1).contiguous().numpy(), offsets, layout.bases,
-                _flat(grad.to(torch.float32).contiguous()), out.numpy(), np.zeros(1, dtype=np.int64), 256,
-            )  # fmt: skip
-            crew = team()
-            crew.run(kernels.weight_gradient_kernel(weight.shape[1]), [shared] * crew.size)
+            kernels.weight_gradient_kernel(weight.shape[1]).run(
+                _flat(weight),
+                bags.ids.reshape(-1).contiguous().numpy(),
+                offsets,
+                layout.bases,
+                _flat(grad.to(torch.float32).contiguous()),
+                out.numpy(),
+                np.zeros(1, dtype=np.int64),
+                256,
+            )
         return out
 
 
-def _block(total: int, threads: int, least: int) -> int:
+def _block(total: int, least: int) -> int:
     """Work handed out at a time: small enough to balance, large enough not to fight over the cursor."""
-    return max(least, total // (8 * threads))
+    return max(least, total // (8 * torch.get_num_threads()))

@@ -8,13 +8,9 @@ Legend: B examples, F features, L ids, T tables, D (``dim``) columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numba import njit
-
 from stoker.ops.llvm_rows import (
     fetch_add,
     prefetch,
@@ -29,6 +25,7 @@ from stoker.ops.llvm_rows import (
     row_scale,
     row_sgd,
 )
+from stoker.ops.native import Kernel, arguments, thread_index
 
 __all__ = [
     "ADAGRAD",
@@ -48,16 +45,12 @@ _LINE = 16  # float32 elements in a cache line
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
 
 
-def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    return njit(nogil=True, cache=True, boundscheck=False)(function)
-
-
 @lru_cache(maxsize=64)
-def init_kernel(dim: int) -> Callable[..., Any]:
+def init_kernel(dim: int) -> Kernel:
     """Kernel that fills rows of a fresh table in blocks of ``block`` rows."""
 
-    @_jit
-    def init(out, rows, key, first, scale, cursor, block):
+    def init(p):
+        out, rows, key, first, scale, cursor, block = arguments(p)
         while True:
             start = fetch_add(cursor, block)
             if start >= rows:
@@ -65,22 +58,22 @@ def init_kernel(dim: int) -> Callable[..., Any]:
             for row in range(start, min(start + block, rows)):
                 row_init(dim, out, row * dim, key, (first + row) * dim, scale)
 
-    return init
+    return Kernel(init)
 
 
 @lru_cache(maxsize=64)
-def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Callable[..., Any]:
-    """Kernel of the pooled lookup; returns -1, or the flat position of an id outside its table."""
+def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
+    """Kernel of the pooled lookup; sets ``error[0]`` if an id lies outside its table."""
     scaled = 1 if weighted else 0
 
-    @_jit
-    def one_hot(weight, ids, bases, limits, scale, out, cursor, block):
+    def one_hot(p):
+        weight, ids, bases, limits, scale, out, error, cursor, block = arguments(p)
         batch, features = ids.shape
         ahead = max(1, _AHEAD // features)
         while True:
             start = fetch_add(cursor, block)
             if start >= batch:
-                return -1
+                return
             for b in range(start, min(start + block, batch)):
                 if b + ahead < batch:
                     for f in range(features):
@@ -90,22 +83,25 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Callabl
                 for f in range(features):
                     i = np.int64(ids[b, f])
                     if i < 0 or i >= limits[f]:
-                        return b * features + f
+                        error[0] = 1
+                        return
                     to = (b * features + f) * dim
                     if weighted:
-                        row_accumulate(dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f])
+                        row_accumulate(
+                            dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f]
+                        )
                     else:
                         row_copy(dim, out, to, weight, (bases[f] + i) * dim)
 
-    @_jit
-    def bags(weight, ids, offsets, bases, limits, scale, out, cursor, block):
+    def bags(p):
+        weight, ids, offsets, bases, limits, scale, out, error, cursor, block = arguments(p)
         features = len(bases)
         count = len(offsets) - 1
         last = len(ids)
         while True:
             start = fetch_add(cursor, block)
             if start >= count:
-                return -1
+                return
             for bag in range(start, min(start + block, count)):
                 f = bag % features
                 base, limit = bases[f], limits[f]
@@ -120,20 +116,21 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Callabl
                             prefetch(weight, at + line)
                     i = np.int64(ids[k])
                     if i < 0 or i >= limit:
-                        return k
+                        error[0] = 1
+                        return
                     row_accumulate(dim, scaled, 0, out, bag * dim, weight, (base + i) * dim, scale[k])
                 if mean and end > begin:
                     row_scale(dim, out, bag * dim, np.float32(1.0) / np.float32(end - begin))
 
-    return bags if jagged else one_hot
+    return Kernel(bags if jagged else one_hot)
 
 
 @lru_cache(maxsize=64)
-def weight_gradient_kernel(dim: int) -> Callable[..., Any]:
+def weight_gradient_kernel(dim: int) -> Kernel:
     """Kernel of the per-sample-weight gradient: one dot product for each id."""
 
-    @_jit
-    def dots(weight, ids, offsets, bases, grad, out, cursor, block):
+    def dots(p):
+        weight, ids, offsets, bases, grad, out, cursor, block = arguments(p)
         features = len(bases)
         count = len(offsets) - 1
         while True:
@@ -145,13 +142,11 @@ def weight_gradient_kernel(dim: int) -> Callable[..., Any]:
                     row = bases[bag % features] + ids[k]
                     out[k] = row_dot(dim, grad, bag * dim, weight, row * dim)
 
-    return dots
+    return Kernel(dots)
 
 
 @lru_cache(maxsize=128)
-def update_kernel(
-    dim: int, jagged: bool, weighted: bool, mean: bool, rule: int, flags: int
-) -> Callable[..., Any]:
+def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int, flags: int) -> Kernel:
     """Kernel of the fused backward: sum the gradients of each distinct row, then update the row once.
 
     A work item is one table, or one part of a table's rows. Its thread walks the batch in order of occurrence and adds
@@ -160,56 +155,33 @@ def update_kernel(
     """
     scaled = 1 if weighted or mean else 0
 
-    @_jit
-    def meet(row, position, scale, at, first, direct, shift, mask, keys, slots, places, count, weight, state, grad, buffer):
-        """Add one gradient; returns the new number of distinct rows."""
-        if direct:
-            h = row
-        else:
-            h = np.int64((np.uint64(row) * _FIBONACCI) >> shift)
-        while True:
-            key = keys[h]
-            if key == row:
-                row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, position, scale)
-                return count
-            if key < 0:
-                keys[h] = row
-                slots[h] = count
-                places[count] = h
-                for line in range(0, dim, _LINE):
-                    prefetch(weight, (first + row) * dim + line)
-                if rule == ADAGRAD or rule == ADAM:
-                    prefetch(state, (first + row) * dim)
-                elif rule == ROWWISE_ADAGRAD:
-                    prefetch(state, first + row)
-                row_accumulate(dim, scaled, 1, buffer, count * dim, grad, position, scale)
-                return count + 1
-            h = (h + 1) & mask
-
-    @_jit
-    def update(
-        weight,
-        state,
-        state2,
-        ids,
-        offsets,
-        scale,
-        grad,
-        table_start,
-        table_features,
-        first_row,
-        items,
-        parts,
-        occurrences,
-        constants,
-        rounding,
-        keys,
-        slots,
-        places,
-        buffer,
-        cursor,
-    ):
+    def update(p):
+        (
+            weight,
+            state,
+            state2,
+            ids,
+            offsets,
+            scale,
+            grad,
+            table_start,
+            table_features,
+            first_row,
+            items,
+            parts,
+            occurrences,
+            constants,
+            rounding,
+            all_keys,
+            all_slots,
+            all_places,
+            all_buffers,
+            cursor,
+        ) = arguments(p)
+        me = thread_index(p)
+        keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
         features = len(table_features)
+        batch = (len(offsets) - 1) // features if jagged else len(ids) // features
         lr, eps, share = constants[0], constants[1], constants[2]
         while True:
             item = fetch_add(cursor, 1)
@@ -219,46 +191,49 @@ def update_kernel(
             part = item % parts
             first = first_row[table]
             rows = first_row[table + 1] - first
-            bits = np.uint64(4)
-            while (np.int64(1) << np.int64(bits)) < 2 * occurrences[table]:
-                bits += np.uint64(1)
-            mask = (np.int64(1) << np.int64(bits)) - 1
-            shift = np.uint64(64) - bits
-            direct = rows <= mask
+            bits = np.int64(4)
+            while (np.int64(1) << bits) < 2 * occurrences[table]:
+                bits += 1
+            mask = (np.int64(1) << bits) - 1
+            shift = np.uint64(64 - bits)
+            direct = rows <= mask  # every row has a place of its own: no hashing
             one = np.float32(1.0)
             count = np.int64(0)
-            if jagged:
-                batch = (len(offsets) - 1) // features
-            else:
-                batch = ids.shape[0]
             for b in range(batch):
-                for slot in range(table_start[table], table_start[table + 1]):
-                    f = table_features[slot]
-                    bag = b * features + f
+                for owned in range(table_start[table], table_start[table + 1]):
+                    bag = b * features + table_features[owned]
+                    begin, end = bag, bag + 1
                     if jagged:
                         begin, end = offsets[bag], offsets[bag + 1]
                         if mean and end > begin:
                             one = np.float32(1.0) / np.float32(end - begin)
-                        for k in range(begin, end):
-                            row = np.int64(ids[k])
-                            if parts > 1 and (row >> 4) % parts != part:
-                                continue
-                            if weighted:
-                                one = scale[k]
-                            count = meet(
-                                row, bag * dim, one, k, first, direct, shift, mask, keys, slots, places, count, weight,
-                                state, grad, buffer,
-                            )
-                    else:
-                        row = np.int64(ids[b, f])
+                    for k in range(begin, end):
+                        row = np.int64(ids[k])
                         if parts > 1 and (row >> 4) % parts != part:
                             continue
                         if weighted:
-                            one = scale[bag]
-                        count = meet(
-                            row, bag * dim, one, bag, first, direct, shift, mask, keys, slots, places, count, weight, state,
-                            grad, buffer,
-                        )
+                            one = scale[k]
+                        h = row if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
+                        while keys[h] != row and keys[h] >= 0:
+                            h = (h + 1) & mask
+                        if keys[h] == row:
+                            row_accumulate(
+                                dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, bag * dim, one
+                            )
+                        else:
+                            keys[h] = row
+                            slots[h] = count
+                            places[count] = h
+                            at = (first + row) * dim
+                            for line in range(0, dim, _LINE):
+                                prefetch(weight, at + line)
+                            if rule == ADAGRAD or rule == ADAM:
+                                for line in range(0, dim, _LINE):
+                                    prefetch(state, at + line)
+                            elif rule == ROWWISE_ADAGRAD:
+                                prefetch(state, first + row)
+                            row_accumulate(dim, scaled, 1, buffer, count * dim, grad, bag * dim, one)
+                            count += 1
             salt = rounding[table]
             for u in range(count):
                 h = places[u]
@@ -273,8 +248,10 @@ def update_kernel(
                 elif rule == ADAGRAD:
                     row_adagrad(dim, weight, at, state, buffer, g, lr, eps, salt, local * dim)
                 elif rule == ROWWISE_ADAGRAD:
-                    row_rowwise_adagrad(dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim)
+                    row_rowwise_adagrad(
+                        dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim
+                    )
                 else:
                     row_adam(dim, weight, at, state, state2, buffer, g, constants[6:], salt, local * dim)
 
-    return update
+    return Kernel(update)

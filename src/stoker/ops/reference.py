@@ -107,7 +107,9 @@ def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean
         return values * weights.to(values.dtype).unsqueeze(1)
     if mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(1)
+        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(
+            1
+        )
     return values
 
 

@@ -22,7 +22,9 @@ class AddressSpace:
     rows: tuple[int, ...]  # [T] rows of each table
     features: tuple[str, ...]  # [F] feature names in batch order
     table_of: tuple[int, ...]  # [F] position of each feature's table
-    first_row: np.ndarray = field(init=False)  # [T + 1] int64, first address of each table; the last is the total
+    first_row: np.ndarray = field(
+        init=False
+    )  # [T + 1] int64, first address of each table; the last is the total
     bases: Tensor = field(init=False)  # [F] int64, first address of each feature's table
     limits: Tensor = field(init=False)  # [F] int64, rows of each feature's table
 
@@ -65,7 +67,10 @@ class AddressSpace:
         if offsets is None:
             bag = position
         else:
-            bag = int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True)) - 1
+            bag = (
+                int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True))
+                - 1
+            )
         example, feature = divmod(bag, len(self.features))
         table = self.table_of[feature]
         raise IndexError(

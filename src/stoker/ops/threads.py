@@ -12,15 +12,15 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 __all__ = ["Team", "team"]
 
 
 class _Helper(threading.Thread):
     def __init__(self, index: int) -> None:
         super().__init__(name=f"stoker-kernel-{index}", daemon=True)
-        self.jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], list[Any], threading.Lock]] = SimpleQueue()
+        self.jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], list[Any], threading.Lock]] = (
+            SimpleQueue()
+        )
         self.start()
 
     def run(self) -> None:
@@ -77,9 +77,9 @@ class Team:
 _teams: dict[tuple[int, int], Team] = {}
 
 
-def team() -> Team:
-    """The team of this process, as large as torch's own number of threads."""
-    key = (os.getpid(), torch.get_num_threads())  # helpers do not survive a fork
+def team(size: int) -> Team:
+    """The team of ``size`` threads of this process."""
+    key = (os.getpid(), size)  # helpers do not survive a fork
     if key not in _teams:
-        _teams[key] = Team(key[1])
+        _teams[key] = Team(size)
     return _teams[key]

@@ -1,0 +1,99 @@
+"""DLRM's pairwise interaction, with the fastest implementation for the device.
+
+Legend: B examples, F features, D columns, P = (F + 1) * F / 2 pairs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stoker.ops import reference
+from stoker.ops.arena import Arena
+
+if TYPE_CHECKING:
+    from stoker.ops.native import Kernel
+
+__all__ = ["dot_interaction"]
+
+_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
+_BLOCK = 32  # examples handed out at a time
+_arena = Arena()
+
+
+@cache
+def _kernels(dim: int) -> tuple[Kernel, Kernel]:
+    from stoker.ops.interaction_kernels import backward_kernel, forward_kernel
+
+    return forward_kernel(dim), backward_kernel(dim)
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, embedded: Tensor) -> Tensor:  # type: ignore[override]
+        dense, embedded = dense.contiguous(), embedded.contiguous()
+        batch, features, dim = embedded.shape
+        out = _arena.empty(batch, dim + (features + 1) * features // 2)
+        threads = torch.get_num_threads()
+        stride = -(-(features + 1) // 16) * 16
+        rows, columns = np.zeros((2, threads, stride * dim), np.float32)
+        cursor = np.zeros(1, dtype=np.int64)
+        _kernels(dim)[0].run(
+            _flat(dense),
+            _flat(embedded),
+            _flat(out),
+            features,
+            batch,
+            cursor,
+            _BLOCK,
+            rows,
+            columns,
+            threads=threads,
+        )
+        ctx.save_for_backward(dense, embedded)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        dense, embedded = ctx.saved_tensors
+        batch, features, dim = embedded.shape
+        grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(batch, features, dim)
+        threads = torch.get_num_threads()
+        _kernels(dim)[1].run(
+            _flat(dense),
+            _flat(embedded),
+            _flat(grad.to(torch.float32).contiguous()),
+            _flat(grad_dense),
+            _flat(grad_embedded),
+            features,
+            batch,
+            np.zeros(1, dtype=np.int64),
+            _BLOCK,
+            np.empty((threads, (features + 1) * dim), np.float32),
+            threads=threads,
+        )
+        return grad_dense, grad_embedded
+
+
+def _flat(tensor: Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.detach().reshape(-1).numpy()
+    return array
+
+
+def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
+    """[B, D + P]: the dense vector, then the dot products of all pairs (Naumov et al. 2019, section 2.1).
+
+    ``dense`` is [B, D], ``embedded`` [B, F, D]. Equals :func:`stoker.ops.reference.dot_interaction` within rounding; the
+    fast path takes float32 on the CPU (a bfloat16 dense vector is widened).
+    """
+    if _HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded):
+        result: Tensor = _Interaction.apply(dense.to(torch.float32), embedded)
+        return result
+    return reference.dot_interaction(dense, embedded)

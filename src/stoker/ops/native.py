@@ -1,0 +1,134 @@
+"""Runs a Numba kernel on torch's own OpenMP threads.
+
+A second thread pool beside torch's starves: between two matrix products torch's workers spin on the very cores that the
+pool's threads want (measured: a second thread of ours gained nothing inside a training step). So where torch's OpenMP is
+GNU's, kernels are handed to it; elsewhere to a :class:`stoker.ops.threads.Team`. Numba's own ``parallel=True`` is not used:
+its pools are a third set of threads, and unsafe next to torch's.
+
+A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may ask ``thread_index(p)``;
+all threads run it with the same arguments and share work through a cursor array, so it works with any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, typeof, types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import intrinsic
+
+from stoker.ops.threads import team
+
+__all__ = ["Kernel", "arguments", "thread_index"]
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_BYTE = ir.IntType(8).as_pointer()
+
+
+def _box(context: Any, kind: types.BaseTuple) -> ir.Type:
+    """The memory a kernel's pointer points to: its arguments, then the number of threads that have arrived."""
+    return ir.LiteralStructType([context.get_value_type(kind), _I64])
+
+
+@intrinsic
+def arguments(typingctx, pointer):
+    """The arguments a kernel was started with, as a tuple."""
+    signature = pointer.dtype(pointer)
+
+    def codegen(context, b, signature, args):
+        box = b.bitcast(args[0], _box(context, signature.return_type).as_pointer())
+        value = b.load(cgutils.gep_inbounds(b, box, 0, 0))
+        return impl_ret_borrowed(context, b, signature.return_type, value)
+
+    return signature, codegen
+
+
+@intrinsic
+def thread_index(typingctx, pointer):
+    """The number of this thread, counted from 0; ask once in each kernel."""
+    signature = types.int64(pointer)
+
+    def codegen(context, b, signature, args):
+        box = b.bitcast(args[0], _box(context, signature.args[0].dtype).as_pointer())
+        return b.atomic_rmw("add", cgutils.gep_inbounds(b, box, 0, 1), _I64(1), "monotonic")
+
+    return signature, codegen
+
+
+@intrinsic
+def _start(typingctx, openmp, entry, threads, index, kernel_arguments):
+    signature = types.void(types.intp, types.intp, types.intp, types.intp, kernel_arguments)
+
+    def codegen(context, b, signature, args):
+        box = cgutils.alloca_once(b, _box(context, signature.args[4]))
+        b.store(args[4], cgutils.gep_inbounds(b, box, 0, 0))
+        b.store(args[3], cgutils.gep_inbounds(b, box, 0, 1))
+        data = b.bitcast(box, _BYTE)
+        plain = ir.FunctionType(ir.VoidType(), [_BYTE])
+        with b.if_else(b.icmp_signed("==", args[0], _I64(0))) as (alone, together):
+            with alone:
+                b.call(b.inttoptr(args[1], plain.as_pointer()), [data])
+            with together:
+                # void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags)
+                kind = ir.FunctionType(ir.VoidType(), [_BYTE, _BYTE, _I32, _I32])
+                function = b.inttoptr(args[0], kind.as_pointer())
+                b.call(function, [b.inttoptr(args[1], _BYTE), data, b.trunc(args[2], _I32), _I32(0)])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@njit(nogil=True, cache=True)
+def _launch(openmp, entry, threads, index, kernel_arguments):
+    _start(openmp, entry, threads, index, kernel_arguments)
+
+
+@cache
+def _gomp_parallel() -> int:
+    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, or 0."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
+        if len(paths) != 1 or "OpenMP" not in torch.__config__.parallel_info():
+            return 0
+        function = ctypes.CDLL(paths.pop()).GOMP_parallel
+    except (OSError, AttributeError, IndexError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class Kernel:
+    """A kernel for any argument types; compiled when first run, and kept on disk."""
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+        self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def run(self, *values: Any, threads: int | None = None) -> None:
+        """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous."""
+        key = tuple(
+            (v.dtype.num, v.ndim, v.flags.writeable) if isinstance(v, np.ndarray) else type(v) for v in values
+        )
+        known = self._entries.get(key)
+        if known is None:
+            kind = types.Tuple([typeof(value) for value in values])
+            compiled = cfunc(
+                types.void(types.CPointer(kind)), nopython=True, cache=True, error_model="numpy"
+            )(self._function)
+            known = self._entries[key] = (compiled.address, compiled)
+        entry = known[0]
+        size = torch.get_num_threads() if threads is None else threads
+        if size == 1:
+            _launch(0, entry, 1, 0, values)
+        elif gomp := _gomp_parallel():
+            _launch(gomp, entry, size, 0, values)
+        else:
+            team(size).run(_launch, [(0, entry, 1, index, values) for index in range(size)])
