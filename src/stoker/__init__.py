@@ -38,14 +38,14 @@ _HOME = {
     "StepDecay": "stoker.optim",
     "StokerError": "stoker.errors",
     "TableConfig": "stoker.tables",
-    "TrainConfig": "stoker.train",
-    "evaluate": "stoker.train",
-    "load": "stoker.train",
-    "predict": "stoker.train",
+    "TrainConfig": "stoker.training",
+    "evaluate": "stoker.training",
+    "load": "stoker.training",
+    "predict": "stoker.training",
     "prepare": "stoker.data.prepare",
-    "save": "stoker.train",
+    "save": "stoker.training",
     "tables_for": "stoker.tables",
-    "train": "stoker.train",
+    "train": "stoker.training",
 }
 _MODULES = {"optim": "stoker.optim", "recipes": "stoker.data.recipes", "synthetic": "stoker.data.synthetic"}
 

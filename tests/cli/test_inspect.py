@@ -102,7 +102,7 @@ def test_anything_else(app: typer.Typer, tmp_path: Path, make: Any, message: str
 
 def test_checkpoint(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
     from stoker.models import DLRM
-    from stoker.train.checkpoint import save
+    from stoker.training.checkpoint import save
 
     model = DLRM(dataset.schema, embedding_dim=4, bottom=(8,), top=(8,))
     save(tmp_path / "step", model, stream=dataset.train.batches(100, seed=1), step=3)

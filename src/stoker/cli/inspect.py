@@ -96,9 +96,9 @@ def _kind(path: Path) -> str:
 
 
 def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
-    from stoker.train.checkpoint import read_manifest
-    from stoker.train.checkpoint import verify as verify_files
-    from stoker.train.rundir import find_checkpoint
+    from stoker.training.checkpoint import read_manifest
+    from stoker.training.checkpoint import verify as verify_files
+    from stoker.training.rundir import find_checkpoint
 
     path = find_checkpoint(path)
     manifest = read_manifest(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from stoker.train import TrainResult
+    from stoker.training import TrainResult
 
 __all__ = ["register"]
 
@@ -127,8 +127,8 @@ def train(
     if options:
         settings["model_options"] = options
 
-    from stoker.train import Interrupted
-    from stoker.train import train as run_training
+    from stoker.training import Interrupted
+    from stoker.training import train as run_training
 
     try:
         result = run_training(
@@ -227,8 +227,8 @@ def evaluate(
     stoker evaluate runs/a
     stoker evaluate runs/a/checkpoints/step_000001000 --split valid --json
     """
-    from stoker.train.evaluation import evaluate as run_evaluation
-    from stoker.train.evaluation import finite
+    from stoker.training.evaluation import evaluate as run_evaluation
+    from stoker.training.evaluation import finite
 
     loaded, dataset = _open(run, data, device, backend, threads)
     metrics = finite(run_evaluation(loaded.model, dataset.split(split), rows=rows, batch_size=batch_size))
@@ -260,7 +260,7 @@ def predict(
     stoker predict runs/a --out scores.parquet
     stoker predict runs/a --data data/criteo --split valid --out scores.parquet
     """
-    from stoker.train.evaluation import predict as run_prediction
+    from stoker.training.evaluation import predict as run_prediction
 
     loaded, dataset = _open(run, data, device, backend, threads)
     count = run_prediction(loaded.model, dataset.split(split), out, rows=rows, batch_size=batch_size)
@@ -275,9 +275,9 @@ def predict(
 def _open(run: Path, data: Path | None, device: str | None, backend: Any, threads: int | None) -> Any:
     from stoker.data.dataset import Dataset
     from stoker.device import resolve_device
-    from stoker.train.checkpoint import load
-    from stoker.train.evaluation import check_dataset
-    from stoker.train.rundir import find_checkpoint, find_dataset
+    from stoker.training.checkpoint import load
+    from stoker.training.evaluation import check_dataset
+    from stoker.training.rundir import find_checkpoint, find_dataset
 
     if threads is not None:
         import torch

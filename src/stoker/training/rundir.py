@@ -20,7 +20,7 @@ from typing import Any
 
 from stoker.data.shards import atomic_file
 from stoker.errors import CheckpointError, ConfigError
-from stoker.train import checkpoint as ckpt
+from stoker.training import checkpoint as ckpt
 
 __all__ = ["RunDirectory", "find_checkpoint", "find_dataset"]
 

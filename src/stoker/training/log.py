@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stoker.data.shards import atomic_file
-from stoker.train.rundir import RunDirectory
+from stoker.training.rundir import RunDirectory
 
 __all__ = ["RunLog"]
 

@@ -11,12 +11,12 @@ from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
 from stoker.errors import CheckpointError, ConfigError
 from stoker.models import RecModel
-from stoker.train import checkpoint
-from stoker.train.config import RESUMABLE, TrainConfig
-from stoker.train.display import Display
-from stoker.train.evaluation import check_dataset
-from stoker.train.progress import Progress
-from stoker.train.rundir import RunDirectory
+from stoker.training import checkpoint
+from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.display import Display
+from stoker.training.evaluation import check_dataset
+from stoker.training.progress import Progress
+from stoker.training.rundir import RunDirectory
 
 __all__ = ["reopen", "restore"]
 

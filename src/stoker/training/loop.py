@@ -17,15 +17,15 @@ from stoker.data.reader import BatchStream
 from stoker.device import resolve_device
 from stoker.errors import ConfigError
 from stoker.models import RecModel
-from stoker.train import checkpoint
-from stoker.train.config import RESUMABLE, TrainConfig
-from stoker.train.display import Display, Mode, make_display
-from stoker.train.evaluation import dataset_identity, evaluate, finite
-from stoker.train.interrupt import Interrupted, StopSignals
-from stoker.train.log import RunLog
-from stoker.train.progress import Clock, Diverged, Progress, explain
-from stoker.train.resume import reopen, restore
-from stoker.train.rundir import RunDirectory
+from stoker.training import checkpoint
+from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.display import Display, Mode, make_display
+from stoker.training.evaluation import dataset_identity, evaluate, finite
+from stoker.training.interrupt import Interrupted, StopSignals
+from stoker.training.log import RunLog
+from stoker.training.progress import Clock, Diverged, Progress, explain
+from stoker.training.resume import reopen, restore
+from stoker.training.rundir import RunDirectory
 from stoker.units import format_count, format_size
 
 __all__ = ["TrainResult", "train"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.errors import StokerError
 from stoker.models import RecModel
 from stoker.optim import Schedule
-from stoker.train.rundir import RunDirectory
+from stoker.training.rundir import RunDirectory
 
 __all__ = ["Clock", "Diverged", "Progress", "explain"]
 

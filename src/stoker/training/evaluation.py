@@ -17,7 +17,7 @@ from stoker.data.dataset import Dataset, canonical_json
 from stoker.data.shards import atomic_file
 from stoker.errors import ConfigError, DependencyError
 from stoker.models import RecModel
-from stoker.train.metrics import StreamingMetrics
+from stoker.training.metrics import StreamingMetrics
 
 if TYPE_CHECKING:
     from stoker.data.split import Split
@@ -83,7 +83,7 @@ def evaluate(
     rows: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
-    """AUC, log loss, normalized entropy, accuracy and calibration (:class:`stoker.train.StreamingMetrics`).
+    """AUC, log loss, normalized entropy, accuracy and calibration (:class:`stoker.training.StreamingMetrics`).
 
     Args:
         model: the model; nothing of it changes.

@@ -295,7 +295,7 @@ def load(
     Raises:
         CheckpointError: a missing or damaged file, or a model that differs from the saved one.
     """
-    from stoker.train.rundir import find_checkpoint
+    from stoker.training.rundir import find_checkpoint
 
     directory = find_checkpoint(directory)
     manifest = read_manifest(directory)
