@@ -83,7 +83,7 @@ def evaluate(
     rows: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, float]:
-    """AUC, log loss, normalized entropy, accuracy and calibration (:class:`stoker.training.StreamingMetrics`).
+    """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`).
 
     Args:
         model: the model; nothing of it changes.

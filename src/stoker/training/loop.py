@@ -82,6 +82,7 @@ def train(
         data, config = reopen(resume, dataset, config, settings)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)  # for models that draw while they train
     device = resolve_device(config.device)
     stream = data.train.batches(
         config.batch_size,

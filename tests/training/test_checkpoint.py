@@ -1,0 +1,273 @@
+"""Checkpoints: complete, checked, atomic, in bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stoker
+from stoker.data.batch import Batch
+from stoker.data.features import FeatureSpec
+from stoker.errors import CheckpointError
+from stoker.models import DLRM
+from stoker.testing import make_dataset
+from stoker.training import checkpoint
+
+SPEC = FeatureSpec.from_sizes(2, [40, 7, 300])
+OPTIMIZERS = {
+    "sgd": stoker.SGD(lr=0.1),
+    "adagrad": stoker.Adagrad(lr=0.1),
+    "rowwise_adagrad": stoker.RowWiseAdagrad(lr=0.1),
+    "adam": stoker.Adam(lr=0.01, schedule=stoker.CosineDecay(steps=10, warmup=2)),
+}
+
+
+def build(optimizer: Any = OPTIMIZERS["adam"], **settings: Any) -> DLRM:
+    options = {"embedding_dim": 4, "bottom": (4,), "top": (5,), "backend": "reference", **settings}
+    return DLRM(SPEC, optimizer=optimizer, **options)
+
+
+def batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        dense=torch.randn(16, 2, generator=generator),
+        ids=torch.stack([torch.randint(0, n, (16,), generator=generator) for n in (40, 7, 300)], 1),
+        labels=torch.randint(0, 2, (16,), generator=generator).float(),
+    )
+
+
+def steps(model: DLRM, dense: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        model.loss(batch(seed)).backward()
+        dense.step()
+        dense.zero_grad()
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = build()
+    dense = torch.optim.Adam(model.dense_parameters(), lr=0.01)
+    steps(model, dense, range(3))
+    return stoker.save(tmp_path / "a", model, dense)
+
+
+@pytest.mark.parametrize("rows", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.Adagrad,
+        lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_continues_to_the_bit(tmp_path: Path, rows: str, kind: Any, dtype: Any) -> None:
+    model = build(OPTIMIZERS[rows], dtype=dtype)
+    dense = kind(model.dense_parameters(), lr=0.01)
+    steps(model, dense, range(4))
+    stoker.save(tmp_path / "half", model, dense, shard_bytes=200)
+    steps(model, dense, range(4, 8))
+    stoker.save(tmp_path / "whole", model, dense)
+
+    other = build(OPTIMIZERS[rows], dtype=dtype, seed=0)
+    dense = kind(other.dense_parameters(), lr=0.01)
+    stoker.load(tmp_path / "half", other, dense)
+    steps(other, dense, range(4, 8))
+    stoker.save(tmp_path / "resumed", other, dense)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+def test_many_small_shards_hold_the_same_rows(tmp_path: Path) -> None:
+    model = build()
+    stoker.save(tmp_path / "one", model)
+    stoker.save(tmp_path / "many", model, shard_bytes=4 * 4 * 3 * 10)
+    assert len(list((tmp_path / "many" / "tables").iterdir())) == 4 + 1 + 30
+    loaded = stoker.load(tmp_path / "many", backend="reference").model
+    for table in model.tables:
+        assert torch.equal(loaded.embeddings.rows(table.name), model.embeddings.rows(table.name))
+
+
+def test_the_files_say_nothing_of_place_and_time(saved: Path) -> None:
+    text = (saved / "manifest.json").read_text()
+    assert str(saved.parent) not in text
+    manifest = json.loads(text)
+    assert manifest["kind"] == "checkpoint"
+    assert not {"time", "device", "backend", "placement"} & set(manifest)
+    assert set(files(saved)) == {*manifest["files"], "manifest.json"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_named_and_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("damage")
+    path = stoker.save(folder / "a", build(), shard_bytes=500)
+    victim = data.draw(st.sampled_from([name for name in files(path) if name != "manifest.json"]))
+    content = bytearray((path / victim).read_bytes())
+    how = data.draw(st.sampled_from(["flip", "cut", "grow", "delete"]))
+    if how == "flip":
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "cut":
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    elif how == "grow":
+        content += b"\0"
+    (path / victim).write_bytes(content)
+    if how == "delete":
+        (path / victim).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        stoker.load(path)
+    assert victim in str(caught.value)
+    if how in ("cut", "grow"):
+        assert f"{len(content):,} bytes" in str(caught.value)
+
+
+def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> None:
+    manifest = json.loads((saved / "manifest.json").read_text())
+    (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99.*Update"):
+        stoker.load(saved)
+    (saved / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        stoker.load(saved)
+    data = make_dataset(tmp_path / "data", rows=100)
+    with pytest.raises(CheckpointError, match="not the manifest of a checkpoint"):
+        stoker.load(data.path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        stoker.load(tmp_path / "nowhere")
+
+
+def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"top: saved \[5\], given \[6\]"):
+        stoker.load(saved, build(top=(6,)))
+    with pytest.raises(CheckpointError, match="'adam', the model has 'sgd'"):
+        stoker.load(saved, build(OPTIMIZERS["sgd"]))
+    model = build()
+    with pytest.raises(CheckpointError, match="'Adam', not 'SGD'"):
+        stoker.load(saved, model, torch.optim.SGD(model.dense_parameters(), lr=0.1))
+    other = DLRM(
+        FeatureSpec.from_sizes(2, [40, 7, 301]), embedding_dim=4, bottom=(4,), top=(5,), backend="reference"
+    )
+    with pytest.raises(CheckpointError, match="table sizes differ"):
+        stoker.load(saved, other)
+
+
+def test_a_taken_name_is_refused_and_replaced_on_request(saved: Path) -> None:
+    before = files(saved)
+    with pytest.raises(CheckpointError, match="exists"):
+        stoker.save(saved, build())
+    assert files(saved) == before
+    model = build(seed=5)
+    stoker.save(saved, model, overwrite=True)
+    assert torch.equal(stoker.load(saved).model.embeddings.rows("C3"), model.embeddings.rows("C3"))
+    assert sorted(entry.name for entry in saved.parent.iterdir()) == ["a"]
+
+
+def test_a_full_disk_leaves_nothing_half_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(saved)
+    real = os.fsync
+    calls = iter(range(100))
+
+    def full(descriptor: int) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        stoker.save(saved, build(seed=9), overwrite=True)
+    assert sorted(entry.name for entry in saved.parent.iterdir()) == ["a"]
+    assert files(saved) == before
+
+
+@pytest.mark.parametrize("survives", range(12))
+def test_a_kill_while_writing_never_leaves_half_a_checkpoint(
+    tmp_path: Path, survives: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stops at every fsync and rename in turn, without any cleaning up, as a kill does."""
+    run = stoker.training.rundir.RunDirectory(tmp_path)
+    first = stoker.save(run.checkpoint(1), build())
+    calls = iter(range(100))
+
+    class Killed(BaseException):
+        pass
+
+    def killing(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(*arguments: Any) -> Any:
+            if next(calls) == survives:
+                raise Killed
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", killing("fsync"))
+    monkeypatch.setattr(os, "replace", killing("replace"))
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)  # type: ignore[attr-defined]
+    try:
+        stoker.save(run.checkpoint(2), build(seed=1))
+    except Killed:
+        pass
+    else:
+        assert survives >= 9
+    monkeypatch.undo()
+    newest, problems = run.newest_whole()
+    assert not problems
+    assert newest in (first, run.checkpoint(2))
+    assert (newest == run.checkpoint(2)) == (
+        survives >= 9 or (tmp_path / "checkpoints" / "step_000000002").exists()
+    )
+    run.prune(5, None)
+    assert not list(run.checkpoints.glob("*.tmp*"))
+
+
+def test_saving_and_loading_take_bounded_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    spec = FeatureSpec.from_sizes(0, [200_000])
+    model = DLRM(spec, embedding_dim=32, top=(4,), backend="reference", optimizer=stoker.Adagrad(lr=0.1))
+    table = 200_000 * 32 * 4 * 2
+    peaks = []
+    for shard_bytes in (2**20, 2**22):
+        tracemalloc.start()
+        stoker.save(tmp_path / str(shard_bytes), model, shard_bytes=shard_bytes)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < table / 4
+    stoker.load(tmp_path / str(2**20), model)
+
+
+def test_stream_position_travels(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=1000, num_embeddings=(40, 7, 300), num_dense=2)
+    model = build()
+    stream = data.train.batches(32, seed=1)
+    iterator = iter(stream)
+    for _ in range(5):
+        next(iterator)
+    stoker.save(tmp_path / "a", model, None, stream)
+    rest = [b.dense for b in iterator]
+    again = data.train.batches(32, seed=1)
+    stoker.load(tmp_path / "a", model, stream=again)
+    assert [torch.equal(b.dense, want) for b, want in zip(again, rest, strict=True)] == [True] * len(rest)
+    stoker.save(tmp_path / "b", model)
+    with pytest.raises(CheckpointError, match="without a stream"):
+        stoker.load(tmp_path / "b", model, stream=again)
+    with pytest.raises(CheckpointError, match="without a dense optimizer"):
+        stoker.load(tmp_path / "b", model, torch.optim.Adam(model.dense_parameters()))

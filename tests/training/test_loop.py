@@ -1,0 +1,413 @@
+"""The training loop: what it learns, records, refuses; and that interrupted runs end like uninterrupted ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.data.dataset import Dataset, write_manifest
+from stoker.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.testing import make_dataset
+from stoker.training import Interrupted, TrainConfig
+from stoker.training.rundir import RunDirectory
+
+SMALL: dict[str, Any] = {
+    "embedding_dim": 4,
+    "model_options": {"bottom": (8,), "top": (8,)},
+    "batch_size": 64,
+    "backend": "reference",
+    "tensorboard": False,
+    "display": "quiet",
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, sequence={1: 4})
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
+    }
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_learns_and_leaves_a_run(data: Dataset, tmp_path: Path, model: str, backend: Any) -> None:
+    settings = {**SMALL, "model_options": {}, "backend": backend}
+    result = stoker.train(
+        data, out=tmp_path / "run", model=model, epochs=4, eval_every=25, log_every=10, **settings
+    )
+    assert result.step == 200
+    assert result.test["auc"] is not None
+    assert result.test["auc"] > 0.85
+    assert result.samples_per_second is not None
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["test"] == result.test
+    assert [line["step"] for line in records(tmp_path / "run", "train")] == list(range(10, 201, 10))
+    evaluations = records(tmp_path / "run", "valid")
+    assert [line["step"] for line in evaluations] == list(range(25, 201, 25))
+    best = max(evaluations, key=lambda line: line["auc"])
+    assert result.best_step == best["step"]
+    assert result.valid["auc"] == best["auc"]
+    again = stoker.evaluate(stoker.load(tmp_path / "run", backend=backend).model, data.test)
+    assert again["auc"] == result.test["auc"], "a run directory loads as its best checkpoint"
+    assert stoker.evaluate(result.model, data.test)["auc"] == result.test["auc"]
+
+
+def test_records_say_what_happened(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(
+        data,
+        out=tmp_path / "run",
+        schedule="linear",
+        warmup=10,
+        row_lr=0.5,
+        dense_lr=0.25,
+        log_every=7,
+        **SMALL,
+    )
+    lines = records(tmp_path / "run", "train")
+    assert [line["step"] for line in lines] == [7, 14, 21, 28, 35, 42, 49]
+    for line in lines:
+        step = line["step"] - 1
+        factor = (step + 1) / 10 if step < 10 else 1 - (step - 10) / 40
+        assert line["row_lr"] == pytest.approx(0.5 * factor)
+        assert line["dense_lr"] == pytest.approx(0.25 * factor)
+        assert line["epoch"] == pytest.approx(line["step"] / 50)
+        assert line["samples_per_second"] > 0
+    assert records(tmp_path / "run", "valid")[0]["rows"] == 400
+    assert records(tmp_path / "run", "test")[0]["rows"] == 400
+
+
+def test_loss_in_the_records_is_the_mean_over_the_steps(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "a", log_every=1, steps=20, **SMALL)
+    stoker.train(data, out=tmp_path / "b", log_every=5, steps=20, **SMALL)
+    single = [line["loss"] for line in records(tmp_path / "a", "train")]
+    assert [line["loss"] for line in records(tmp_path / "b", "train")] == pytest.approx(
+        [sum(single[i : i + 5]) / 5 for i in range(0, 20, 5)]
+    )
+
+
+def test_the_loop_equals_one_written_by_hand(data: Dataset, tmp_path: Path) -> None:
+    settings = {**SMALL, "dense_optimizer": "sgd", "dense_clip_norm": 0.5, "row_optimizer": "sgd"}
+    result = stoker.train(data, out=tmp_path / "run", steps=60, metric="log_loss", patience=None, **settings)
+    model = stoker.DLRM(
+        data.schema, embedding_dim=4, bottom=(8,), top=(8,), optimizer=stoker.SGD(lr=0.1), backend="reference"
+    )
+    optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.1, fused=True)
+    stream = data.train.batches(64, seed=0)
+    done = 0
+    for _ in range(2):
+        for batch in stream:
+            if done == 60:
+                break
+            model.loss(batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.dense_parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+    last = stoker.load(tmp_path / "run" / "checkpoints" / "step_000000060", backend="reference").model
+    for name, value in model.state_dict().items():
+        assert torch.equal(last.state_dict()[name], value), name
+    assert result.step == 60
+
+
+def test_same_seed_same_files_and_another_seed_others(data: Dataset, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        stoker.train(data, out=tmp_path / name, seed=seed, **SMALL)
+    a, b, c = (files(tmp_path / name / "checkpoints") for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_checkpoints_kept_are_the_last_ones_and_the_best(data: Dataset, tmp_path: Path) -> None:
+    # Learning rates so large that the first evaluation stays the best one.
+    result = stoker.train(
+        data, out=tmp_path / "run", steps=60, eval_every=10, keep_last=2, dense_lr=0.05, row_lr=3.0,
+        dense_optimizer="adam", schedule="constant", **SMALL,
+    )  # fmt: skip
+    evaluations = records(tmp_path / "run", "valid")
+    best = max(evaluations, key=lambda line: line["auc"])["step"]
+    assert RunDirectory(tmp_path / "run").steps() == sorted({best, 50, 60})
+    assert result.best_step == best
+
+
+def test_early_stopping_waits_for_patience(data: Dataset, tmp_path: Path) -> None:
+    result = stoker.train(
+        data,
+        out=tmp_path / "run",
+        epochs=50,
+        eval_every=10,
+        patience=3,
+        row_lr=3.0,
+        metric="log_loss",
+        **SMALL,
+    )
+    losses = [line["log_loss"] for line in records(tmp_path / "run", "valid")]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 4
+    assert result.step == 10 * (best + 4)
+    again = stoker.train(resume=tmp_path / "run", display="quiet")
+    assert again.step == result.step, "resuming a stopped run stops at once"
+
+
+def test_evaluation_rows_are_fixed(data: Dataset, tmp_path: Path) -> None:
+    result = stoker.train(data, out=tmp_path / "run", valid_rows=100, **SMALL)
+    assert result.valid["rows"] == 100
+    assert result.valid["auc"] == stoker.evaluate(result.model, data.valid, rows=100)["auc"]
+
+
+def test_resuming_with_more_epochs_equals_a_longer_run(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "long", epochs=3, **SMALL)
+    stoker.train(data, out=tmp_path / "short", epochs=1, **SMALL)
+    stoker.train(resume=tmp_path / "short", epochs=3, display="quiet")
+    assert files(tmp_path / "short" / "checkpoints") == files(tmp_path / "long" / "checkpoints")
+    for kind in ("train", "valid"):
+        ours, theirs = (records(tmp_path / name, kind) for name in ("short", "long"))
+        keep = ("step", "loss", "auc", "log_loss", "epoch")
+        assert [[line.get(k) for k in keep] for line in ours] == [
+            [line.get(k) for k in keep] for line in theirs
+        ]
+
+
+SCRIPT = """
+import sys, stoker
+from stoker.training import Interrupted
+data, out, resume = sys.argv[1:4]
+settings = dict(embedding_dim=4, model_options={"bottom": (8,), "top": (8,)}, batch_size=16,
+backend="reference",
+    tensorboard=False, display="plain", threads=1, epochs=2, eval_every=30, save_every=7, log_every=5,
+    schedule="cosine", dense_clip_norm=1.0, row_optimizer="adam", dtype="bfloat16", keep_last=3)
+try:
+    if resume == "yes":
+        stoker.train(resume=out, display="plain")
+    else:
+        stoker.train(data, out=out, **settings)
+except Interrupted as stopped:
+    print(stopped, file=sys.stderr)
+    sys.exit(stopped.exit_code)
+"""
+
+
+def run_script(data: Dataset, out: Path, *, resume: bool, kill: int | None = None, after: float = 0.0) -> int:
+    command = [sys.executable, "-c", SCRIPT, str(data.path), str(out), "yes" if resume else "no"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        if kill is not None:
+            deadline = time.monotonic() + 60
+            while (
+                not (out / "metrics.jsonl").exists()
+                and process.poll() is None
+                and time.monotonic() < deadline
+            ):
+                time.sleep(0.01)
+            time.sleep(after)
+            process.send_signal(kill)
+        _, messages = process.communicate(timeout=120)
+    if kill == signal.SIGTERM and process.returncode == 128 + signal.SIGTERM:
+        assert "stopped by SIGTERM" in messages
+        assert f"--resume {out}" in messages
+    elif kill is None:
+        assert process.returncode == 0, messages
+    return process.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(
+    data: Dataset, tmp_path: Path
+) -> None:
+    assert run_script(data, tmp_path / "whole", resume=False) == 0
+    chance = random.Random(0)
+    ends = []
+    for number, kill in enumerate((signal.SIGKILL, signal.SIGTERM)):
+        out = tmp_path / f"disturbed{number}"
+        ends.append(run_script(data, out, resume=False, kill=kill, after=chance.uniform(0.0, 0.5)))
+        for _ in range(3):
+            ends.append(run_script(data, out, resume=True, kill=kill, after=chance.uniform(0.0, 0.5)))
+        assert run_script(data, out, resume=True) == 0
+        assert files(out / "checkpoints") == files(tmp_path / "whole" / "checkpoints")
+        ours, theirs = (records(path, "train") for path in (out, tmp_path / "whole"))
+        assert [(line["step"], line["loss"]) for line in ours] == [
+            (line["step"], line["loss"]) for line in theirs
+        ]
+    assert -signal.SIGKILL in ends, "no run was killed in time: make the runs longer"
+    assert 128 + signal.SIGTERM in ends, "no run was stopped in time: make the runs longer"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_checkpoint(
+    data: Dataset, tmp_path: Path, number: signal.Signals
+) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), number))
+    timer.start()
+    with pytest.raises(Interrupted, match="--resume") as caught:
+        stoker.train(data, out=tmp_path / "run", epochs=10_000, **SMALL)
+    timer.join()
+    assert caught.value.exit_code == 128 + number
+    assert caught.value.checkpoint is not None
+    assert caught.value.checkpoint.is_dir()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    manifest = json.loads((caught.value.checkpoint / "manifest.json").read_text())
+    assert manifest["step"] == manifest["tick"] > 0
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("whole", "hurt"):
+        stoker.train(data, out=tmp_path / name, steps=60, eval_every=20, keep_last=3, **SMALL)
+    run = RunDirectory(tmp_path / "hurt")
+    victim = run.checkpoint(60) / "tables" / "001.00000.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    stoker.train(resume=tmp_path / "hurt", display="plain")
+    messages = capsys.readouterr().err
+    assert str(victim) in messages
+    assert f"resuming from {run.checkpoint(40)}, the newest whole checkpoint" in messages
+    assert files(run.checkpoints) == files(tmp_path / "whole" / "checkpoints")
+    for step in run.steps():
+        (run.checkpoint(step) / "dense.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint.*dense.safetensors is missing"):
+        stoker.train(resume=tmp_path / "hurt", display="quiet")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data: Dataset, tmp_path: Path) -> None:
+    settings = {**SMALL, "row_optimizer": "sgd", "dense_optimizer": "sgd", "dense_lr": 1e18, "row_lr": 1e18}
+    with pytest.raises(
+        StokerError, match=r"the loss is (nan|inf) at step [\d,]+, with row_lr .*Lower"
+    ) as caught:
+        stoker.train(data, out=tmp_path / "run", save_every=1, **settings)
+    kept = RunDirectory(tmp_path / "run").steps()
+    assert f"step_{kept[-1]:09d}" in str(caught.value)
+    RunDirectory(tmp_path / "run").newest_whole()
+
+
+def test_resuming_refuses_what_would_change_the_numbers(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
+    with pytest.raises(ConfigError, match=r"batch_size=64.*cannot change"):
+        stoker.train(resume=tmp_path / "run", batch_size=32, display="quiet")
+    with pytest.raises(ConfigError, match=r"settings \['learning_rate'\] do not exist"):
+        stoker.train(resume=tmp_path / "run", learning_rate=0.1, display="quiet")
+    with pytest.raises(ConfigError, match="no run directory"):
+        stoker.train(resume=tmp_path / "nothing", display="quiet")
+    other = make_dataset(tmp_path / "other", rows=4000, num_embeddings=(50, 20, 11))
+    with pytest.raises(StokerError, match="another schema"):
+        stoker.train(other, resume=tmp_path / "run", display="quiet")
+    same_shape = make_dataset(tmp_path / "same", rows=4000, sequence={1: 4}, seed=1)
+    with pytest.raises(StokerError, match="other rows"):
+        stoker.train(same_shape, resume=tmp_path / "run", display="quiet")
+
+
+def test_ids_of_another_vocabulary_are_refused(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
+    other = make_dataset(tmp_path / "other", rows=4000, sequence={1: 4})
+    entry = {"bytes": 0, "sha256": "0" * 64}
+    (other.path / "vocab").mkdir()
+    (other.path / "vocab" / "C1.parquet").write_bytes(b"")
+    write_manifest(
+        other.path, {**other.manifest, "files": {**other.manifest["files"], "vocab/C1.parquet": entry}}
+    )
+    with pytest.raises(ConfigError, match="another schema or vocabulary"):
+        stoker.train(Dataset(other.path), resume=tmp_path / "run", epochs=2, display="quiet")
+
+
+def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(DataError, match="there is no dataset"):
+        stoker.train(tmp_path / "nothing", out=out)
+    with pytest.raises(ConfigError, match="either out"):
+        stoker.train(data)
+    with pytest.raises(ConfigError, match="needs a dataset"):
+        stoker.train(out=out)
+    with pytest.raises(ConfigError, match="'dlrm2' is unknown"):
+        stoker.train(data, out=out, model="dlrm2")
+    with pytest.raises(ConfigError, match="has no option 'hiden'"):
+        stoker.train(data, out=out, model_options={"hiden": (3,)})
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        stoker.train(data, out=out, batch_size=0)
+    with pytest.raises(ConfigError, match="row_lr is nan"):
+        stoker.train(data, out=out, row_lr=math.nan)
+    with pytest.raises(ConfigError, match="no GPU"):
+        if torch.cuda.is_available():
+            raise ConfigError("no GPU to miss here")
+        stoker.train(data, out=out, device="cuda")
+    assert not out.exists()
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not empty"):
+        stoker.train(data, out=out, **SMALL)
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_config_round_trip_and_unknown_settings() -> None:
+    config = TrainConfig(model="dcn", row_lr=0.5, model_options={"rank": 8})
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ConfigError, match="do not exist"):
+        TrainConfig.from_dict({"modle": "dcn"})
+
+
+def test_tensorboard_holds_the_curves(data: Dataset, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stoker.train(data, out=tmp_path / "run", log_every=10, **{**SMALL, "tensorboard": True})
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [10, 20, 30, 40, 50]
+    lines = records(tmp_path / "run", "valid")
+    assert events.Scalars("valid/auc")[0].value == pytest.approx(lines[0]["auc"])
+
+
+def test_predictions_are_written_whole(data: Dataset, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    result = stoker.train(data, out=tmp_path / "run", **SMALL)
+    out = tmp_path / "scores.parquet"
+    assert stoker.predict(result.model, data.test, out, batch_size=64) == 400
+    table = pq.read_table(out)
+    assert table.column_names == ["row", "label", "score"]
+    assert table["row"].to_pylist() == list(range(400))
+    batch = next(iter(data.test.batches(400)))
+    assert torch.equal(torch.tensor(table["label"].to_numpy()), batch.labels)
+    torch.testing.assert_close(torch.tensor(table["score"].to_numpy()), result.model.predict(batch))
+    with pytest.raises(ConfigError, match="exists"):
+        stoker.predict(result.model, data.test, out)
+    assert stoker.predict(result.model, data.test, tmp_path / "few.parquet", rows=7) == 7
+
+
+def test_a_run_without_validation_and_test_rows(tmp_path: Path) -> None:
+    whole = make_dataset(tmp_path / "d", rows=500)
+    manifest = whole.manifest
+    write_manifest(whole.path, {**manifest, "splits": {"train": manifest["splits"]["train"]}})
+    result = stoker.train(whole.path, out=tmp_path / "run", **SMALL)
+    assert result.best_step is None
+    assert result.valid == result.test == {}
+    assert RunDirectory(tmp_path / "run").steps() == [7]
