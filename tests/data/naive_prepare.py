@@ -164,7 +164,9 @@ def prepare(schema: Schema, names: list[str], lines: list[bytes], separator: str
         vocabularies[table] = kept
         ids[table] = {value: number for number, (value, _) in enumerate(kept, 1)}
         unknown[table] = total - sum(n for _, n in kept)
-    out: dict[str, Any] = {name: {"labels": [], "dense": [], "bags": []} for name in ("train", "valid", "test")}
+    out: dict[str, Any] = {
+        name: {"labels": [], "dense": [], "bags": []} for name in ("train", "valid", "test")
+    }
     for row, split, values in zip(rows, splits, dense, strict=True):
         bags = []
         for column, items in zip(schema.features, row["features"], strict=True):

@@ -24,7 +24,7 @@ __all__ = ["BLOCK_BYTES", "LineBlock", "expand", "first_line", "line_blocks", "s
 
 BLOCK_BYTES = 2**24
 _MAX_LINE = 2**26  # a longer line means that this is no text log
-_READ = 2**20
+_READ = 2**16  # compressed bytes inflated at a time
 _BOM = b"\xef\xbb\xbf"
 _SUFFIXES = {
     ".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -234,10 +234,12 @@ def _inflate(path: Path, compression: str) -> Iterator[tuple[bytes, int, str | N
                     if not raw.strip(b"\0"):  # padding after the last member
                         break
                     member = make()
+                before = member.copy() if hasattr(member, "copy") else None
                 try:
                     piece = member.decompress(raw)
                 except failure as error:
-                    yield b"", used, f"damaged {compression} stream ({error}); the rest of the file is lost"
+                    whole = b"" if before is None else _until_damage(before, raw, failure)
+                    yield whole, used, f"damaged {compression} stream ({error}); the rest of the file is lost"
                     return
                 raw = b""
                 if member.eof:
@@ -245,3 +247,14 @@ def _inflate(path: Path, compression: str) -> Iterator[tuple[bytes, int, str | N
                 yield piece, used, None
     if member is not None:
         yield b"", used, f"truncated {compression} file; the rest of the file is lost"
+
+
+def _until_damage(member: _Inflater, raw: bytes, failure: type[Exception]) -> bytes:
+    """What a stream gives before it fails, fed byte by byte: one call would lose all of its output."""
+    pieces = []
+    try:
+        for at in range(len(raw)):
+            pieces.append(member.decompress(raw[at : at + 1]))
+    except failure:
+        pass
+    return b"".join(pieces)
