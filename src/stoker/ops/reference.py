@@ -164,7 +164,9 @@ def row_norm_squared(values: Tensor) -> Tensor:
     """
     squares = values * values
     pad = -squares.shape[1] % _LANES
-    squares = torch.nn.functional.pad(squares, (0, pad)).view(len(values), -1, _LANES)
+    squares = torch.nn.functional.pad(squares, (0, pad)).view(
+        len(values), (values.shape[1] + pad) // _LANES, _LANES
+    )
     lanes = torch.zeros(len(values), _LANES, dtype=values.dtype, device=values.device)
     for chunk in range(squares.shape[1]):
         lanes = lanes + squares[:, chunk]

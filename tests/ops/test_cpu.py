@@ -1,0 +1,170 @@
+"""The Numba back end against the reference: equal to the bit, forward and update, whatever the batch looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker import optim
+from stoker.ops import Bags, Rounding, get_backend
+from stoker.ops.reference import derive_key
+from stoker.ops.space import make_space
+
+pytest.importorskip("numba", reason="the CPU back end needs numba")
+
+REFERENCE, CPU = (get_backend(name, torch.device("cpu")) for name in ("reference", "cpu"))
+OPTIMIZERS = [
+    optim.SGD(lr=0.1),
+    optim.Adagrad(lr=0.1),
+    optim.RowWiseAdagrad(lr=0.1),
+    optim.Adam(lr=0.1),
+    optim.SGD(lr=0.1, weight_decay=0.01, clip_value=0.5, clip_norm=1.0),
+    optim.Adam(lr=0.1, clip_norm=0.7),
+]
+
+
+@st.composite
+def cases(draw):
+    tables = draw(st.lists(st.sampled_from([1, 2, 7, 40, 3000]), min_size=1, max_size=4))
+    shared = draw(st.booleans())  # whether two features address the first table
+    features = [[f"f{i}", f"g{i}"] if i == 0 and shared else [f"f{i}"] for i in range(len(tables))]
+    order = draw(st.permutations([name for names in features for name in names]))
+    space = make_space([f"t{i}" for i in range(len(tables))], tables, features, order)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    batch, count = draw(st.integers(0, 40)), len(order)
+    kind = draw(st.sampled_from(["one_hot", "jagged"]))
+    integer = draw(st.sampled_from([torch.int32, torch.int64]))
+    skew = draw(st.sampled_from([1.0, 4.0]))  # 4: most lookups fall on a few rows
+    if kind == "one_hot":
+        ids = (torch.rand(batch, count, generator=generator) ** skew * space.limits).to(integer)
+        offsets = None
+    else:
+        lengths = torch.randint(0, 4, (batch * count,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        limits = space.limits.repeat(batch).repeat_interleave(lengths)
+        ids = (torch.rand(len(limits), generator=generator) ** skew * limits).to(integer)
+    pooling = draw(st.sampled_from(["sum", "mean", "weighted"]))
+    weights = torch.randn(ids.numel(), generator=generator) if pooling == "weighted" else None
+    return space, Bags(ids, offsets, weights, pooling == "mean"), generator
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    case=cases(),
+    dim=st.sampled_from([1, 3, 16, 20, 100]),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_equals_the_reference_to_the_bit(case, dim, optimizer, dtype, threads):
+    space, bags, generator = case
+    total = space.num_rows
+    weight = torch.randn(total, dim, generator=generator).to(dtype)
+    shapes = {"row": (total, dim), "scalar": (total,)}
+    state = {name: torch.rand(shapes[kind], generator=generator) for name, kind in optimizer.state.items()}
+    grad = torch.randn(bags.batch_size(len(space.features)), len(space.features), dim, generator=generator)
+    rounding = Rounding(tuple(derive_key(1, name) for name in space.names))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = []
+        for backend in (REFERENCE, CPU):
+            w, s = weight.clone(), {name: tensor.clone() for name, tensor in state.items()}
+            pooled = backend.lookup(w, space, bags).clone()
+            for tick in (0, 1):
+                backend.update(w, s, space, bags, grad, optimizer.rule(tick), rounding)
+            results.append((pooled, w, *s.values()))
+        for expected, got in zip(*results, strict=True):
+            assert torch.equal(expected, got)
+        if bags.weights is not None and bags.ids.numel():
+            torch.testing.assert_close(
+                CPU.weight_gradient(weight, space, bags, grad), REFERENCE.weight_gradient(weight, space, bags, grad),
+                rtol=1e-4, atol=1e-4,
+            )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 16, 65, 200])
+def test_initial_rows(dim, dtype):
+    ours, expected = torch.empty(5000, dim, dtype=dtype), torch.empty(5000, dim, dtype=dtype)
+    CPU.init_rows(ours, 77, 2**31, 0.25)
+    REFERENCE.init_rows(expected, 77, 2**31, 0.25)
+    assert torch.equal(ours, expected)
+
+
+def test_one_row_many_times_and_hash_collisions():
+    """All lookups on rows that collide in a small hash table, and a table of one row."""
+    space = make_space(["a", "b"], [1, 10_000_000], [["a"], ["b"]], ["a", "b"])
+    collide = torch.arange(512, dtype=torch.int64) * 16384 % 10_000_000
+    ids = torch.stack([torch.zeros(512, dtype=torch.int64), collide], 1)
+    weight = torch.zeros(space.num_rows, 1)
+    expected = torch.zeros(space.num_rows, 1)
+    grad = torch.randn(512, 2, 1)
+    for backend, target in ((REFERENCE, expected), (CPU, weight)):
+        backend.update(target, {}, space, Bags(ids), grad, optim.SGD(lr=1.0).rule(0), Rounding(()))
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**31 + 5])
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
+def test_ids_outside_the_table_are_refused(bad, jagged, backend):
+    space = make_space(["first", "second"], [7, 9], [["first"], ["second"]], ["first", "second"])
+    ids = torch.zeros(4, 2, dtype=torch.int64)
+    ids[2, 0] = bad
+    bags = Bags(ids.reshape(-1), torch.arange(9)) if jagged else Bags(ids)
+    with pytest.raises(IndexError, match=rf"example 2 has id {bad} in feature 'first'.*ids 0 to 6"):
+        backend.lookup(torch.zeros(16, 4), space, bags)
+
+
+def test_row_addresses_beyond_32_bits():
+    """Rows times columns above 2**31: 64-bit addresses, on memory that is only touched where it is used."""
+    import numpy as np
+
+    rows, dim = 70_000_000, 32  # 2.24e9 elements, 9 GB of address space, of which a few pages are touched
+    try:
+        memory = np.zeros((rows, dim), dtype=np.float32)
+    except MemoryError:
+        pytest.skip("this machine does not hand out 9 GB of address space")
+    weight = torch.from_numpy(memory)
+    space = make_space(["small", "huge"], [5, rows - 5], [["small"], ["huge"]], ["small", "huge"])
+    ids = torch.tensor([[1, rows - 6], [4, 2**26 + 3], [1, rows - 6]])
+    grad = torch.arange(1.0, 7.0).reshape(3, 2, 1).repeat(1, 1, dim)
+    CPU.update(weight, {}, space, Bags(ids), grad, optim.SGD(lr=1.0).rule(0), Rounding(()))
+    assert weight[rows - 1].tolist() == [-8.0] * dim  # 2 + 6
+    assert weight[2**26 + 8].tolist() == [-4.0] * dim
+    assert weight[1].tolist() == [-6.0] * dim
+    # Where 32-bit arithmetic would have landed:
+    wrapped = (
+        ((rows - 1) * dim - 2**32) // dim if (rows - 1) * dim > 2**32 else ((rows - 1) * dim) % 2**31 // dim
+    )
+    assert weight[wrapped].abs().sum() == 0
+    pooled = CPU.lookup(weight, space, Bags(ids))
+    assert pooled[0, 1].tolist() == [-8.0] * dim
+
+
+def test_kernels_are_kept_on_disk():
+    """A second process finds every kernel compiled: nothing in a kernel's cache key changes between processes."""
+    code = (
+        "import numba, torch; from numba.core import caching; saved = []\n"
+        "real = caching.IndexDataCacheFile.save\n"
+        "caching.IndexDataCacheFile.save = lambda self, key, data: (saved.append(str(self._index_name)), real(self, key, data))\n"
+        "import stoker; from stoker.ops.interaction import dot_interaction\n"
+        "t = stoker.EmbeddingTables([stoker.TableConfig(name='t', num_embeddings=9, embedding_dim=5)],"
+        " optimizer=stoker.SGD(lr=0.1))\n"
+        "out = dot_interaction(torch.zeros(3, 5), t(torch.zeros(3, 1, dtype=torch.int64)))\n"
+        "out.sum().backward(); print('SAVED', saved)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        for _ in range(2)
+    ]
+    assert runs[1].returncode == 0, runs[1].stderr
+    assert runs[1].stdout.strip().endswith("SAVED []")

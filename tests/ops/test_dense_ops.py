@@ -1,0 +1,124 @@
+"""Interaction, layer chain, arena and thread team."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stoker.ops import reference
+from stoker.ops.arena import Arena
+from stoker.ops.interaction import dot_interaction
+from stoker.ops.mlp import mlp
+from stoker.ops.threads import Team
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    batch=st.integers(0, 70),
+    features=st.integers(1, 40),
+    dim=st.sampled_from([1, 4, 16, 20, 64, 130]),
+    seed=st.integers(0, 1000),
+)
+def test_interaction_equals_the_reference(batch, features, dim, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [
+        torch.randn(*shape, generator=generator, requires_grad=True)
+        for shape in ((batch, dim), (batch, features, dim))
+    ]
+    out, expected = dot_interaction(*inputs), reference.dot_interaction(*inputs)
+    grad = torch.randn(expected.shape, generator=generator)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_interaction_is_exact_on_integers():
+    dense = torch.randint(-4, 5, (9, 16)).float().requires_grad_()
+    embedded = torch.randint(-4, 5, (9, 26, 16)).float().requires_grad_()
+    out, expected = dot_interaction(dense, embedded), reference.dot_interaction(dense, embedded)
+    assert out.shape == (9, 16 + 351)
+    assert torch.equal(out, expected)
+    grad = torch.randint(-3, 4, expected.shape).float()
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (dense, embedded), grad),
+        torch.autograd.grad(expected, (dense, embedded), grad),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("relu_last", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 1], [13, 64, 16], [40, 32, 8, 1], [5, 1, 4]])
+@pytest.mark.parametrize("batch", [1, 33])
+def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch):
+    torch.manual_seed(0)
+    layers = [nn.Linear(i, o) for i, o in zip(sizes, sizes[1:], strict=False)]
+    x = torch.randn(batch, sizes[0], requires_grad=True)
+    expected = x
+    for index, layer in enumerate(layers):
+        expected = layer(expected)
+        if relu_last or index < len(layers) - 1:
+            expected = expected.relu()
+    out = mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=relu_last)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(expected)
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    for ours, theirs in zip(
+        torch.autograd.grad(out, parameters, grad),
+        torch.autograd.grad(expected, parameters, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_chain_falls_back_under_autocast_and_for_doubles():
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlp(x, [layer.weight], [layer.bias], relu_last=False).dtype == torch.bfloat16
+    double = nn.Linear(8, 8).double()
+    assert torch.autograd.gradcheck(
+        lambda v, w, b: mlp(v, [w], [b], relu_last=True),
+        (torch.randn(3, 8).double().requires_grad_(), double.weight, double.bias),
+    )
+
+
+def test_arena_returns_memory_only_when_nobody_refers_to_it():
+    arena = Arena()
+    first = arena.empty(100, 30)
+    view = first[3:5].clone(), first[3:5]
+    view[1].fill_(7.0)
+    address = first.data_ptr()
+    del first
+    other = arena.empty(100, 30)
+    assert other.data_ptr() != address  # the view still needs its memory
+    other.fill_(1.0)
+    assert view[1].eq(7.0).all()
+    del view
+    assert arena.empty(100, 30).data_ptr() == address
+
+
+def test_team_runs_everything_and_passes_errors_on():
+    team = Team(3)
+    seen: list[int] = []
+    lock = threading.Lock()
+
+    def work(value: int) -> int:
+        with lock:
+            seen.append(value)
+        if value == 2:
+            raise KeyError("broken on purpose")
+        return value * 10
+
+    assert team.run(work, [(0,), (1,), (3,)]) == [0, 10, 30]
+    with pytest.raises(KeyError, match="broken on purpose"):
+        team.run(work, [(0,), (1,), (2,)])
+    assert team.run(work, [(0,), (4,)]) == [0, 40]  # the team survives
+    assert sorted(seen) == [0, 0, 0, 1, 1, 2, 3, 4]
