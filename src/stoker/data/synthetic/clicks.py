@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +97,7 @@ class ClickLog:
         self._counts = {column.largest: Sampler(zipf(1.15, column.largest)) for column in self.numbers}
         small = [at for at, column in enumerate(self.ids) if 2 < column.num_ids <= _PAIR_IDS]
         self._pairs = list(zip(small[::2], small[1::2], strict=False))[:interactions]
+        self._calibration = self._calibrated()  # here, since blocks are made on several threads
 
     def block(self, start: int, stop: int) -> ClickBlock:
         """Rows [start, stop); may lie past ``rows``."""
@@ -116,8 +116,8 @@ class ClickLog:
             labels=chance < 1.0 / (1.0 + np.exp(-logits.astype(np.float64))),
         )
 
-    def draw_ids(self, rows: NDArray[np.uint64]) -> list[NDArray[np.int64]]:
-        """Ids of every column for these rows, -1 where missing; [n] each."""
+    def draw_ids(self, rows: NDArray[np.uint64], *, still: bool = False) -> list[NDArray[np.int64]]:
+        """Ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
         drawn: list[NDArray[np.int64]] = []
         for column in self.ids:
             if column.of is not None:
@@ -125,7 +125,7 @@ class ClickLog:
                 drawn.append(draw.integers(draw.key_of(self.seed, column.name, "of"), parent, column.num_ids))
                 continue
             rank = self._samplers[column.num_ids](draw.uniform(draw.key_of(self.seed, column.name), rows))
-            if self.drift and column.num_ids > 2:
+            if self.drift and not still and column.num_ids > 2:
                 rank = self._drifted(rank, rows, column)
             if column.missing:
                 rank[self._missing(column.name, column.missing, rows)] = -1
@@ -177,14 +177,9 @@ class ClickLog:
     def _strength(self, name: str) -> float:
         return 0.5 + float(draw.uniform(draw.key_of(self.seed, name, "strength"), np.zeros(1))[0])
 
-    @cached_property
-    def _calibration(self) -> tuple[NDArray[np.float32], float, float]:
+    def _calibrated(self) -> tuple[NDArray[np.float32], float, float]:
         rows = np.arange(_SAMPLE, dtype=np.uint64)
-        still, self.drift = self.drift, 0.0  # the same planted truth whatever the drift
-        try:
-            ids = self.draw_ids(rows)
-        finally:
-            self.drift = still
+        ids = self.draw_ids(rows, still=True)  # the same planted truth whatever the drift
         numbers, _ = self._draw_numbers(rows)
         means = [np.log1p(np.maximum(values, 0)).mean() for values in numbers]
         centre = np.array(means, dtype=np.float32)

@@ -1,0 +1,366 @@
+"""Generated logs: the asked skew, the planted truth, the same bytes for the same seed, bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss, roc_auc_score
+
+from stoker.data import synthetic
+from stoker.data.synthetic import draw, text
+from stoker.data.synthetic.formats import Options, Part, criteo
+from stoker.data.synthetic.writer import RECIPES, source_of
+from stoker.errors import ConfigError, DataError
+
+TEXT_RECIPES = ("criteo", "avazu", "taobao", "trivago")
+
+
+def _out(folder: Path, recipe: str, name: str = "log") -> Path:
+    if recipe in ("movielens", "ebnerd"):
+        return folder / name
+    return folder / f"{name}{'.parquet' if recipe in ('online-retail', 'globo') else '.csv'}"
+
+
+def _digests(path: Path) -> dict[str, str]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(recipe: str, tmp_path: Path) -> None:
+    rows = 70_000  # more than one block
+    for name, workers in (("a", 1), ("b", 3)):
+        synthetic.write(recipe, rows, _out(tmp_path / name, recipe), seed=3, drift=0.4, workers=workers)
+    synthetic.write(recipe, rows, _out(tmp_path / "c", recipe), seed=4, drift=0.4)
+    first, again, other = (_digests(_out(tmp_path / name, recipe)) for name in "abc")
+    assert first == again
+    assert first != other
+    truths = [synthetic.SyntheticTruth.load(f"{_out(tmp_path / name, recipe)}.truth.json") for name in "ab"]
+    assert truths[0] == truths[1]
+    assert truths[0].rows == rows
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_logs_hold_the_same_text(suffix: str, tmp_path: Path) -> None:
+    synthetic.write("criteo", 500, tmp_path / "log.tsv")
+    synthetic.write("criteo", 500, tmp_path / f"log.tsv{suffix}")
+    raw = (tmp_path / f"log.tsv{suffix}").read_bytes()
+    if suffix == ".gz":
+        plain = gzip.decompress(raw)
+    else:
+        import zstandard
+
+        with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
+            plain = reader.read()
+    assert plain == (tmp_path / "log.tsv").read_bytes()
+
+
+@cache
+def _small_criteo() -> Callable[[int, int], Part]:
+    return criteo(Options(rows=50_000, drift=0.7, scale=0.01)).files[""][1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(start=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4))
+def test_rows_do_not_depend_on_the_pieces_they_are_made_in(start: int, sizes: list[int]) -> None:
+    render = _small_criteo()
+    whole = render(start, start + sum(sizes))
+    lines, logits, at = b"", [], start
+    assert whole.block is not None
+    for size in sizes:
+        part = render(at, at + size)
+        assert part.block is not None
+        lines += part.block.tobytes().translate(None, b"\0")
+        logits.append(part.logits)
+        at += size
+    assert lines == whole.block.tobytes().translate(None, b"\0")
+    np.testing.assert_array_equal(np.concatenate(logits), whole.logits)
+
+
+def test_a_row_of_a_log_without_drift_does_not_depend_on_its_length() -> None:
+    short, long = (criteo(Options(rows=rows, scale=0.01)).files[""][1](100, 200) for rows in (1_000, 10**9))
+    assert short.block is not None
+    assert long.block is not None
+    assert short.block.tobytes() == long.block.tobytes()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 1.05, 1.4])
+def test_ids_follow_zipf(alpha: float) -> None:
+    num_ids, count = 50_000, 400_000
+    weight = np.arange(1, num_ids + 1) ** -alpha
+    exact = np.cumsum(weight / weight.sum())
+    curve = synthetic.zipf(alpha, num_ids)
+    ranks = synthetic.Sampler(curve)(draw.uniform(draw.key_of(0, "x"), np.arange(count)))
+    assert ranks.min() >= 0
+    assert ranks.max() < num_ids
+    for top in (1, 10, 300, 5_000, 49_000):
+        assert curve.share_of_top(top) == pytest.approx(exact[top - 1], abs=0.002)
+        assert np.mean(ranks < top) == pytest.approx(exact[top - 1], abs=0.005)
+
+
+def test_a_curve_of_forty_million_ids_is_small_and_ends_at_one() -> None:
+    curve = synthetic.zipf(1.05, 40_000_000)
+    assert len(curve.ranks) < 1_500
+    assert curve.shares[-1] == pytest.approx(1.0)
+    sampler = synthetic.Sampler(curve)
+    assert sampler(np.array([0.0, 1 - 2**-53])).tolist() == [0, 39_999_999]
+    assert float(sampler.share(np.arange(0, 2_000)).sum()) == pytest.approx(
+        curve.share_of_top(2_000), abs=1e-5
+    )
+
+
+def test_a_measured_curve_gives_back_the_skew_it_was_measured_on(tmp_path: Path) -> None:
+    counts = np.maximum(1, (2e5 / np.arange(1, 30_001) ** 0.9).astype(int))
+    np.random.default_rng(0).shuffle(counts)
+    curve = synthetic.measure_curve(counts, name="mine")
+    assert len(curve.ranks) < 70
+    curve.save(tmp_path / "mine.json")
+    loaded = synthetic.Curve.load(tmp_path / "mine.json")
+    ranks = synthetic.Sampler(loaded)(draw.uniform(1, np.arange(300_000)))
+    ordered = np.sort(counts)[::-1]
+    for top in (1, 30, 300, 3_000):
+        assert np.mean(ranks < top) == pytest.approx(ordered[:top].sum() / counts.sum(), abs=0.006)
+    wide = loaded.stretched(3_000_000)
+    assert wide.share_of_top(30_000) == pytest.approx(loaded.share_of_top(300), abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ids", "top", "share"),
+    [("globo-articles", 46_033, 460, 0.680), ("book-crossing-books", 340_556, 3_405, 0.251)],
+)
+def test_the_package_brings_measured_curves(name: str, num_ids: int, top: int, share: float) -> None:
+    curve = synthetic.Curve.load(name)
+    assert curve.num_ids == num_ids
+    assert curve.share_of_top(top) == pytest.approx(share, abs=0.002)
+
+
+def test_curves_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="globo-articles"):
+        synthetic.Curve.load("no-such-curve")
+    (tmp_path / "bad.json").write_text('{"name": 3}')
+    with pytest.raises(DataError, match="no frequency curve"):
+        synthetic.Curve.load(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match="must rise"):
+        synthetic.Curve(name="x", num_ids=3, ranks=(1, 3), shares=(0.6, 0.5))
+    with pytest.raises(DataError, match="no counts"):
+        synthetic.measure_curve([0, 0])
+
+
+def test_drift_changes_who_is_popular_and_not_how_popular() -> None:
+    def top_ids(log: synthetic.ClickLog, start: int) -> tuple[set[int], float]:
+        ids = log.draw_ids(np.arange(start, start + 40_000, dtype=np.uint64))[0]
+        values, counts = np.unique(ids, return_counts=True)
+        order = np.argsort(-counts)[:20]
+        return set(values[order].tolist()), float(counts[order].sum() / 40_000)
+
+    column = [synthetic.IdColumn(name="item", num_ids=100_000)]
+    rows = 1_000_000
+    still = synthetic.ClickLog(column, rows=rows)
+    moving = synthetic.ClickLog(column, rows=rows, drift=0.5)
+    same = len(top_ids(still, 0)[0] & top_ids(still, rows - 40_000)[0])
+    early, late = top_ids(moving, 0), top_ids(moving, rows - 40_000)
+    assert same >= 17
+    assert 3 <= len(early[0] & late[0]) <= 15
+    assert late[1] == pytest.approx(early[1], abs=0.02)
+    # Whoever is replaced at half of the drift is a different set than at all of it: it goes on all the time.
+    assert len(early[0] & top_ids(moving, rows // 2)[0]) > len(early[0] & late[0])
+
+
+def test_the_planted_truth_is_what_scoring_with_the_true_logit_reaches(tmp_path: Path) -> None:
+    rows, log = 200_000, None
+    options = Options(rows=rows, scale=0.02)
+    truth = synthetic.write("criteo", rows, tmp_path / "log.tsv", scale=0.02)
+    part = criteo(options).files[""][1](0, rows)
+    log = part.logits
+    labels = np.array([line[:1] == b"1" for line in (tmp_path / "log.tsv").read_bytes().splitlines()])
+    chance = 1 / (1 + np.exp(-log.astype(np.float64)))
+    noise = 4 / math.sqrt(rows)
+    assert truth.best_auc == pytest.approx(roc_auc_score(labels, chance), abs=noise)
+    assert truth.best_log_loss == pytest.approx(log_loss(labels, chance), abs=noise)
+    assert truth.base_rate == pytest.approx(labels.mean(), abs=noise)
+    assert truth.base_rate == pytest.approx(0.2562, abs=0.01)
+    assert 0.7 < truth.best_auc < 0.9
+    # Anything that knows less stays below.
+    blurred = log + np.random.default_rng(0).normal(0, 1, rows)
+    assert roc_auc_score(labels, blurred) < truth.best_auc - noise
+
+
+def test_without_signal_nothing_can_be_learnt(tmp_path: Path) -> None:
+    truth = synthetic.write("avazu", 20_000, tmp_path / "log.csv", signal=0.0, base_rate=0.3)
+    assert truth.best_auc == pytest.approx(0.5, abs=1e-6)
+    assert truth.best_log_loss == pytest.approx(-(0.3 * math.log(0.3) + 0.7 * math.log(0.7)), abs=1e-3)
+
+
+def test_the_truth_of_choices_is_what_their_shares_reach(tmp_path: Path) -> None:
+    truth = synthetic.write("ebnerd", 6_000, tmp_path / "log")
+    source = source_of("ebnerd", Options(rows=6_000))
+    labels, scores = [], []
+    for name in ("train_behaviors.parquet", "validation_behaviors.parquet"):
+        table = pq.read_table(tmp_path / "log" / name)
+        rows, render = source.files[name]
+        scores.append(render(0, rows).logits)
+        for shown, clicked in zip(
+            table["article_ids_inview"].to_pylist(), table["article_ids_clicked"].to_pylist(), strict=True
+        ):
+            assert len(set(shown)) == len(shown)
+            assert clicked[0] in shown
+            labels += [item in clicked for item in shown]
+    assert truth.examples == len(labels)
+    assert roc_auc_score(labels, np.concatenate(scores)) == pytest.approx(truth.best_auc, abs=0.01)
+
+
+def test_the_truth_meter_agrees_with_scikit_learn_on_known_labels() -> None:
+    generator = np.random.default_rng(1)
+    logits = generator.normal(0, 2, 5_000)
+    labels = generator.random(5_000) < 1 / (1 + np.exp(-logits))
+    meter = synthetic.TruthMeter()
+    for piece in np.array_split(np.arange(5_000), 7):
+        meter.add_known(logits[piece], labels[piece])
+    assert meter.auc == pytest.approx(roc_auc_score(labels, logits), abs=1e-4)
+    assert meter.log_loss == pytest.approx(log_loss(labels, 1 / (1 + np.exp(-logits))), abs=1e-9)
+    assert meter.examples == 5_000
+
+
+def test_spoiled_lines_are_as_many_as_reported_and_of_every_kind(tmp_path: Path) -> None:
+    truth = synthetic.write("criteo", 20_000, tmp_path / "log.tsv", bad="2%")
+    kinds = {"columns": 0, "label": 0, "number": 0, "hex": 0, "utf8": 0}
+    for line in (tmp_path / "log.tsv").read_bytes().splitlines():
+        fields = line.split(b"\t")
+        try:
+            line.decode()
+        except UnicodeDecodeError:
+            kinds["utf8"] += 1
+            continue
+        if len(fields) != 40:
+            kinds["columns"] += 1
+        elif fields[0] not in (b"0", b"1"):
+            kinds["label"] += 1
+        elif any(field.startswith(b"x") for field in fields[1:14]):
+            kinds["number"] += 1
+        elif any(field.startswith(b"z") for field in fields[14:]):
+            kinds["hex"] += 1
+    assert sum(kinds.values()) == truth.bad
+    assert truth.bad == pytest.approx(400, abs=80)
+    assert truth.examples == 20_000 - truth.bad
+    assert min(kinds.values()) > 40
+
+
+def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) -> None:
+    values = draw.scatter32(12_345, np.arange(200_000))
+    assert len(np.unique(values)) == 200_000
+    synthetic.write("criteo", 20_000, tmp_path / "log.tsv", scale=0.001, alpha=0.2)
+    columns = np.array([line.split(b"\t") for line in (tmp_path / "log.tsv").read_bytes().splitlines()])
+    seen = [len(np.unique(columns[:, 14 + table][columns[:, 14 + table] != b""])) for table in range(26)]
+    for found, size in zip(seen, synthetic.KAGGLE_SIZES, strict=True):
+        assert found <= max(3, round(size * 0.001))
+    assert seen[9] == 93  # C10: 93,145 scaled
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
+def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
+    missing = np.arange(len(values)) % 3 == 1
+    block, _ = text.joined(
+        [text.whole(np.array(values), missing), text.cents(np.abs(np.array(values)))], "::"
+    )
+    expected = "".join(
+        f"{'' if gone else value}::{abs(value) // 100}.{abs(value) % 100:02d}\n"
+        for value, gone in zip(values, missing, strict=True)
+    )
+    assert block.tobytes().translate(None, b"\0").decode() == expected
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
+def test_hex_is_rendered_as_python_would(values: list[int]) -> None:
+    rendered = text.hex8(np.array(values, dtype=np.uint32))
+    assert [bytes(row).decode() for row in rendered] == [f"{value:08x}" for value in values]
+
+
+def test_refusals_name_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="online-retail"):
+        synthetic.write("netflix", 10, tmp_path / "x")
+    with pytest.raises(ConfigError, match="at least 1"):
+        synthetic.write("criteo", 0, tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"x\.parquet"):
+        synthetic.write("globo", 10, tmp_path / "x.csv")
+    with pytest.raises(ConfigError, match=r"\.tsv"):
+        synthetic.write("criteo", 10, tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="spoil"):
+        synthetic.write("globo", 10, tmp_path / "x.parquet", bad=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prepared_dataset_is_whole_numbered_by_frequency_and_repeatable(tmp_path: Path) -> None:
+    arguments = {
+        "rows": 90_000,
+        "valid_rows": 20_000,
+        "sizes": (3_000, 40, 700),
+        "num_dense": 2,
+        "drift": 0.3,
+        "missing": 0.02,
+        "seed": 5,
+    }
+    made, truth = synthetic.dataset(tmp_path / "a", **arguments, workers=1)
+    again, _ = synthetic.dataset(tmp_path / "b", **arguments, workers=3)
+    assert made.verify() == 4
+    assert made.manifest == again.manifest
+    assert {name: len(split) for name, split in made.splits.items()} == {"train": 90_000, "valid": 20_000}
+    assert made.schema.num_embeddings == {"C1": 3_001, "C2": 41, "C3": 701}
+    ids = np.concatenate([batch.ids.numpy() for batch in made.train.batches(30_000)])
+    for feature, (table, counts) in enumerate(sorted(made.counts.items())):
+        assert table == f"C{feature + 1}"
+        np.testing.assert_array_equal(counts.numpy(), np.bincount(ids[:, feature], minlength=len(counts)))
+        assert np.all(np.diff(counts[1:].numpy()) <= 0)
+    labels = np.concatenate([batch.labels.numpy() for batch in made.valid.batches(30_000)])
+    assert labels.mean() == pytest.approx(truth.base_rate, abs=0.012)
+    assert made.manifest["splits"]["valid"]["positives"] == labels.sum()
+    with pytest.raises(DataError, match="holds a dataset already"):
+        synthetic.dataset(tmp_path / "a", **arguments)
+
+
+def test_a_prepared_dataset_with_bags(tmp_path: Path) -> None:
+    made, _ = synthetic.dataset(
+        tmp_path / "a", rows=5_000, sizes=(300, 50), num_dense=0, sequences={"seen": ("C1", 7)}
+    )
+    assert made.verify() == 3
+    assert [feature.name for feature in made.schema.features] == ["C1", "C2", "seen"]
+    batch = next(iter(made.train.batches(5_000)))
+    assert batch.offsets is not None
+    lengths = np.diff(batch.offsets.numpy()).reshape(-1, 3)
+    assert np.all(lengths[:, :2] == 1)
+    assert lengths[:, 2].min() == 0
+    assert lengths[:, 2].max() == 7
+    assert int(made.counts["C1"].sum()) == 5_000 + lengths[:, 2].sum()
+    with pytest.raises(ConfigError, match="tables are C1"):
+        synthetic.dataset(tmp_path / "b", rows=10, sizes=(5,), sequences={"x": ("C9", 3)})
+
+
+_PEAK = """
+import resource, sys
+from stoker.data import synthetic
+synthetic.write("criteo", int(sys.argv[1]), sys.argv[2], workers=2)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no resource module on Windows")
+def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+    peaks = []
+    for rows in (150_000, 600_000):
+        command = [sys.executable, "-c", _PEAK, str(rows), str(tmp_path / "log.tsv")]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    (tmp_path / "log.tsv").unlink()
+    assert peaks[1] < 1.25 * peaks[0]
