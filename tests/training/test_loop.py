@@ -1,4 +1,4 @@
-"""The training loop: what it learns, records, refuses; and that interrupted runs end like uninterrupted ones."""
+"""The loop: what it learns, records and refuses; interrupted runs end like uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -356,10 +356,8 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
         stoker.train(data, out=out, batch_size=0)
     with pytest.raises(ConfigError, match="row_lr is nan"):
         stoker.train(data, out=out, row_lr=math.nan)
-    with pytest.raises(ConfigError, match="no GPU"):
-        if torch.cuda.is_available():
-            raise ConfigError("no GPU to miss here")
-        stoker.train(data, out=out, device="cuda")
+    with pytest.raises(ConfigError, match="'abacus' is unknown"):
+        stoker.train(data, out=out, device="abacus")
     assert not out.exists()
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")

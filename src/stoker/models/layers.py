@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.errors import ConfigError
+from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
 
 __all__ = ["MLP", "dense_generator", "linear", "normal"]
@@ -50,14 +51,11 @@ class MLP(nn.Module):
             raise ConfigError(
                 f"an MLP of sizes {tuple(sizes)} cannot be: give at least one layer, each at least 1."
             )
-        layers: list[nn.Module] = []
-        for index, size in enumerate(sizes):
-            layers.append(linear(inputs, size, generator))
-            if last_relu or index + 1 < len(sizes):
-                layers.append(nn.ReLU(inplace=True))
-            inputs = size
-        self.layers = nn.Sequential(*layers)
+        self.last_relu = last_relu
+        self.layers = nn.ModuleList(
+            linear(before, size, generator) for before, size in zip((inputs, *sizes), sizes, strict=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x)
-        return result
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers), strict=True)
+        return mlp(x, weights, biases, relu_last=self.last_relu)
