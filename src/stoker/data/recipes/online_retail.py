@@ -26,6 +26,7 @@ _RAW = (
     *("InvoiceNo", "StockCode", "Description", "Quantity"),
     *("InvoiceDate", "UnitPrice", "CustomerID", "Country"),
 )
+_DAY = 1_440  # minutes
 _SPLITS = ("train", "valid", "test")
 _OUT = {
     "label": pl.Int8,
@@ -41,6 +42,8 @@ _OUT = {
     "days_since": pl.Float64,
     "earlier_invoices": pl.Int64,
     "item_popularity": pl.Int64,
+    "item_month": pl.Int64,
+    "item_week": pl.Int64,
     "split": pl.String,
 }
 
@@ -55,6 +58,8 @@ def _schema(name: str) -> Schema:
             DenseColumn(name="days_since", fill="mean", transforms=scaled),
             DenseColumn(name="earlier_invoices", transforms=scaled),
             DenseColumn(name="item_popularity", transforms=scaled),
+            DenseColumn(name="item_month", transforms=scaled),
+            DenseColumn(name="item_week", transforms=scaled),
         ),
         categorical=(
             *(CategoricalColumn(name=column, type="string") for column in ("customer", "item", "country")),
@@ -162,7 +167,7 @@ def _read(raw: pl.LazyFrame) -> _Log:
     from_end = visits[c] - 1 - visit
     # The last invoice tests, the one before validates, and every customer keeps at least one to train on.
     test, valid = (from_end == 0) & (visits[c] > 1), (from_end == 1) & (visits[c] > 2)
-    gap = np.where(stop > first, (t - t[np.maximum(stop - 1, 0)]) / 1440, np.nan)
+    gap = np.where(stop > first, (t - t[np.maximum(stop - 1, 0)]) / _DAY, np.nan)
     repeats = np.ones(len(item), dtype=bool)
     repeats[np.unique(customer * len(items) + item, return_index=True)[1]] = False
     back = np.empty_like(order)
@@ -228,6 +233,8 @@ def _derive(
                 "days_since": pl.Series(log.days_since[row]).fill_nan(None),
                 "earlier_invoices": log.earlier_invoices[row],
                 "item_popularity": sold.before(item, minute),
+                "item_month": sold.before(item, minute, window=28 * _DAY),
+                "item_week": sold.before(item, minute, window=7 * _DAY),
                 "split": one_of(_SPLITS, log.split[row]),
             }
         )

@@ -76,9 +76,10 @@ class PastCounts:
     ) -> NDArray[np.int64]:
         """Events of each key with time < the given one (and >= time - window), [n]."""
         base = keys.astype(np.int64) * self._span
-        at = np.clip(times.astype(np.int64) - self._origin, 0, self._span - 1)
-        first = base if window is None else base + np.maximum(at - window, 0)
-        upto = np.searchsorted(self._events, base + at)
+        at = times.astype(np.int64) - self._origin
+        last = self._span - 1
+        first = base if window is None else base + np.clip(at - window, 0, last)
+        upto = np.searchsorted(self._events, base + np.clip(at, 0, last))
         return np.asarray(upto - np.searchsorted(self._events, first), dtype=np.int64)
 
 
