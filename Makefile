@@ -1,0 +1,64 @@
+# The two commands: make demo, make test. Each makes the environment it needs in .venv.
+SHELL := /bin/sh
+VENV := .venv
+PY := $(VENV)/bin/python
+# The first Python from 3.11 to 3.14 on this machine; override with make PYTHON=...
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+	>/dev/null 2>&1 && { command -v $$p; break; }; done)
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench peers env docs bare clean
+
+help:  ## This list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+
+$(PY):
+	@test -n "$(PYTHON)" || { echo "Stoker needs Python 3.11 to 3.14 with venv. On Debian or Ubuntu: apt install python3 python3-venv"; exit 1; }
+	@echo "Creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(PY) requirements/runtime.txt pyproject.toml
+	@echo "Installing Stoker and its pinned dependencies (about a minute)"
+	@$(PIP) -r requirements/runtime.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
+	@echo "Installing what tests and checks need"
+	@$(PIP) -r requirements/dev.txt
+	@touch $@
+
+env: $(VENV)/.runtime  ## The environment alone, in .venv
+
+demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real purchases, in minutes
+	@$(PY) examples/demo.py
+
+test: $(VENV)/.dev  ## Run the tests
+	@$(PY) -m pytest
+
+check: $(VENV)/.dev  ## Format, lint and types
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+bench: $(VENV)/.dev  ## Run every benchmark bar and write benchmarks/results/
+	@$(PY) -m benchmarks --all --out benchmarks/results
+
+peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks compare with, in .peers
+	@$(PY) -m benchmarks.peers build
+
+docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help
+	@$(PY) docs/write_cli.py
+
+bare:  ## Train with only torch, numpy and safetensors installed
+	@rm -rf .venv-bare
+	@$(PYTHON) -m venv .venv-bare
+	@.venv-bare/bin/python -m pip --disable-pip-version-check install --quiet $$(grep -E '^(torch|numpy|safetensors|setuptools)==' requirements/runtime.txt)
+	@rm -rf .venv-bare/out && PYTHONPATH=src .venv-bare/bin/python tests/bare_environment.py .venv-bare/out
+	@rm -rf .venv-bare
+
+clean:  ## Remove environments, caches and demo output
+	@rm -rf $(VENV) .venv-bare .peers runs/demo data/demo build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

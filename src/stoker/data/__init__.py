@@ -1,0 +1,1 @@
+"""From raw logs to batches: schemas, vocabularies, dataset directories, readers, recipes, synthetic logs."""

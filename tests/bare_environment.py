@@ -1,0 +1,20 @@
+"""Imports, trains, saves and loads with only torch, numpy and safetensors. Run: python bare_environment.py DIRECTORY."""
+
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter("error")
+
+import stoker
+from stoker.testing import make_dataset
+
+out = Path(sys.argv[1])
+assert not {"polars", "pyarrow", "numba", "typer", "rich", "yaml"} & set(sys.modules)
+make_dataset(out / "data", rows=2000, num_dense=3, num_embeddings=[50, 20], seed=0)
+data = stoker.Dataset(out / "data")
+result = stoker.train(
+    data, model="dlrm", embedding_dim=4, batch_size=128, epochs=1, tensorboard=False, out=out / "run"
+)
+print(result)
+print("bare environment: ok")

@@ -1,0 +1,313 @@
+"""EmbeddingTables as a user meets them: a replacement for nn.EmbeddingBag(sparse=True) and its optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import stoker
+from stoker.errors import ConfigError
+
+BACKENDS = ["reference", "cpu"]
+
+
+def integer_rows(tables: stoker.EmbeddingTables, seed: int) -> dict[str, torch.Tensor]:
+    """Fill every table with small whole numbers, so that all sums are exact; returns copies."""
+    generator = torch.Generator().manual_seed(seed)
+    filled = {}
+    for table in tables.tables:
+        for start, rows in tables.read(table.name):
+            rows.weight.copy_(torch.randint(-8, 8, rows.weight.shape, generator=generator))
+            tables.write(table.name, start, rows)
+        filled[table.name] = tables.rows(table.name)
+    return filled
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    batch=st.integers(1, 20),
+    jagged=st.booleans(),
+    steps=st.integers(1, 4),
+    seed=st.integers(0, 2**20),
+)
+def test_equals_embedding_bags_with_sgd_exactly_on_integers(backend, sizes, batch, jagged, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=4) for i, n in enumerate(sizes)],
+        optimizer=stoker.SGD(lr=1.0),
+        backend=backend,
+    )
+    start = integer_rows(tables, seed)
+    bags = [
+        nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum", include_last_offset=True)
+        for w in start.values()
+    ]
+    textbook = torch.optim.SGD([bag.weight for bag in bags], lr=1.0)
+    for _ in range(steps):
+        lengths = (
+            torch.randint(0, 4, (batch, len(sizes)), generator=generator)
+            if jagged
+            else torch.ones(batch, len(sizes)).long()
+        )
+        columns = [
+            torch.randint(0, n, (int(lengths[:, i].sum()),), generator=generator) for i, n in enumerate(sizes)
+        ]
+        grad = torch.randint(-3, 4, (batch, len(sizes), 4), generator=generator).float()
+        ends = [
+            torch.cat([torch.zeros(1, dtype=torch.int64), lengths[:, i].cumsum(0)]) for i in range(len(sizes))
+        ]
+        expected = torch.stack([bag(ids, off) for bag, ids, off in zip(bags, columns, ends, strict=True)], 1)
+        expected.backward(grad)
+        textbook.step()
+        textbook.zero_grad()
+        if jagged:
+            flat = [columns[i][ends[i][b] : ends[i][b + 1]] for b in range(batch) for i in range(len(sizes))]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+            out = tables(torch.cat(flat), offsets)
+        else:
+            out = tables(torch.stack(columns, 1))
+        assert torch.equal(out, expected)
+        out.backward(grad)
+    for table, bag in zip(tables.tables, bags, strict=True):
+        assert torch.equal(tables.rows(table.name), bag.weight)
+
+
+OPTIMIZERS = {
+    "adagrad": (stoker.Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8)),
+    "adam": (stoker.Adam(lr=0.1, eps=1e-16), lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-16)),
+    "sgd": (stoker.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_trains_like_embedding_bag_with_a_sparse_optimizer(backend, kind, mode):
+    torch.manual_seed(0)
+    own, make = OPTIMIZERS[kind]
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=50, embedding_dim=8, pooling=mode)],
+        optimizer=own,
+        backend=backend,
+    )
+    bag = nn.EmbeddingBag.from_pretrained(
+        tables.rows("t"), freeze=False, mode=mode, sparse=True, include_last_offset=True
+    )
+    textbook = make(list(bag.parameters()))
+    for _ in range(8):
+        lengths = torch.randint(0, 5, (10,))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids = torch.randint(0, 50, (int(lengths.sum()),))
+        target = torch.randn(10, 8)
+        for out in (tables(ids, offsets)[:, 0], bag(ids, offsets)):
+            ((out - target) ** 2).sum().backward()
+        textbook.step()
+        textbook.zero_grad()
+    torch.testing.assert_close(tables.rows("t"), bag.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_per_sample_weights_get_their_gradient(backend):
+    torch.manual_seed(0)
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=20, embedding_dim=8)],
+        optimizer=stoker.SGD(lr=0.1),
+        backend=backend,
+    )
+    bag = nn.EmbeddingBag.from_pretrained(
+        tables.rows("t"), freeze=False, mode="sum", include_last_offset=True
+    )
+    ids, offsets = torch.randint(0, 20, (9,)), torch.tensor([0, 2, 2, 9])
+    ours, theirs = (torch.linspace(-1, 1, 9).requires_grad_() for _ in range(2))
+    grad = torch.randn(3, 8)
+    tables(ids, offsets, ours)[:, 0].backward(grad)
+    bag(ids, offsets, per_sample_weights=theirs).backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(tables.rows("t"), bag.weight.detach() - 0.1 * bag.weight.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_widths_poolings_and_types_in_feature_order(backend):
+    torch.manual_seed(0)
+    configs = [
+        stoker.TableConfig(name="user", num_embeddings=30, embedding_dim=8),
+        stoker.TableConfig(
+            name="item", num_embeddings=40, embedding_dim=4, features=("target", "history"), pooling="mean"
+        ),
+        stoker.TableConfig(name="shop", num_embeddings=50, embedding_dim=8, dtype="bfloat16"),
+    ]
+    order = ["history", "user", "shop", "target"]
+    tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), features=order, backend=backend)
+    assert len(tables.groups) == 3
+    lengths = torch.tensor([2, 1, 1, 1, 0, 1, 1, 1])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.tensor([3, 5, 7, 9, 3, 1, 2, 4])
+    out = tables(ids, offsets)
+    assert out.shape == (2, 4 + 8 + 8 + 4)
+    item, user, shop = (tables.rows(name).float() for name in ("item", "user", "shop"))
+    torch.testing.assert_close(out[0], torch.cat([(item[3] + item[5]) / 2, user[7], shop[9], item[3]]))
+    torch.testing.assert_close(out[1], torch.cat([torch.zeros(4), user[1], shop[2], item[4]]))
+    out.backward(torch.ones_like(out))
+    torch.testing.assert_close(tables.rows("item")[3], item[3] - 0.5 * (0.5 + 1.0))
+    torch.testing.assert_close(tables.rows("user")[7], user[7] - 0.5)
+    assert torch.equal(tables.rows("user")[8], user[8])
+
+
+def test_one_hot_of_some_features_only():
+    configs = [
+        stoker.TableConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4 + 4 * (i % 2)) for i in range(4)
+    ]
+    tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=1.0))
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    expected = torch.cat([tables.rows(f"t{i}")[ids[:, i]] for i in range(4)], 1)
+    assert torch.equal(tables(ids), expected)
+
+
+def test_same_start_whatever_the_grouping_order_or_back_end():
+    def build(names: list[str], **options: object) -> stoker.EmbeddingTables:
+        configs = [stoker.TableConfig(name=name, num_embeddings=100, embedding_dim=16) for name in names]
+        return stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.1), **options)
+
+    first, second = build(["a", "b", "c"]), build(["c", "a"], backend="reference")
+    assert torch.equal(first.rows("a"), second.rows("a"))
+    assert torch.equal(first.rows("c"), second.rows("c"))
+    assert not torch.equal(first.rows("a"), first.rows("b"))
+    assert not torch.equal(first.rows("a"), build(["a"], seed=1).rows("a"))
+    assert first.rows("a").abs().max() <= 0.1  # sqrt(1 / 100)
+
+
+def test_bfloat16_training_is_seeded_and_unbiased():
+    def run(seed: int) -> torch.Tensor:
+        tables = stoker.EmbeddingTables(
+            [
+                stoker.TableConfig(
+                    name="t", num_embeddings=4000, embedding_dim=8, dtype="bfloat16", init_scale=0.0
+                )
+            ],
+            optimizer=stoker.SGD(lr=1.0),
+            seed=seed,
+        )
+        for value in [1.0] + [2.0**-12] * 16:  # each small step is far below half an ulp at 1.0
+            tables(torch.arange(4000).view(-1, 1)).backward(torch.full((4000, 1, 8), -value))
+        return tables.rows("t").float()
+
+    first = run(0)
+    assert torch.equal(first, run(0))
+    assert not torch.equal(first, run(1))
+    assert abs(first.mean().item() - (1 + 16 * 2.0**-12)) < 2e-4  # rounding to nearest would leave exactly 1
+
+
+@pytest.mark.parametrize(
+    "optimizer", [stoker.Adam(lr=0.1), stoker.RowWiseAdagrad(lr=0.1)], ids=["adam", "rowwise"]
+)
+def test_state_dict_carries_rows_state_and_step(optimizer):
+    def build(seed: int) -> nn.Module:
+        configs = [stoker.TableConfig(name="t", num_embeddings=20, embedding_dim=4)]
+        return nn.ModuleDict({"tables": stoker.EmbeddingTables(configs, optimizer=optimizer, seed=seed)})
+
+    def step(model: nn.Module, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        model["tables"](torch.randint(0, 20, (6, 1), generator=generator)).square().sum().backward()
+
+    first = build(0)
+    step(first, 1)
+    saved = copy.deepcopy(first.state_dict())
+    second = build(9)
+    assert second.load_state_dict(saved).missing_keys == []
+    for model in (first, second):
+        step(model, 2)
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    del saved["tables.t.weight"]
+    with pytest.raises(RuntimeError, match=r"tables\.t\.weight"):
+        build(0).load_state_dict(saved)
+
+
+def test_evaluation_changes_nothing():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=20, embedding_dim=4)], optimizer=stoker.Adam(lr=0.1)
+    )
+    before = tables.rows("t")
+    with torch.no_grad():
+        assert not tables(torch.tensor([[3]])).requires_grad
+    tables(torch.tensor([[3]]))  # a forward without backward
+    assert tables.tick == 0
+    assert torch.equal(before, tables.rows("t"))
+
+
+def test_schedule_follows_the_number_of_updates():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)],
+        optimizer=stoker.SGD(lr=1.0, schedule=stoker.StepDecay(every=2, gamma=0.5, warmup=2)),
+    )
+    moved = []
+    for _ in range(6):
+        before = tables.rows("t")[0].item()
+        tables(torch.tensor([[0]])).sum().backward()
+        moved.append(before - tables.rows("t")[0].item())
+    assert moved == [0.5, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3, 2).long(),), r"shape \(3, 2\).*must be \[B, 3\]"),
+        ((torch.zeros(3, 3),), "int32 or int64"),
+        ((torch.zeros(4).long(), torch.tensor([0, 1, 2])), "multiple of 3"),
+        ((torch.zeros(4).long(), torch.tensor([0, 1, 2, 3])), "rise from 0 to the number of ids, 4"),
+        ((torch.zeros(4).long(), torch.tensor([0, 3, 2, 4])), "rise from 0"),
+        ((torch.zeros(1, 3).long(), None, torch.ones(2)), "2 per-sample weights for 3 ids"),
+    ],
+)
+def test_wrong_shapes_are_refused(arguments, message):
+    configs = [stoker.TableConfig(name=f"t{i}", num_embeddings=5, embedding_dim=2) for i in range(3)]
+    tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(ValueError, match=message):
+        tables(*arguments)
+
+
+def test_wrong_configurations_are_refused():
+    table = stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2)
+    with pytest.raises(ConfigError, match="at least one"):
+        stoker.EmbeddingTables([], optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"\['t'\] are named twice"):
+        stoker.EmbeddingTables([table, table], optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="num_embeddings=0"):
+        stoker.TableConfig(name="t", num_embeddings=0, embedding_dim=2)
+    with pytest.raises(ConfigError, match="must be finite"):
+        stoker.SGD(lr=-1.0)
+    with pytest.raises(ConfigError, match="in the batch or in the tables"):
+        stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), features=["u"])
+    mean = stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2, pooling="mean")
+    with pytest.raises(ValueError, match="sum pooling"):
+        stoker.EmbeddingTables([mean], optimizer=stoker.SGD(lr=0.1))(
+            torch.zeros(1, 1).long(), None, torch.ones(1)
+        )
+
+
+def test_moving_the_module_keeps_the_rows_dtype():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2)], optimizer=stoker.SGD(lr=0.1)
+    )
+    before = tables.rows("t")
+    tables.to("cpu").half()
+    assert torch.equal(before, tables.rows("t"))
+
+
+def test_offsets_without_the_last_one():
+    tables = stoker.EmbeddingTables(
+        [stoker.TableConfig(name="t", num_embeddings=9, embedding_dim=2)],
+        optimizer=stoker.SGD(lr=0.1),
+        include_last_offset=False,
+    )
+    bag = nn.EmbeddingBag.from_pretrained(tables.rows("t"), mode="sum")
+    ids, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 1])
+    assert torch.equal(tables(ids, offsets)[:, 0], bag(ids, offsets))
