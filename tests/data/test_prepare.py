@@ -300,7 +300,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.data.prepare.write_part", no_room)
+        patch.setattr("stoker.data.raw_rows.write_part", no_room)
         with pytest.raises(DataError, match="no room left on the disk"):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:

@@ -279,8 +279,9 @@ class Encoder:
 
     def write(
         self, path: Path, slices: Sequence[Slice], rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
-    ) -> tuple[ShardInfo, int, list[int]]:  # fmt: skip
-        """Write one shard from pieces of parts; returns it, its positive labels and the zero ids of each feature.
+    ) -> tuple[ShardInfo, int, list[list[int]]]:  # fmt: skip
+        """Write one shard from pieces of parts; returns it, its positive labels, and zero and all
+        ids of each feature.
 
         ``rows_of`` gives the rows of a part that belong to the split, in order.
         """
@@ -308,12 +309,13 @@ class Encoder:
                     _gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
             at = stop
         positives = int(labels.sum(dtype=np.int64))
+        unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
         if not bags:
-            return write_shard(path, dense=dense, labels=labels, ids=ids), positives, zeros.tolist()
+            return write_shard(path, dense=dense, labels=labels, ids=ids), positives, unknown
         offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))]).astype(np.int64)
         joined = np.concatenate(flat) if flat else np.empty(0, self._id_type)
         info = write_shard(path, dense=dense, labels=labels, ids=joined, lengths=lengths, row_offsets=offsets)
-        return info, positives, zeros.tolist()
+        return info, positives, unknown
 
     def _dense(self, values: Array) -> Array:
         if values.dtype == np.float32:

@@ -1,4 +1,4 @@
-"""From a block of typed columns to the arrays of a part: labels, dense values, codes and their dictionaries."""
+"""From a block of typed columns to the arrays of a part: labels, dense values, codes, dictionaries."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class LabelError(Exception):
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
-    """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the rest after ``shares`` is the last."""
+    """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the last takes the rest."""
     fractions = (hashes >> np.uint64(11)) * 2.0**-53
     return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
 

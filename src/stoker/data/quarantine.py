@@ -1,4 +1,4 @@
-"""Bad lines: kept with file, line and reason, counted, and refused where the user allows none or only a share."""
+"""Bad lines: kept with file, line and reason, counted, refused where the user allows none or a share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
 
 
 def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> int:
-    """Write ``quarantine.jsonl`` from (file name, lines before the block, its bad lines) and count its lines."""
+    """Write ``quarantine.jsonl`` from (file name, lines before the block, its bad lines); counts them."""
     total = 0
     with atomic_file(path) as file:
         for name, before, kept in blocks:

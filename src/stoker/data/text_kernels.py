@@ -386,7 +386,7 @@ def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ign
 
 @_jit
 def hash_spans(data, starts, lengths, seed, out):  # type: ignore[no-untyped-def]
-    """A 64-bit hash of each text (FNV-1a, then the splitmix64 finisher); missing texts hash to 0."""
+    """A 64-bit hash of each text (FNV-1a, then the splitmix64 finisher); missing: 0."""
     for i in range(starts.size):
         if lengths[i] < 0:
             out[i] = 0

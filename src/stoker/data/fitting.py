@@ -1,0 +1,147 @@
+"""What training rows teach: the split of every row, the tables, the statistics of dense columns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.data.dataset import describe_file
+from stoker.data.encode import build_table
+from stoker.data.ingest import IngestedBlock, ordered_map
+from stoker.data.parts import PartFile
+from stoker.data.shards import hash_file
+from stoker.data.split_rules import PartRows, Splitter
+from stoker.data.task import Progress, Task
+from stoker.data.transforms import DenseFit, fit_dense
+from stoker.errors import DataError
+
+__all__ = ["Fitting", "same_file"]
+
+
+class Fitting:
+    """Parts, the split of their rows, and what was fitted on those that train.
+
+    Args:
+        task: the preparation.
+        blocks: the finished parts in order.
+    """
+
+    def __init__(self, task: Task, blocks: Sequence[IngestedBlock]) -> None:
+        self.task, self.blocks = task, list(blocks)
+        self.parts: list[PartRows] = []
+        start = 0
+        for index, block in enumerate(self.blocks):
+            self.parts.append(PartRows(index=index, file=block.source.number, start=start, rows=block.rows))
+            start += block.rows
+        names = [path.name for path in task.files]
+        self._splitter = Splitter(task.schema, self.parts, names, self.open)
+        self._lock = threading.Lock()
+        self._assigned: dict[int, npt.NDArray[np.uint8]] = {}
+        self._dropped: dict[int, npt.NDArray[np.uint8]] = {}
+        self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, nowhere
+        for part in self.parts:
+            self._measure(part)
+        if not self.sizes[:, 0].any():
+            raise DataError(
+                f"the split rule {task.schema.split.rule!r} leaves no training row of "
+                f"{int(self.sizes.sum()):,}. Change the split in the schema."
+            )
+        self.table_files: dict[str, Path] = {}
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.dense: list[DenseFit] = []
+
+    def fit(self) -> None:
+        """Build the tables and fit the dense columns."""
+        self._fit_tables()
+        self._fit_dense()
+
+    def open(self, part: PartRows) -> PartFile:
+        """The arrays of a part."""
+        return PartFile(self.blocks[part.index].path)
+
+    def _measure(self, part: PartRows) -> None:
+        self.sizes[part.index] = np.bincount(np.minimum(self.assign(part), 3), minlength=4)
+
+    def drop(self, part: PartRows, rows: npt.NDArray[np.bool_]) -> None:
+        """Leave rows out of every split."""
+        if rows.any():
+            self._dropped[part.index] = np.packbits(rows)
+            self._measure(part)
+
+    @property
+    def any_dropped(self) -> bool:
+        """Whether rows were left out after the tables were fitted."""
+        return bool(self._dropped)
+
+    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+        """Splits of a part's rows; the latest few parts are remembered, as tables ask for them in turn."""
+        with self._lock:
+            known = self._assigned.get(part.index)
+        if known is None:
+            known = self._splitter.assign(part)
+            with self._lock:
+                if len(self._assigned) > 64:
+                    self._assigned.clear()
+                self._assigned[part.index] = known
+        if part.index in self._dropped:
+            bits = np.unpackbits(self._dropped[part.index], count=part.rows).astype(np.bool_)
+            return np.where(bits, np.uint8(255), known)
+        return known
+
+    def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
+        if not self.sizes[part.index, 0]:
+            return None
+        return self.assign(part) == 0
+
+    def _fit_tables(self) -> None:
+        names = list(dict.fromkeys(column.table_name for column in self.task.layout.features))
+        directory = self.task.work / "tables"
+        directory.mkdir(exist_ok=True)
+        self.table_files = {name: directory / f"{number:05d}.part" for number, name in enumerate(names)}
+
+        def work(name: str) -> tuple[str, dict[str, Any], bool]:
+            path = self.table_files[name]
+            done = self.task.journal.finished(f"table {name}", path)
+            vocabulary = self.task.out / "vocab" / f"{name}.parquet"
+            if done is not None and (not done.get("vocab") or same_file(vocabulary, done["vocab"])):
+                return name, done, True
+            record = build_table(
+                name, self.task.layout, self.parts, self.open, self.train_rows, path, vocabulary
+            )
+            if vocabulary.exists():
+                record["vocab"] = describe_file(vocabulary)
+            return name, record, False
+
+        for number, (name, record, reused) in enumerate(ordered_map(work, names, self.task.threads)):
+            self.tables[name] = record if reused else self.task.journal.add(f"table {name}", record)
+            self.task.reused += reused
+            self.task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))
+
+    def _fit_dense(self) -> None:
+        if not self.task.layout.fitted:
+            self.dense = [DenseFit.of(column) for column in self.task.schema.dense]
+            return
+        if (done := self.task.journal.finished("dense")) is not None:
+            self.dense = [DenseFit(**values) for values in done["fit"]]
+            return
+
+        def passes() -> Iterator[npt.NDArray[np.float64]]:
+            for part in self.parts:
+                chosen = self.train_rows(part)
+                if chosen is not None:
+                    with self.open(part) as arrays:
+                        rows = arrays["dense"][chosen]
+                    yield rows
+
+        self.dense = fit_dense(self.task.schema.dense, passes)
+        self.task.journal.add("dense", {"fit": [vars(item) for item in self.dense]})
+
+
+def same_file(path: Path, record: dict[str, Any]) -> bool:
+    """Whether a finished output still has the size and hash that the journal recorded."""
+    return path.exists() and hash_file(path) == (record["bytes"], record["sha256"])

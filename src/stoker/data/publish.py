@@ -1,0 +1,174 @@
+"""The last pass: parts to shards, then the manifest that declares the dataset whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import stoker
+from stoker.data import dataset as stored
+from stoker.data.encode import Encoder, Slice
+from stoker.data.features import FeatureSpec
+from stoker.data.fitting import Fitting, same_file
+from stoker.data.ingest import ordered_map
+from stoker.data.parts import PartFile
+from stoker.data.quarantine import collect_quarantine
+from stoker.data.raw_rows import Rows
+from stoker.data.shards import SHARD_ROWS
+from stoker.data.task import SPLITS, Progress, Task
+from stoker.errors import DataError
+from stoker.units import format_size
+
+__all__ = ["publish"]
+
+_FREE = 2**26  # bytes of disk left alone
+
+
+def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
+    """Write shards, counts, quarantine and, last, the manifest; returns the manifest."""
+    return _Publisher(task, rows, fitting).run()
+
+
+class _Publisher:
+    def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
+        self.task, self.rows, self.fitting = task, rows, fitting
+        self.layout, self.schema, self.out = task.layout, task.schema, task.out
+
+    def run(self) -> dict[str, Any]:
+        wide = any(record["rows"] > 2**31 - 1 for record in self.fitting.tables.values())
+        encoder = Encoder(
+            self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=wide
+        )
+        counts = self._table_counts(encoder)
+        self._check_room(wide)
+        jobs = [job for number in range(3) for job in self._shards(number)]
+        done_rows, total = 0, int(self.fitting.sizes[:, :3].sum())
+
+        def work(job: tuple[str, list[Slice], int]) -> tuple[str, dict[str, Any], bool]:
+            file, slices, split = job
+            done = self.task.journal.finished(f"shard {file}")
+            if done is not None and same_file(self.out / file, done):
+                return file, done, True
+            info, positives, zeros = encoder.write(
+                self.out / file, slices, lambda part: np.flatnonzero(self.fitting.assign(part) == split)
+            )
+            return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
+
+        splits: dict[str, dict[str, Any]] = {
+            name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS
+        }
+        features = [column.name for column in self.layout.features]
+        unknown = {name: {feature: [0, 0] for feature in features} for name in SPLITS}  # zero ids, all ids
+        for file, record, reused in ordered_map(work, jobs, self.task.threads):
+            if not reused:
+                self.task.journal.add(f"shard {file}", record)
+            self.task.reused += reused
+            name = file.split("/")[0]
+            splits[name]["rows"] += record["rows"]
+            splits[name]["positives"] += record["positives"]
+            splits[name]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
+            for feature, zeros, ids in zip(features, *record["unknown"], strict=True):
+                unknown[name][feature][0] += zeros
+                unknown[name][feature][1] += ids
+            done_rows += record["rows"]
+            self.task.report(Progress(stage="write", done=done_rows, total=total, unit="rows"))
+        return self._finish(counts, splits, unknown)
+
+    def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
+        if any(column.oov != "reserved" for column in self.layout.features):
+            for part in self.fitting.parts:
+                self.fitting.drop(part, encoder.without_ids(part))
+        if self.fitting.any_dropped:
+            found = encoder.count(self.fitting.parts, self.fitting.train_rows)
+            return {name: torch.from_numpy(array) for name, array in found.items()}
+        counts = {}
+        for name, path in self.fitting.table_files.items():
+            with PartFile(path) as arrays:
+                counts[name] = torch.from_numpy(np.array(arrays["counts"]))
+        return counts
+
+    def _check_room(self, wide: bool) -> None:
+        per_row = 4 * (1 + len(self.schema.dense)) + (8 if wide else 4) * len(self.layout.features)
+        needed = int(self.fitting.sizes[:, :3].sum()) * per_row
+        present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
+        free = shutil.disk_usage(self.out).free
+        if needed - present > free - _FREE:
+            raise DataError(
+                f"the shards need {format_size(needed - present)}, but the disk of {self.out} has "
+                f"{format_size(free)} free. Free some space and run the same command again: finished parts are kept."
+            )
+
+    def _shards(self, split: int) -> Iterator[tuple[str, list[Slice], int]]:
+        """File, pieces and split number of every shard of a split."""
+        name, number = SPLITS[split], 0
+        slices: list[Slice] = []
+        room = SHARD_ROWS
+        for part in self.fitting.parts:
+            begin, end = 0, int(self.fitting.sizes[part.index, split])
+            while begin < end:
+                take = min(room, end - begin)
+                slices.append(Slice(part=part, begin=begin, end=begin + take))
+                begin, room = begin + take, room - take
+                if room == 0:
+                    yield f"{name}/{number:05d}.safetensors", slices, split
+                    slices, room, number = [], SHARD_ROWS, number + 1
+        if slices:
+            yield f"{name}/{number:05d}.safetensors", slices, split
+
+    def _finish(
+        self,
+        counts: dict[str, Any],
+        splits: dict[str, dict[str, Any]],
+        unknown: dict[str, dict[str, list[int]]],
+    ) -> dict[str, Any]:
+        bad_blocks = [
+            (block.source.path.name, block.lines_before, block.bad_path)
+            for block in self.rows.raw
+            if block.bad
+        ]
+        bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
+        files = {"quarantine.jsonl": stored.describe_file(self.out / "quarantine.jsonl")}
+        files["counts.safetensors"] = stored.write_counts(self.out, counts)
+        files |= {
+            f"vocab/{name}.parquet": record["vocab"]
+            for name, record in sorted(self.fitting.tables.items())
+            if "vocab" in record
+        }
+        features = FeatureSpec(
+            dense=tuple(column.name for column in self.schema.dense),
+            features=tuple(column.feature() for column in self.layout.features),
+            num_embeddings={name: record["rows"] for name, record in self.fitting.tables.items()},
+        )
+        schema = self.schema.to_dict()
+        manifest = {
+            "stoker_version": stoker.__version__,
+            "created_by": f"stoker prepare {self.task.recipe.name} --preset {self.task.recipe.preset_name}",
+            "recipe": {"name": self.task.recipe.name, "preset": self.task.recipe.preset_name},
+            "schema": schema,
+            "schema_hash": stored.hash_schema(schema),
+            "features": features.to_dict(),
+            "dense_stats": {
+                c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)
+            },
+            "splits": splits,
+            "unknown": unknown,
+            "files": files,
+            "sources": self._sources(),
+            "quarantined": bad,
+        }
+        stored.write_manifest(self.out, manifest)
+        return manifest
+
+    def _sources(self) -> list[dict[str, Any]]:
+        rows = {path: [0, 0] for path in self.task.files}
+        for block in self.rows.raw:
+            rows[block.source.path][0] += block.rows
+            rows[block.source.path][1] += block.bad
+        return [
+            {"file": path.name, "bytes": path.stat().st_size, "rows": good, "bad": bad}
+            for path, (good, bad) in rows.items()
+        ]

@@ -1,0 +1,150 @@
+"""The rows to prepare: raw lines as they are, or what a recipe derives from several inputs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stoker.data.columns import Block, Field
+from stoker.data.frames import block_frame
+from stoker.data.ingest import IngestedBlock, Source, ingest
+from stoker.data.parts import checksum, write_part
+from stoker.data.quarantine import BadLineLimit
+from stoker.data.recipe import RawInput, Recipe
+from stoker.data.schema import SourceFormat
+from stoker.data.sources import source_kind
+from stoker.data.task import Progress, Task
+from stoker.errors import DataError
+
+__all__ = ["Rows", "read_rows"]
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Parts with the rows to prepare, and the blocks of the user's own files, for counting and quarantine."""
+
+    blocks: list[IngestedBlock]
+    raw: list[IngestedBlock] = field(default_factory=list)
+
+
+def read_rows(task: Task) -> Rows:
+    """Read every file into parts, by way of the recipe's derivation where it has one."""
+    fields = task.layout.fields
+    if task.recipe.derive is None:
+        sources = [
+            Source(number=number, path=path, fields=fields, format=task.schema.source)
+            for number, path in enumerate(task.files)
+        ]
+        blocks = _ingest(task, sources, "parts", _PartSink(task), task.limit)
+        return Rows(blocks=blocks, raw=blocks)
+    raw: list[IngestedBlock] = []
+    derived = Source(number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"))
+    # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
+    return Rows(blocks=_ingest(task, [derived], "parts", _PartSink(task), BadLineLimit(strict=True)), raw=raw)
+
+
+@dataclass(frozen=True)
+class _PartSink:
+    task: Task
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
+        return write_part(path, self.task.layout.arrays(block, file))
+
+
+def _ingest(
+    task: Task,
+    sources: Sequence[Source],
+    name: str,
+    sink: Callable[[Block, str, Path], Any],
+    limit: BadLineLimit,
+) -> list[IngestedBlock]:
+    total = sum(source.path.stat().st_size for source in sources)
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        task.report(Progress(stage="read", done=done, total=total, unit="bytes"))
+
+    blocks, reused = ingest(
+        sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
+        block_bytes=task.block_bytes, suffix=".parquet" if sink is _raw_sink else ".part",
+    )  # fmt: skip
+    task.reused += reused
+    return blocks
+
+
+def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
+    """Check and type the raw lines of every input, then let the recipe make the training rows."""
+    assert task.recipe.derive is not None
+    frames: dict[str, pl.LazyFrame] = {}
+    for name, spec, paths in _match_inputs(task.recipe, task.files):
+        if paths:
+            frames[name] = _raw_frame(task, raw, name, spec, paths)
+    path = task.work / "derived.parquet"
+    if task.journal.finished("derived", path) is None:
+        task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
+        beside = path.with_suffix(".tmp")
+        task.recipe.derive(frames, task.schema).sink_parquet(
+            beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
+        )
+        os.replace(beside, path)
+        task.journal.add("derived", checksum(path))
+    else:
+        task.reused += 1
+    task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
+    return path
+
+
+def _raw_frame(
+    task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path]
+) -> pl.LazyFrame:
+    parquet = [path for path in paths if source_kind(path, raw.format.kind) == "parquet"]
+    if parquet:
+        if len(parquet) < len(paths):
+            raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
+        return pl.scan_parquet(parquet)
+    fields = [
+        Field(column=column, kind=kind, required=column in raw.required)
+        for column, kind in raw.columns.items()
+    ]
+    sources = [
+        Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths
+    ]
+    blocks = _ingest(task, sources, f"raw-{name}", _raw_sink, task.limit)
+    done += blocks
+    return pl.scan_parquet([block.path for block in blocks])
+
+
+def _raw_sink(block: Block, file: str, path: Path) -> dict[str, int]:
+    names = list(dict.fromkeys(item.column for item in block.columns))
+    beside = path.with_suffix(".tmp")
+    block_frame(block, names).write_parquet(beside, compression="lz4")
+    os.replace(beside, path)
+    return checksum(path)
+
+
+def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, RawInput, list[Path]]]:
+    left = list(files)
+    matched = {}
+    for name, raw in recipe.inputs.items():
+        matched[name] = [path for path in left if any(fnmatch(path.name, pattern) for pattern in raw.files)]
+        left = [path for path in left if path not in matched[name]]
+    if left:
+        patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
+        raise DataError(
+            f"recipe {recipe.name} has no use for {left[0].name}. It reads: {', '.join(patterns)}."
+        )
+    for name, raw in recipe.inputs.items():
+        if not matched[name] and not raw.optional:
+            raise DataError(
+                f"recipe {recipe.name} needs its {name} file ({' or '.join(raw.files)}), which was not given. "
+                f"{recipe.example and 'For example: ' + recipe.example}"
+            )
+        yield name, raw, matched[name]

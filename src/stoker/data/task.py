@@ -1,0 +1,105 @@
+"""One preparation: its settings, its work directory, and what its steps share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import stoker
+from stoker.data.layout import Layout
+from stoker.data.parts import Journal
+from stoker.data.quarantine import BadLineLimit
+from stoker.data.recipe import Recipe
+from stoker.data.schema import Schema
+from stoker.data.sources import BLOCK_BYTES
+from stoker.errors import DataError
+
+__all__ = ["SPLITS", "Progress", "Task"]
+
+WORK_VERSION = 1  # of the parts; raise it when their content changes
+SPLITS = ("train", "valid", "test")
+_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", ".work", *SPLITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Passed to the ``progress`` callback: a stage and how much of it is done."""
+
+    stage: str  # read | derive | fit | write
+    done: int
+    total: int
+    unit: str  # bytes | steps | rows
+
+
+@dataclass(kw_only=True)
+class Task:
+    """Settings of a preparation and the state that its steps share."""
+
+    recipe: Recipe
+    schema: Schema
+    files: list[Path]
+    out: Path
+    limit: BadLineLimit
+    threads: int
+    report: Callable[[Progress], None]
+    block_bytes: int = BLOCK_BYTES
+    reused: int = 0  # steps that an interrupted run had finished
+    layout: Layout = field(init=False)
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.schema)
+
+    @property
+    def work(self) -> Path:
+        """Where unfinished work lies; the directory goes when the dataset is whole."""
+        return self.out / ".work"
+
+    def begin(self, *, overwrite: bool, resume: bool) -> None:
+        """Take the output directory and open the journal of earlier work.
+
+        Raises:
+            DataError: the directory holds something else, a dataset that may not be overwritten, or a
+                preparation that is running.
+        """
+        self._claim(overwrite)
+        self.journal = Journal(self.work, self._fingerprint(), resume=resume)
+        if not self.journal.done:
+            self._remove(keep=(".work",))
+
+    def _claim(self, overwrite: bool) -> None:
+        if self.out.exists() and not self.out.is_dir():
+            raise DataError(f"{self.out} is a file. Choose another --out.")
+        present = {entry.name for entry in self.out.iterdir()} if self.out.exists() else set()
+        if "manifest.json" in present:
+            if not overwrite:
+                raise DataError(
+                    f"{self.out} already holds a dataset. Choose another --out, or pass --overwrite."
+                )
+            (self.out / "manifest.json").unlink()  # from here on nobody takes the old files for a dataset
+            shutil.rmtree(self.out / ".work", ignore_errors=True)
+        elif present and ".work" not in present and not present <= set(_OURS):
+            foreign = sorted(present - set(_OURS))
+            raise DataError(
+                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). Choose another --out."
+            )
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    def _remove(self, keep: Sequence[str] = ()) -> None:
+        for name in _OURS:
+            path = self.out / name
+            if name not in keep and path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "work_version": WORK_VERSION,
+            "stoker": stoker.__version__,
+            "recipe": [self.recipe.name, self.recipe.preset_name],
+            "schema": self.schema.hash(),
+            "block_bytes": self.block_bytes,
+            "files": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in self.files],
+        }
