@@ -28,6 +28,8 @@ $(VENV)/.runtime: $(PY) requirements/runtime.txt pyproject.toml
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
 	@echo "Installing what tests and checks need"
 	@$(PIP) -r requirements/dev.txt
+	@# torch's CUDA builds bring their own Triton; its CPU build brings none, and the interpreter tests need one.
+	@$(PY) -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || $(PIP) triton==3.9.0
 	@touch $@
 
 env: $(VENV)/.runtime  ## The environment alone, in .venv

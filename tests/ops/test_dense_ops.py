@@ -78,11 +78,28 @@ def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_layer_chain_falls_back_under_autocast_and_for_doubles():
-    layer = nn.Linear(8, 8)
-    x = torch.randn(4, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mlp(x, [layer.weight], [layer.bias], relu_last=False).dtype == torch.bfloat16
+def test_layer_chain_in_bfloat16_is_autocasts():
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 64), nn.Linear(64, 8), nn.Linear(8, 1)]
+    x = torch.randn(33, 20, requires_grad=True)
+    parameters = [x, *(p for layer in layers for p in layer.parameters())]
+    results = []
+    for ours in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if ours:
+                out = mlp(
+                    x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=False
+                )
+            else:
+                out = layers[2](layers[1](layers[0](x).relu()).relu())
+        assert out.dtype == torch.bfloat16
+        results.append((out, *torch.autograd.grad(out.float().sum(), parameters)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_layer_chain_falls_back_for_doubles():
     double = nn.Linear(8, 8).double()
     assert torch.autograd.gradcheck(
         lambda v, w, b: mlp(v, [w], [b], relu_last=True),

@@ -34,57 +34,103 @@ def _kernels(dim: int) -> tuple[Kernel, Kernel]:
     return forward_kernel(dim), backward_kernel(dim)
 
 
+def _forward(dense: Tensor, embedded: Tensor) -> Tensor:
+    batch, features, dim = embedded.shape
+    out = _arena.empty(batch, dim + (features + 1) * features // 2)
+    threads = torch.get_num_threads()
+    stride = -(-(features + 1) // 16) * 16
+    rows, columns = np.zeros((2, threads, stride * dim), np.float32)
+    cursor = np.zeros(1, dtype=np.int64)
+    _kernels(dim)[0].run(
+        _flat(dense),
+        _flat(embedded),
+        _flat(out),
+        features,
+        batch,
+        cursor,
+        _BLOCK,
+        rows,
+        columns,
+        threads=threads,
+    )
+    return out
+
+
+def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    batch, features, dim = embedded.shape
+    grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(batch, features, dim)
+    threads = torch.get_num_threads()
+    _kernels(dim)[1].run(
+        _flat(dense),
+        _flat(embedded),
+        _flat(grad.to(torch.float32).contiguous()),
+        _flat(grad_dense),
+        _flat(grad_embedded),
+        features,
+        batch,
+        np.zeros(1, dtype=np.int64),
+        _BLOCK,
+        np.empty((threads, (features + 1) * dim), np.float32),
+        threads=threads,
+    )
+    return grad_dense, grad_embedded
+
+
 class _Interaction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor, embedded: Tensor) -> Tensor:  # type: ignore[override]
         dense, embedded = dense.contiguous(), embedded.contiguous()
-        batch, features, dim = embedded.shape
-        out = _arena.empty(batch, dim + (features + 1) * features // 2)
-        threads = torch.get_num_threads()
-        stride = -(-(features + 1) // 16) * 16
-        rows, columns = np.zeros((2, threads, stride * dim), np.float32)
-        cursor = np.zeros(1, dtype=np.int64)
-        _kernels(dim)[0].run(
-            _flat(dense),
-            _flat(embedded),
-            _flat(out),
-            features,
-            batch,
-            cursor,
-            _BLOCK,
-            rows,
-            columns,
-            threads=threads,
-        )
         ctx.save_for_backward(dense, embedded)
-        return out
+        return _forward(dense, embedded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        dense, embedded = ctx.saved_tensors
-        batch, features, dim = embedded.shape
-        grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(batch, features, dim)
-        threads = torch.get_num_threads()
-        _kernels(dim)[1].run(
-            _flat(dense),
-            _flat(embedded),
-            _flat(grad.to(torch.float32).contiguous()),
-            _flat(grad_dense),
-            _flat(grad_embedded),
-            features,
-            batch,
-            np.zeros(1, dtype=np.int64),
-            _BLOCK,
-            np.empty((threads, (features + 1) * dim), np.float32),
-            threads=threads,
-        )
-        return grad_dense, grad_embedded
+        return _backward(*ctx.saved_tensors, grad)
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
     array: np.ndarray = tensor.detach().reshape(-1).numpy()
     return array
+
+
+def _fast(embedded: Tensor) -> bool:
+    return (
+        _HAVE_NUMBA
+        and embedded.device.type == "cpu"
+        and embedded.dtype == torch.float32
+        and len(embedded) > 0
+    )
+
+
+@torch.library.custom_op("stoker::dot_interaction", mutates_args=())
+def _opaque(dense: Tensor, embedded: Tensor) -> Tensor:
+    """The same for ``torch.compile``, which must not look inside."""
+    return _forward(dense.contiguous(), embedded.contiguous()).clone()
+
+
+@torch.library.custom_op("stoker::dot_interaction_backward", mutates_args=())
+def _opaque_backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grad_dense, grad_embedded = _backward(dense.contiguous(), embedded.contiguous(), grad)
+    return grad_dense.clone(), grad_embedded.clone()
+
+
+@_opaque.register_fake
+def _(dense: Tensor, embedded: Tensor) -> Tensor:
+    batch, features, dim = embedded.shape
+    return dense.new_empty(batch, dim + (features + 1) * features // 2)
+
+
+@_opaque_backward.register_fake
+def _(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dense), torch.empty_like(embedded)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+_opaque.register_autograd(lambda ctx, grad: _opaque_backward(*ctx.saved_tensors, grad), setup_context=_save)
 
 
 def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
@@ -93,7 +139,10 @@ def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
     ``dense`` is [B, D], ``embedded`` [B, F, D]. Equals :func:`stoker.ops.reference.dot_interaction` within rounding; the
     fast path takes float32 on the CPU (a bfloat16 dense vector is widened).
     """
-    if _HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded):
-        result: Tensor = _Interaction.apply(dense.to(torch.float32), embedded)
-        return result
-    return reference.dot_interaction(dense, embedded)
+    if not _fast(embedded):
+        return reference.dot_interaction(dense, embedded)
+    dense = dense.to(torch.float32)
+    result: Tensor = (
+        _opaque(dense, embedded) if torch.compiler.is_compiling() else _Interaction.apply(dense, embedded)
+    )
+    return result
