@@ -1,0 +1,25 @@
+"""docs/cli.md says what the commands say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.cli import COMMANDS
+from stoker.cli.reference import markdown
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def test_every_command_and_option_is_there() -> None:
+    text = markdown()
+    for command in COMMANDS:
+        assert f"\n## stoker {command}\n" in text
+    assert "`--embedding-dim` `--dim`" in text
+    assert "needs stoker" not in text
+
+
+@pytest.mark.skipif(not PAGE.parent.is_dir(), reason="no docs beside the tests")
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run: make docs"
