@@ -44,7 +44,8 @@ def _load(name: str) -> Backend:
             )
         from stoker.ops.triton_backend import TritonBackend
 
-        return TritonBackend()
+        backend: Backend = TritonBackend()
+        return backend
     raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")
 
 

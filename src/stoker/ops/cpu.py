@@ -68,7 +68,8 @@ class _Scratch:
             size *= 2
         wanted = (threads, size, occurrences * dim)
         if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
-            self._fitted = threads, size, elements = tuple(map(max, self._fitted, wanted))
+            threads, size, elements = (max(has, want) for has, want in zip(self._fitted, wanted, strict=True))
+            self._fitted = (threads, size, elements)
             self.arrays = (
                 np.full((threads, size), -1, dtype=np.int64),  # keys: a row, or -1
                 np.empty((threads, size), dtype=np.int32),  # slots: that row's place in the buffer

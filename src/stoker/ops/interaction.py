@@ -78,15 +78,16 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
 
 class _Interaction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: Tensor, embedded: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, dense: Tensor, embedded: Tensor) -> Tensor:
         dense, embedded = dense.contiguous(), embedded.contiguous()
         ctx.save_for_backward(dense, embedded)
         return _forward(dense, embedded)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return _backward(*ctx.saved_tensors, grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dense, embedded = ctx.saved_tensors
+        return _backward(dense, embedded, grad)
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
@@ -142,7 +143,8 @@ def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
     if not _fast(embedded):
         return reference.dot_interaction(dense, embedded)
     dense = dense.to(torch.float32)
-    result: Tensor = (
-        _opaque(dense, embedded) if torch.compiler.is_compiling() else _Interaction.apply(dense, embedded)
-    )
+    if torch.compiler.is_compiling():
+        opaque: Tensor = _opaque(dense, embedded)
+        return opaque
+    result: Tensor = _Interaction.apply(dense, embedded)  # type: ignore[no-untyped-call]
     return result

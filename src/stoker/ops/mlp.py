@@ -53,7 +53,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, T
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, relu_last: bool, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         layers = len(parameters) // 2
         parameters = tuple(parameter.to(dtype) for parameter in parameters)
         activations = [x.to(dtype)]
@@ -66,7 +66,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layers = (len(ctx.saved_tensors) - 1) // 3
         activations, parameters = ctx.saved_tensors[: layers + 1], ctx.saved_tensors[layers + 1 :]
         grads: list[Tensor | None] = []
@@ -110,5 +110,5 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
             x = F.relu(x) if relu_last or layer < len(weights) - 1 else x
         return x
     parameters = [tensor for pair in zip(weights, biases, strict=True) for tensor in pair]
-    result: Tensor = _MLP.apply(x.contiguous(), relu_last, dtype, *parameters)
+    result: Tensor = _MLP.apply(x.contiguous(), relu_last, dtype, *parameters)  # type: ignore[no-untyped-call]
     return result

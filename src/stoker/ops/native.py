@@ -120,10 +120,10 @@ class Kernel:
         known = self._entries.get(key)
         if known is None:
             kind = types.Tuple([typeof(value) for value in values])
-            compiled = cfunc(
-                types.void(types.CPointer(kind)), nopython=True, cache=True, error_model="numpy"
-            )(self._function)
-            known = self._entries[key] = (compiled.address, compiled)
+            signature = types.void(types.CPointer(kind))
+            # The object stays alive beside the address of its code.
+            compiled: Any = cfunc(signature, cache=True, error_model="numpy")(self._function)
+            known = self._entries[key] = (int(compiled.address), compiled)
         entry = known[0]
         size = torch.get_num_threads() if threads is None else threads
         if size == 1:

@@ -27,8 +27,13 @@ class _Lookup(torch.autograd.Function):
     """Pooled lookup whose backward updates the rows in place and returns no gradient for them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, anchor: Tensor, group: TableGroup, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        group: TableGroup,
+        ids: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
     ) -> Tensor:
         ctx.group = group
         ctx.bags = Bags(ids, offsets, None if weights is None else weights.detach(), group.mean)
@@ -36,7 +41,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group: TableGroup = ctx.group
         wanted = group.weight_gradient(ctx.bags, grad) if ctx.needs_input_grad[4] else None
         group.update(ctx.bags, grad)
@@ -106,7 +111,9 @@ class EmbeddingTables(nn.Module):
                 )
             )
             whole = tuple(mine) == self.features
-            self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
+            self._columns.append(
+                None if whole else torch.tensor([self.features.index(name) for name in mine])
+            )
         self._group_of = {table.name: group for group in self.groups for table in group.tables}
 
     @property
@@ -151,11 +158,11 @@ class EmbeddingTables(nn.Module):
         """
         offsets = self._check(ids, offsets, weights)
         flat = None if weights is None else weights.reshape(-1)
-        pooled = []
+        pooled: list[Tensor] = []
         for group, columns in zip(self.groups, self._columns, strict=True):
             part = (ids, offsets, flat) if columns is None else self._select(columns, ids, offsets, flat)
             if torch.is_grad_enabled():
-                pooled.append(_Lookup.apply(self._anchor, group, *part))
+                pooled.append(_Lookup.apply(self._anchor, group, *part))  # type: ignore[no-untyped-call]
             else:
                 pooled.append(group.lookup(Bags(*part, group.mean)))
         if len(pooled) == 1:
@@ -186,9 +193,13 @@ class EmbeddingTables(nn.Module):
                 raise ValueError(f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not.")
         if weights is not None:
             if weights.numel() != ids.numel():
-                raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
+                raise ValueError(
+                    f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each."
+                )
             if any(group.mean for group in self.groups):
-                raise ValueError("per-sample weights need sum pooling, as in nn.EmbeddingBag; a table here pools by mean.")
+                raise ValueError(
+                    "per-sample weights need sum pooling, as in nn.EmbeddingBag; a table here pools by mean."
+                )
         return offsets
 
     def _select(
@@ -198,7 +209,11 @@ class EmbeddingTables(nn.Module):
         columns = columns.to(ids.device)
         count = len(self.features)
         if offsets is None:
-            return ids[:, columns], None, None if weights is None else weights.view(-1, count)[:, columns].reshape(-1)
+            return (
+                ids[:, columns],
+                None,
+                None if weights is None else weights.view(-1, count)[:, columns].reshape(-1),
+            )
         lengths = bag_lengths(offsets)
         chosen = torch.zeros(count, dtype=torch.bool, device=ids.device)
         chosen[columns] = True
@@ -261,9 +276,13 @@ class EmbeddingTables(nn.Module):
             wanted = (table.num_embeddings, table.embedding_dim)
             weight = state_dict[keys["weight"]]
             if tuple(weight.shape) != wanted:
-                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
+                error_msgs.append(
+                    f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected."
+                )
                 continue
-            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state}))
+            group.write(
+                table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state})
+            )
         if f"{prefix}tick" in state_dict:
             self.tick = int(state_dict[f"{prefix}tick"])
         else:
@@ -277,7 +296,7 @@ class EmbeddingTables(nn.Module):
             for group in self.groups:
                 group.to(device)
             self._anchor = torch.zeros((), requires_grad=True, device=device)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:

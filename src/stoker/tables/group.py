@@ -64,7 +64,7 @@ class TableGroup:
 
     def update(self, bags: Bags, grad: Tensor) -> None:
         """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup."""
-        keys = ()
+        keys: tuple[int, ...] = ()
         if self.storage.weight.dtype == torch.bfloat16:
             keys = tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)
         self.backend.update(
@@ -87,7 +87,9 @@ class TableGroup:
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
         if not same:
-            fresh = DeviceRows(0, self.dim, self.storage.weight.dtype, dict(optimizer.state), self.storage.weight.device)
+            fresh = DeviceRows(
+                0, self.dim, self.storage.weight.dtype, dict(optimizer.state), self.storage.weight.device
+            )
             self.storage.state = {
                 name: torch.zeros((self.storage.num_rows, *tensor.shape[1:]), device=tensor.device)
                 for name, tensor in fresh.state.items()
@@ -108,7 +110,9 @@ class TableGroup:
         """Replace rows of one table, from its row ``start`` on."""
         begin, stop = self.space.table_range(self.table_index(name))
         if begin + start + len(rows.weight) > stop:
-            raise IndexError(f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows")
+            raise IndexError(
+                f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows"
+            )
         self.storage.write(begin + start, rows)
 
     def to(self, device: torch.device) -> None:
