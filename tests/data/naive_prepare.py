@@ -135,7 +135,7 @@ def dense_of(schema: Schema, rows: list[dict[str, Any]], splits: list[str]) -> l
 
 
 def prepare(schema: Schema, names: list[str], lines: list[bytes], separator: str) -> dict[str, Any]:
-    """Bad line numbers (from 1), and per split the labels, dense values and id bags; vocabularies and counts."""
+    """Bad line numbers (from 1); labels, dense values and id bags per split; vocabularies and counts."""
     rows, bad = [], []
     for number, line in enumerate(lines, 1):
         if line.rstrip(b"\r") == b"" and len(names) > 1:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,8 @@ def test_json_lines_with_faults(tmp_path: Path) -> None:
 
 def test_quotes(tmp_path: Path) -> None:
     out = prepared(tmp_path, shop(), [
-        '1,u,"a, b",1,0,mo', '0,u,"say ""hi""","2.5",0,mo', '0,u,"open,1,0,mo', '0,u,"x"y,1,0,mo', '"0",u,a"b,1,0,tu',
+        '1,u,"a, b",1,0,mo', '0,u,"say ""hi""","2.5",0,mo', '0,u,"open,1,0,mo', '0,u,"x"y,1,0,mo',
+        '"0",u,a"b,1,0,tu',
         '0,u,"say ""hi""",1,0,tu',
     ])  # fmt: skip
     assert vocabulary(out, "item") == [("a, b", 1), ('say "hi"', 1)]
@@ -260,9 +262,10 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
         stoker.prepare(shop(), "nowhere*", out=out)
     with pytest.raises(DataError, match=r"no column 'itm'.*Did you mean 'item'"):
         stoker.prepare(shop(categorical=(CategoricalColumn(name="itm"),)), raw, out=out)
+    (tmp_path / "two").mkdir()
+    two = write(tmp_path / "two" / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
     with pytest.raises(DataError, match=r"log\.csv:3: label price is 2, expected 0 or 1.*rule"):
-        write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
-        stoker.prepare(shop(label=Label(column="price")), raw, out=out)
+        stoker.prepare(shop(label=Label(column="price")), two, out=out)
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(DataError, match="is empty"):
         stoker.prepare(shop(), tmp_path / "empty.csv", out=out)
@@ -272,15 +275,15 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
         stoker.prepare(shop(), write(tmp_path / "day.csv", [HEAD, "1,u,a,1,0,fr"]), out=out)
     with pytest.raises(DataError, match="no training row"):
         stoker.prepare(shop(), write(tmp_path / "day.csv", [HEAD, "1,u,a,1,0,tu"]), out=out)
-    with pytest.raises(ConfigError, match="Did you mean 'criteo'"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'criteo'"):
         stoker.prepare("critoe", raw, out=out)
-    with pytest.raises(ConfigError, match="no preset 'dlmr'.*Did you mean 'dlrm'"):
+    with pytest.raises(ConfigError, match=r"no preset 'dlmr'.*Did you mean 'dlrm'"):
         stoker.prepare("criteo", raw, out=out, preset="dlmr")
-    with pytest.raises(DataError, match="All 3 lines are bad, the first: log.csv:1: 1 fields, expected 40"):
+    with pytest.raises(DataError, match=r"All 3 lines are bad, the first: log\.csv:1: 1 fields, expected 40"):
         stoker.prepare("criteo", raw, out=out)
     assert not (out / "manifest.json").exists()
     stoker.prepare(shop(), raw, out=out)
-    with pytest.raises(DataError, match="already holds a dataset.*--overwrite"):
+    with pytest.raises(DataError, match=r"already holds a dataset.*--overwrite"):
         stoker.prepare(shop(), raw, out=out)
     stoker.prepare(shop(), raw, out=out, overwrite=True)
     (tmp_path / "mine").mkdir()
@@ -411,8 +414,8 @@ def test_file_split_halves_and_subsampling(tmp_path: Path) -> None:
     assert 0.07 < kept / (3 * 401 - positives) < 0.19
     assert report.dropped == 3 * 401 - sum(report.rows.values())
     assert abs(report.rows["test"] - report.rows["valid"]) <= 1
+    odd = replace(schema, split=SplitRule(rule="files", files={"day_1": "train"}))
     with pytest.raises(DataError, match="day_x: no pattern of the split rule matches"):
-        odd = replace(schema, split=SplitRule(rule="files", files={"day_1": "train"}))
         run_prepare(odd, write(tmp_path / "day_x", criteo_lines(3)), out=tmp_path / "odd")
 
 
@@ -428,7 +431,9 @@ def test_derived_recipe_checks_raw_lines_then_streams(tmp_path: Path) -> None:
     recipe = Recipe(
         name="mine", description="a test", presets={"only": schema}, derive=derive,
         inputs={
-            "clicks": RawInput(files=("c*.csv",), columns={"label": "int", "item": "string"}, required=("item",)),
+            "clicks": RawInput(
+                files=("c*.csv",), columns={"label": "int", "item": "string"}, required=("item",)
+            ),
             "prices": RawInput(files=("*.parquet",), columns={"item": "string", "price": "float"}),
         },
     )  # fmt: skip
@@ -480,7 +485,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> No
         with pytest.raises(DataError, match=r"no manifest\.json"):
             stoker.Dataset(out)
         kept.append({path.name: path.stat().st_mtime_ns for path in (out / ".work" / "parts").glob("*.part")})
-    for before, after in zip(kept, kept[1:], strict=False):
+    for before, after in pairwise(kept):
         journaled = [name for name in before if before[name] == after.get(name)]
         assert len(journaled) >= len(before) - 6  # at most the few in flight were done again
     # A part that was cut or changed after it was written must be made again, not read.

@@ -45,8 +45,9 @@ lists = st.lists(st.sampled_from(["1", "2", "30", "-4", "5"]), max_size=5).map("
 @st.composite
 def a_line(draw: st.DrawFn) -> bytes:
     fields = [
-        draw(st.sampled_from(["0", "1", "2", "5", "3.5"])), draw(numbers), draw(numbers), draw(items), draw(codes),
-        draw(users), str(draw(st.integers(0, 9))), draw(st.sampled_from(["tr", "va", "te"])), draw(lists),
+        draw(st.sampled_from(["0", "1", "2", "5", "3.5"])), draw(numbers), draw(numbers), draw(items),
+        draw(codes), draw(users), str(draw(st.integers(0, 9))), draw(st.sampled_from(["tr", "va", "te"])),
+        draw(lists),
     ]  # fmt: skip
     fault = draw(
         st.sampled_from(["", "", "", "", "", "few", "many", "value", "utf8", "blank", "gap", "list"])
@@ -90,12 +91,15 @@ def a_schema(draw: st.DrawFn) -> Schema:
         ),
         categorical=(
             CategoricalColumn(name="item", min_count=draw(st.integers(1, 3)), missing=missing),
-            CategoricalColumn(name="code", type="hex", modulo=draw(st.sampled_from([None, 7, 10**6])), fill=0),
+            CategoricalColumn(
+                name="code", type="hex", modulo=draw(st.sampled_from([None, 7, 10**6])), fill=0
+            ),
             CategoricalColumn(name="user", type="int", table="shared" if shared else None, missing=missing),
         ),
         sequence=(
             SequenceColumn(
-                name="past", type="int", table="shared" if shared else None, max_length=draw(st.integers(1, 6)),
+                name="past", type="int", table="shared" if shared else None,
+                max_length=draw(st.integers(1, 6)),
                 keep=draw(st.sampled_from(["last", "first"])),
             ),
         ) if draw(st.booleans()) else (),
@@ -127,7 +131,7 @@ def test_prepared_equals_the_naive_reference(
             return run_prepare(schema, raw, out=out, block_bytes=block_bytes, threads=threads)
 
         if not expected["splits"]["train"]["labels"]:
-            with pytest.raises(DataError, match="no usable row|no training row"):
+            with pytest.raises(DataError, match=r"no usable row|no training row"):
                 run()
             return
         report = run()

@@ -197,9 +197,9 @@ def _show(report: PrepareReport) -> None:
         parts.append(f"{report.dropped:,} rows left out by split, sampling or oov rule")
     console.print("; ".join(parts))
     if report.bad:
-        share = report.bad / max(report.lines, 1)
+        bad_share = report.bad / max(report.lines, 1)
         console.print(
-            f"{report.bad:,} bad lines ({share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
+            f"{report.bad:,} bad lines ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
         )
     else:
         console.print("no bad lines")

@@ -152,7 +152,7 @@ class TextParser:
         self.separator = separator.encode()
         self._sep = self.separator[0] if len(self.separator) == 1 else 0x1F
         self._quote = ord(quote) if quote else -1
-        # One output per column and scanner kind: a list, a text and a required text of one column share theirs.
+        # One output per column and scanner kind: a list and a text of one column share theirs.
         self._outputs: dict[tuple[int, int], int] = {}
         slots = [0, 0, 0, 0]
         for item in fields:
@@ -195,7 +195,8 @@ class TextParser:
             # A second run over the same bytes is harmless unless quotes were unescaped in place.
             data = raw.copy() if self._quote >= 0 else raw
             rows, lines, num_bad, num_slow = kernels.parse_block(
-                data, self._sep, self._quote, len(self.names), self._plan_start, self._plan_kind, self._plan_slot,
+                data, self._sep, self._quote, len(self.names), self._plan_start, self._plan_kind,
+                self._plan_slot,
                 self._nulls, self._null_ends, forced, floats, ints, absent, starts, lengths, row_line, row_at,
                 bad, slow,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import numba as nb
 import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "block_ints",
@@ -42,15 +43,15 @@ def _text_hash(data, start, length):  # type: ignore[no-untyped-def]
 
 @_jit
 def _same_text(a, at, b, bt, length):  # type: ignore[no-untyped-def]
+    same = True
     for i in range(length):
-        if a[at + i] != b[bt + i]:
-            return False
-    return True
+        same &= a[at + i] == b[bt + i]
+    return same
 
 
 @_jit
 def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
-    """Number ``values`` from 1 by first occurrence into ``codes`` (missing: 0); returns how many distinct ones.
+    """Number ``values`` from 1 by first occurrence into ``codes`` (missing: 0); returns how many there are.
 
     ``table`` is int32, a power of two above twice the number of values, filled with -1.
     """
@@ -215,10 +216,11 @@ def rehash_texts(slots, old):  # type: ignore[no-untyped-def]
         slots[at, 1] = old[i, 1]
 
 
-def splitmix(values):  # type: ignore[no-untyped-def]
+def splitmix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64 of each uint64: the hash behind ``hash_buckets`` of numbers and behind row sampling."""
     with np.errstate(over="ignore"):
         h = values + np.uint64(0x9E3779B97F4A7C15)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return h ^ (h >> np.uint64(31))
+        mixed: npt.NDArray[np.uint64] = h ^ (h >> np.uint64(31))
+        return mixed

@@ -50,7 +50,7 @@ def _gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped
 def _gather_bags(  # type: ignore[no-untyped-def]
     one_hot, slots, flat, flat_base, bags, bag_base, lut, bases, rows, lengths, row_starts, out, zeros
 ):
-    """Write the ids of all bags of the rows, sample-major. ``slots[f]``: row of ``one_hot``, or -1 - sequence."""
+    """Write the ids of all bags of the rows, sample-major. ``slots[f]``: row of ``one_hot``, or -1 - bag."""
     features = slots.size
     for i in range(rows.size):
         at = row_starts[i]
@@ -198,7 +198,7 @@ class Encoder:
     ) -> None:
         self.layout, self._open, self._fit = layout, open_part, list(fit)
         self._tables = dict(tables)
-        self._id_type = np.int64 if wide else np.int32
+        self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
         self._starts: dict[str, Array] = {}
         of_table: dict[str, int] = {}
         self._rank: list[int] = []  # of each feature among the features of its table
@@ -211,7 +211,7 @@ class Encoder:
                 with PartFile(self._tables[column.table_name]) as arrays:
                     self._starts[column.table_name] = np.array(arrays["starts"])
 
-    def lookup(self, part: PartRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
         """Ids by code of all features of a part, one after the other, and where each feature's begin."""
         pieces, bases, at = [], [], 0
         for index, column in enumerate(self.layout.features):
@@ -249,8 +249,8 @@ class Encoder:
                     drop[rows] = True
                 elif rows.size:
                     raise DataError(
-                        f"row {part.start + int(rows[0]) + 1:,} has a value of {column.name} that no id was given in "
-                        f"training (min_count {column.min_count}), and its oov policy is error. "
+                        f"row {part.start + int(rows[0]) + 1:,} has a value of {column.name} that no id was "
+                        f"given in training (min_count {column.min_count}), and its oov policy is error. "
                         "Use oov = 'reserved' for id 0, or 'drop' to leave such rows out."
                     )
         return drop
@@ -290,7 +290,7 @@ class Encoder:
         labels = np.empty(n, np.float32)
         bags = bool(self.layout.sequences)
         width = len(self.layout.features)
-        ids = np.empty((0 if bags else n, width), self._id_type)
+        ids: Array = np.empty((0 if bags else n, width), self._id_type)
         lengths = np.ones((n if bags else 0, width), np.int32)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)
@@ -313,7 +313,7 @@ class Encoder:
         if not bags:
             return write_shard(path, dense=dense, labels=labels, ids=ids), positives, unknown
         offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))]).astype(np.int64)
-        joined = np.concatenate(flat) if flat else np.empty(0, self._id_type)
+        joined: Array = np.concatenate(flat) if flat else np.empty(0, self._id_type)
         info = write_shard(path, dense=dense, labels=labels, ids=joined, lengths=lengths, row_offsets=offsets)
         return info, positives, unknown
 

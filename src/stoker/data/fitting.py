@@ -96,7 +96,8 @@ class Fitting:
     def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
         if not self.sizes[part.index, 0]:
             return None
-        return self.assign(part) == 0
+        chosen: npt.NDArray[np.bool_] = self.assign(part) == 0
+        return chosen
 
     def _fit_tables(self) -> None:
         names = list(dict.fromkeys(column.table_name for column in self.task.layout.features))

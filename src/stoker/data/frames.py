@@ -106,7 +106,7 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
 def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if item.separator is None:
         raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
-    lists = series.cast(pl.List(series.dtype.inner)) if isinstance(series.dtype, pl.Array) else series  # type: ignore[attr-defined]
+    lists = series.cast(pl.List(series.dtype.inner)) if isinstance(series.dtype, pl.Array) else series
     lists = lists.list.drop_nulls()
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     counts = lists.list.len().fill_null(0).to_numpy().astype(np.int32)
@@ -259,5 +259,6 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> 
     missing = [name for name in wanted if name not in present]
     if missing:
         raise DataError(
-            f"{path} has no column {missing[0]!r}. It has: {', '.join(present)}.{near(missing[0], list(present))}"
+            f"{path} has no column {missing[0]!r}. It has: {', '.join(present)}."
+            + near(missing[0], list(present))
         )

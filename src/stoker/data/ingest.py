@@ -156,7 +156,7 @@ def ingest(
     suffix: str = ".part",
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[list[IngestedBlock], int]:
-    """Turn every block of every source into a part. Returns the parts in order and how many were there already.
+    """Turn every block of every source into a part. Returns the parts and how many were there already.
 
     Raises:
         DataError: a label that is neither 0 nor 1, a bad line under --strict, more bad lines than allowed.
@@ -194,8 +194,8 @@ def ingest(
         name, number = job.source.path.name, job.source.number
         if isinstance(record, LabelError):
             raise DataError(
-                f"{name}:{before[number] + record.line + 1}: label {record.column} is {record.value:g}, expected 0 or 1. "
-                f"Give the label a rule in the schema, for example rule = '> 0'."
+                f"{name}:{before[number] + record.line + 1}: label {record.column} is {record.value:g}, "
+                f"expected 0 or 1. Give the label a rule in the schema, for example rule = '> 0'."
             )
         if job.reused:
             reused += 1
@@ -212,7 +212,7 @@ def ingest(
                 lines=record["lines"],
                 bad=record["bad"],
                 lines_before=before[number],
-            )  # fmt: skip
+            )
         )
         before[number] += record["lines"]
         progress(job.size)
@@ -227,7 +227,7 @@ def ingest(
 
 
 def ordered_map(work: Callable[[T], R], jobs: Iterable[T], threads: int) -> Iterator[R]:
-    """Results of ``work`` in the order of ``jobs``, a few jobs ahead on threads; jobs are drawn as they are needed."""
+    """Results of ``work`` in the order of ``jobs``, which are drawn as threads come free."""
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="stoker-prepare") as pool:
         try:

@@ -108,10 +108,13 @@ class Layout:
                 raise LabelError(int(block.row_line[wrong[0]]), float(values[wrong[0]]), self.label.column)
             return values.astype(np.float32)
         operator, operand = rule
+        assert column.values is not None or isinstance(operand, str)
         if isinstance(operand, str):
             same = text_equals(column, operand)
             return (same if operator == "==" else ~same).astype(np.float32)
-        result: npt.NDArray[np.float32] = _COMPARE[operator](column.values, operand).astype(np.float32)
+        result: npt.NDArray[np.float32] = _COMPARE[operator](np.asarray(column.values), operand).astype(
+            np.float32
+        )
         return result
 
     def _times(self, block: Block) -> npt.NDArray[np.int64] | None:
@@ -170,8 +173,8 @@ class Layout:
         unknown = [name for name in names if name not in rule.values]
         if unknown:
             raise DataError(
-                f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule does not list "
-                f"(it lists {', '.join(map(repr, rule.values))}). Add it, with 'drop' to leave such rows out."
+                f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
+                f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."
             )
         lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
         out["split"] = lookup[codes]

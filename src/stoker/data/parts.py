@@ -50,7 +50,7 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
 def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
     yield len(text).to_bytes(8, "little") + text
     for array in arrays.values():
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         if padding := -array.nbytes % _ALIGN:
             yield bytes(padding)
 

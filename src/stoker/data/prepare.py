@@ -84,10 +84,10 @@ def prepare(
             an output directory that is in use.
     """
     run_prepare(
-        recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite, resume=resume,
-        threads=threads, progress=progress,
+        recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
+        resume=resume, threads=threads, progress=progress,
     )  # fmt: skip
-    return Dataset(out)
+    return Dataset(Path(out))
 
 
 def run_prepare(
@@ -122,9 +122,10 @@ def run_prepare(
         return _run(task, overwrite=overwrite, resume=resume)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = format_size(shutil.disk_usage(Path(out)).free)
             raise DataError(
-                f"no room left on the disk of {out} ({format_size(shutil.disk_usage(Path(out)).free)} free). Free some "
-                "space and run the same command again: finished parts are kept."
+                f"no room left on the disk of {out} ({free} free). Free some space and run the same "
+                "command again: finished parts are kept."
             ) from error
         raise
 
@@ -147,7 +148,7 @@ def load_recipe(
         return recipe, recipe.schema()
     if preset is not None:
         raise DataError("a preset belongs to a recipe; a schema has none. Leave --preset out.")
-    schema = recipe if isinstance(recipe, Schema) else Schema.from_file(recipe)
+    schema = recipe if isinstance(recipe, Schema) else Schema.from_file(Path(recipe))
     own = Recipe(name=schema.name, description="own schema", presets={"schema": lambda: schema})
     return own, schema
 

@@ -26,6 +26,8 @@ from stoker.units import format_size
 __all__ = ["publish"]
 
 _FREE = 2**26  # bytes of disk left alone
+_SHARD_BYTES = 2**26  # of a shard at most, as one lies in memory per thread while it is filled
+_LEAST_ROWS = 2**12
 
 
 def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
@@ -37,14 +39,14 @@ class _Publisher:
     def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
         self.task, self.rows, self.fitting = task, rows, fitting
         self.layout, self.schema, self.out = task.layout, task.schema, task.out
+        self._wide = any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
 
     def run(self) -> dict[str, Any]:
-        wide = any(record["rows"] > 2**31 - 1 for record in self.fitting.tables.values())
         encoder = Encoder(
-            self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=wide
+            self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide
         )
         counts = self._table_counts(encoder)
-        self._check_room(wide)
+        self._check_room()
         jobs = [job for number in range(3) for job in self._shards(number)]
         done_rows, total = 0, int(self.fitting.sizes[:, :3].sum())
 
@@ -91,22 +93,40 @@ class _Publisher:
                 counts[name] = torch.from_numpy(np.array(arrays["counts"]))
         return counts
 
-    def _check_room(self, wide: bool) -> None:
-        per_row = 4 * (1 + len(self.schema.dense)) + (8 if wide else 4) * len(self.layout.features)
-        needed = int(self.fitting.sizes[:, :3].sum()) * per_row
+    def _row_bytes(self) -> float:
+        """Mean size of a row in a shard."""
+        ids = len(self.layout.one_hot) * sum(part.rows for part in self.fitting.parts)
+        if self.layout.sequences:
+            for part in self.fitting.parts:
+                with self.fitting.open(part) as arrays:
+                    ids += sum(arrays.size(f"codes.{index}") for index in self.layout.sequences)
+        rows = sum(part.rows for part in self.fitting.parts)
+        lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
+        return 4 * (1 + len(self.schema.dense)) + lengths + (8 if self._wide else 4) * ids / rows
+
+    def _shard_rows(self) -> int:
+        """The power of two that keeps a shard within its bytes."""
+        rows, per_row = SHARD_ROWS, self._row_bytes()
+        while rows > _LEAST_ROWS and rows * per_row > _SHARD_BYTES:
+            rows //= 2
+        return rows
+
+    def _check_room(self) -> None:
+        needed = int(int(self.fitting.sizes[:, :3].sum()) * self._row_bytes())
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
         free = shutil.disk_usage(self.out).free
         if needed - present > free - _FREE:
             raise DataError(
                 f"the shards need {format_size(needed - present)}, but the disk of {self.out} has "
-                f"{format_size(free)} free. Free some space and run the same command again: finished parts are kept."
+                f"{format_size(free)} free. Free some space and run the same command "
+                "again: finished parts are kept."
             )
 
     def _shards(self, split: int) -> Iterator[tuple[str, list[Slice], int]]:
         """File, pieces and split number of every shard of a split."""
         name, number = SPLITS[split], 0
         slices: list[Slice] = []
-        room = SHARD_ROWS
+        room = whole = self._shard_rows()
         for part in self.fitting.parts:
             begin, end = 0, int(self.fitting.sizes[part.index, split])
             while begin < end:
@@ -115,7 +135,7 @@ class _Publisher:
                 begin, room = begin + take, room - take
                 if room == 0:
                     yield f"{name}/{number:05d}.safetensors", slices, split
-                    slices, room, number = [], SHARD_ROWS, number + 1
+                    slices, room, number = [], whole, number + 1
         if slices:
             yield f"{name}/{number:05d}.safetensors", slices, split
 

@@ -72,8 +72,8 @@ class BadLineLimit:
         """Raise :class:`DataError` where the share of bad lines is exceeded."""
         if self.share is not None and self.bad > self.share * self.lines:
             raise DataError(
-                f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), more than the "
-                f"{self.share:.3%} that --max-bad allows. The first: {self.first}."
+                f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), "
+                f"more than the {self.share:.3%} that --max-bad allows. The first: {self.first}."
             )
 
 

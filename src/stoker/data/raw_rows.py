@@ -144,7 +144,7 @@ def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, 
     for name, raw in recipe.inputs.items():
         if not matched[name] and not raw.optional:
             raise DataError(
-                f"recipe {recipe.name} needs its {name} file ({' or '.join(raw.files)}), which was not given. "
+                f"recipe {recipe.name} needs its {name} file ({' or '.join(raw.files)}). "
                 f"{recipe.example and 'For example: ' + recipe.example}"
             )
         yield name, raw, matched[name]

@@ -44,8 +44,11 @@ class LineBlock:
 
 
 class _Inflater(Protocol):
-    eof: bool
-    unused_data: bytes
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
 
     def decompress(self, data: bytes) -> bytes: ...
 
@@ -131,7 +134,7 @@ class _PlainLoader:
             end = self.size if self.end == self.size else self._after_newline(file, self.end - 1)
             data = np.empty(end - begin + 1, np.uint8)
             file.seek(begin)
-            view, at = memoryview(data)[:-1], 0
+            view, at = data.data[:-1], 0
             while at < len(view):
                 got = file.readinto(view[at:])
                 if not got:
@@ -195,7 +198,7 @@ def _inflated_blocks(path: Path, compression: str, block_bytes: int) -> Iterator
                 number += 1
     if buffer or damage is not None or number == 0:
         if damage is not None:
-            # The last line may lack its end: nobody can say, so only what a newline closed is taken for whole.
+            # The last line may lack its end, so only what a newline closed is taken for whole.
             del buffer[buffer.rfind(b"\n") + 1 :]
         elif buffer and buffer[-1] != 10:
             buffer += b"\n"
@@ -234,7 +237,7 @@ def _inflate(path: Path, compression: str) -> Iterator[tuple[bytes, int, str | N
                     if not raw.strip(b"\0"):  # padding after the last member
                         break
                     member = make()
-                before = member.copy() if hasattr(member, "copy") else None
+                before = getattr(member, "copy", lambda: None)()
                 try:
                     piece = member.decompress(raw)
                 except failure as error:

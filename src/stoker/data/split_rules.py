@@ -121,8 +121,9 @@ class Splitter:
         seed = splitmix(np.array([self.schema.seed + 1], np.uint64))[0]
         hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
         with self._open(part) as arrays:
-            positive = arrays["labels"] > 0.5
-        return positive | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
+            positive: npt.NDArray[np.bool_] = arrays["labels"] > 0.5
+        kept: npt.NDArray[np.bool_] = positive | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
+        return kept
 
     def _position(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
         """Number of each row among the kept ones."""
@@ -181,7 +182,7 @@ class Splitter:
         self._find_cuts(times, self._total)
 
     def _fit_users(self) -> None:
-        """Number the users, then find the last rows of each. Memory: about 60 bytes per user, 4 per block entry."""
+        """Number the users, then find the last rows of each. Memory: about 60 bytes per user."""
         builder = TableBuilder("string")
         for part in self.parts:
             with self._open(part) as arrays:

@@ -84,7 +84,8 @@ class Task:
         elif present and ".work" not in present and not present <= set(_OURS):
             foreign = sorted(present - set(_OURS))
             raise DataError(
-                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). Choose another --out."
+                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). "
+                "Choose another --out."
             )
         self.out.mkdir(parents=True, exist_ok=True)
 

@@ -117,10 +117,10 @@ def _scan_float(data, at):  # type: ignore[no-untyped-def]
 def _equal(data, start, stop, nulls, first, last):  # type: ignore[no-untyped-def]
     if stop - start != last - first:
         return False
+    same = True
     for i in range(last - first):
-        if data[start + i] != nulls[first + i]:
-            return False
-    return True
+        same &= data[start + i] == nulls[first + i]
+    return same
 
 
 @_jit
@@ -155,7 +155,7 @@ def parse_block(  # type: ignore[no-untyped-def]
     bad,  # [m, 4] int64 out: line, start byte, reason, field
     slow,  # [k, 4] int64 out: row, output, start, stop of a value that needs the careful parser
 ):
-    """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays (then grow them)."""
+    """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays."""
     rows, lines, num_bad, num_slow, next_forced = 0, 0, 0, 0, 0
     at, size = 0, data.size
     while at < size:
@@ -196,7 +196,7 @@ def parse_block(  # type: ignore[no-untyped-def]
                     floats[slot, rows] = number
                 if status != _SLOW and not quoted:
                     c = data[here]
-                    if c == sep or c == _NL or (c == _CR and data[here + 1] == _NL):
+                    if c in (sep, _NL) or (c == _CR and data[here + 1] == _NL):
                         stop = here
             if stop < 0:
                 # Find the end of the field.
@@ -361,7 +361,7 @@ def split_spans(data, starts, lengths, sep, most, last):  # type: ignore[no-unty
 
 @_jit
 def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ignore[no-untyped-def]
-    """Parse texts one by one into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser.
+    """Parse texts into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser.
 
     ``data`` must hold one more byte than the last text.
     """

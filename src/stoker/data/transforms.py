@@ -75,7 +75,7 @@ class DenseFit:
 
 
 def fit_dense(columns: Sequence[DenseColumn], passes: Passes) -> list[DenseFit]:
-    """Fit every column on training rows: first the fills, then the scales of the filled and clipped values."""
+    """Fit every column on training rows: first the fills, then the scales of filled, clipped values."""
     fills = _fit_fills(columns, passes)
     plain = [DenseFit(fill=fill) for fill in fills]
     wanted = [

@@ -90,7 +90,8 @@ class TableBuilder:
         needed = self.entries + more
         if needed > _MAX_ENTRIES:
             raise DataError(
-                f"a table has more than {_MAX_ENTRIES:,} distinct values. Give its columns hash_buckets or modulo."
+                f"a table has more than {_MAX_ENTRIES:,} distinct values. "
+                "Give its columns hash_buckets or modulo."
             )
         if needed > len(self._counts):
             size = max(needed, len(self._counts) * 3 // 2)
