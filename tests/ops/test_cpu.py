@@ -168,3 +168,27 @@ def test_kernels_are_kept_on_disk():
     ]
     assert runs[1].returncode == 0, runs[1].stderr
     assert runs[1].stdout.strip().endswith("SAVED []")
+
+
+def test_without_torchs_openmp_the_team_gives_the_same(monkeypatch):
+    """Where torch's OpenMP is not GNU's (macOS, Windows), kernels run on a team of Python threads."""
+    from stoker.ops import native
+
+    space = make_space(["a", "b"], [50, 3000], [["a"], ["b"]], ["a", "b"])
+    ids = torch.stack([torch.randint(0, 50, (400,)), torch.randint(0, 3000, (400,))], 1)
+    start, grad = torch.randn(3050, 16), torch.randn(400, 2, 16)
+    results = []
+    for address in (native._gomp_parallel(), 0):
+        monkeypatch.setattr(native, "_gomp_parallel", lambda address=address: address)
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            weight = start.clone()
+            CPU.update(weight, {}, space, Bags(ids), grad, optim.SGD(lr=0.1).rule(0), Rounding(()))
+            results += [weight, CPU.lookup(weight, space, Bags(ids)).clone()]
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    with pytest.raises(IndexError, match="holds the ids 0 to 49"):
+        CPU.lookup(start, space, Bags(torch.tensor([[50, 0]])))
