@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
+import json
 import math
 import subprocess
 import sys
@@ -364,3 +366,18 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     (tmp_path / "log.tsv").unlink()
     assert peaks[1] < 1.25 * peaks[0]
+
+
+def test_the_command_writes_a_log_and_prints_its_truth(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from stoker.cli import app
+
+    out = tmp_path / "clicks.tsv.gz"
+    result = CliRunner().invoke(
+        app, ["synthetic", "criteo", "--rows", "2k", "--out", str(out), "--bad", "1%", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    truth = synthetic.SyntheticTruth.load(f"{out}.truth.json")
+    assert json.loads(result.stdout) == dataclasses.asdict(truth)
+    assert len(gzip.decompress(out.read_bytes()).splitlines()) == truth.rows == 2_000

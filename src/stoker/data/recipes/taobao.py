@@ -38,7 +38,7 @@ TRAIN_SHARE = 0.7  # of the users, by the time of their last touch
 # Touches from which on a user gives that many positive points, and as many negative ones.
 POINTS = ((101, 10), (51, 6), (21, 3), (5, 1))
 _LEAST = 4  # touches before every target
-_GROUP_ROWS = 16_000_000  # log lines whose users are in memory at a time, some 150 bytes each
+_GROUP_ROWS = 8_000_000  # log lines whose users are in memory at a time, some 200 bytes each
 _BATCH = 8_192
 _SPLITS = ("train", "valid", "test")
 _COLUMNS = {"user": "int", "item": "int", "category": "int", "behaviour": "string", "time": "int"}
@@ -100,7 +100,7 @@ class _Whole:
 
 
 def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, seed: int) -> pl.LazyFrame:
-    """Windows by group of users, then user, then time. One pass over the log for each 16 M lines of it."""
+    """Windows by group of users, then user, then time. One pass over the log for each 8 M lines of it."""
     log = inputs["log"].select(pl.col("user", "item", "category", "time").cast(pl.Int64))
     whole = _survey(log)
 
