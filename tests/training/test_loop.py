@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from stoker.data.dataset import Dataset, write_manifest
 from stoker.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig
+from stoker.training.display import make_display
 from stoker.training.rundir import RunDirectory
 
 SMALL: dict[str, Any] = {
@@ -364,6 +366,58 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
     with pytest.raises(ConfigError, match="not empty"):
         stoker.train(data, out=out, **SMALL)
     assert (out / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file locks")
+def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
+    with (
+        RunDirectory(tmp_path / "run").locked(),
+        pytest.raises(ConfigError, match="another process"),
+    ):
+        stoker.train(resume=tmp_path / "run", epochs=2, display="quiet")
+    stoker.train(resume=tmp_path / "run", epochs=2, display="quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_bfloat16_learns_the_same(data: Dataset, tmp_path: Path) -> None:
+    plain = stoker.train(data, out=tmp_path / "plain", **SMALL)
+    fast = stoker.train(data, out=tmp_path / "fast", compile=True, dense_dtype="bfloat16", **SMALL)
+    assert fast.test["log_loss"] == pytest.approx(plain.test["log_loss"], abs=0.01)
+    again = stoker.load(tmp_path / "fast", backend="reference").model
+    assert again.dense_dtype == "bfloat16"
+
+
+def test_compiling_without_a_compiler_is_refused(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++-of-another-world")
+    with pytest.raises(ConfigError, match=r"C\+\+ compiler"):
+        stoker.train(data, out=tmp_path / "run", compile=True, **SMALL)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["rich", "plain", "json"])
+def test_every_display_shows_a_run(
+    data: Dataset, tmp_path: Path, mode: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**SMALL, "display": mode}
+    with make_display(mode) as shown:
+        if mode == "plain":
+            shown._seconds = 0.0  # type: ignore[attr-defined]
+        stoker.train(data, out=tmp_path / "run", log_every=10, **{**settings, "display": shown})
+    out, err = capfd.readouterr()
+    if mode == "json":
+        assert [json.loads(line)["kind"] for line in out.splitlines()] == ["train"] * 5 + ["valid", "test"]
+    else:
+        assert out == ""
+        assert "dlrm: 3 tables" in err
+        assert "log_loss" in err
+    if mode == "plain":
+        assert "step 40 of 50  loss" in err
 
 
 def test_config_round_trip_and_unknown_settings() -> None:

@@ -5,6 +5,8 @@ Legend: B examples, F features, D columns of a table.
 
 from __future__ import annotations
 
+import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -131,7 +133,16 @@ class RecModel(nn.Module, ABC):
 
         Static shapes by default: the smaller last batch of an epoch compiles once more instead of making
         every batch slower.
+
+        Raises:
+            ConfigError: no C++ compiler for a model on the CPU.
         """
+        compilers = (os.environ.get("CXX", "g++"), "clang++", "cl")
+        if self.device.type == "cpu" and not any(shutil.which(name) for name in compilers):
+            raise ConfigError(
+                "compiling the dense part needs a C++ compiler, and none was found. Install one "
+                "(apt install g++), or leave --compile out."
+            )
         self._compiled = torch.compile(self.dense_part, **{"dynamic": False, **options})
 
     def config(self) -> dict[str, Any]:

@@ -103,6 +103,8 @@ class TrainConfig:
     threads: int | None = None  # CPU threads; None leaves torch's own number
 
     def __post_init__(self) -> None:
+        options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
+        object.__setattr__(self, "model_options", options)  # equal to what comes back from JSON
         _choice("model", self.model, MODELS)
         _choice("row_optimizer", self.row_optimizer, _ROW_OPTIMIZERS)
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)

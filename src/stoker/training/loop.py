@@ -97,19 +97,15 @@ def train(
     schedule = config.make_schedule(total)
     model = config.make_model(data.schema, config.make_row_optimizer(schedule))
     dense = config.make_dense_optimizer(model)
+    if config.compile:
+        model.compile_dense()
+    kept = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+    run = RunDirectory.create(out, kept) if out is not None else RunDirectory(str(resume))
     progress = Progress()
-    with make_display(display) if isinstance(display, str) else display as shown:
-        if resume is None:
-            assert out is not None
-            run = RunDirectory.create(
-                out, {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
-            )
-        else:
-            run = RunDirectory(resume)
+    with make_display(display) if isinstance(display, str) else display as shown, run.locked():
+        if resume is not None:
             progress = restore(run, data, model, dense, stream, shown)
-            run.write("config.json", {"dataset": str(data.path.resolve()), "settings": config.to_dict()})
-        if config.compile:
-            model.compile_dense()
+            run.write("config.json", kept)
         log = RunLog(run, progress.step, tensorboard=config.tensorboard)
         try:
             shown.start(progress.step, total, _facts(model, data, config, total))
@@ -194,7 +190,7 @@ def _fit(
             progress.unread.append((step, loss.detach()))
             if len(progress.unread) >= read_every:
                 progress.read_losses()
-            loss.backward()  # type: ignore[no-untyped-call]  # rows are updated here, in place
+            loss.backward()  # rows are updated here, in place
             if config.dense_clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, config.dense_clip_norm)
             dense.step()

@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,27 @@ class RunDirectory:
         run.checkpoints.mkdir(parents=True)
         run.write("config.json", config)
         return run
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of the run; a killed one lets go by itself.
+
+        Raises:
+            ConfigError: another process trains here.
+        """
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"another process is training in {self.path}. Wait for it, or stop it first."
+                ) from error
+            yield
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Write one JSON file atomically."""
