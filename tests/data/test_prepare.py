@@ -591,3 +591,14 @@ def test_schema_error_is_raised_before_anything_is_written(tmp_path: Path) -> No
     with pytest.raises(SchemaError, match=r"shop\.toml.*unknown key 'typ'.*Did you mean 'type'"):
         stoker.prepare(tmp_path / "shop.toml", write(tmp_path / "a.csv", [HEAD]), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_latin_1_text(tmp_path: Path) -> None:
+    raw = tmp_path / "log.csv"
+    raw.write_bytes("label,itém,price,day\n1,Amélie,1,mo\n0,Léon,2,mo\n".encode("latin-1"))
+    item = CategoricalColumn(name="item", source="itém")
+    schema = shop(categorical=(item,), source=SourceFormat(encoding="latin-1"))
+    stoker.prepare(schema, raw, out=tmp_path / "out", strict=True)
+    assert vocabulary(tmp_path / "out", "item") == [("Amélie", 1), ("Léon", 1)]
+    with pytest.raises(DataError, match=r"log\.csv:1: the header is not UTF-8"):
+        stoker.prepare(shop(), raw, out=tmp_path / "other")

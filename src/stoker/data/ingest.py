@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from stoker.data.columns import BadLine, Block, Field, TextParser
 from stoker.data.frames import check_columns, json_block, parquet_block, parquet_columns, parquet_rows
 from stoker.data.layout import LabelError
@@ -58,7 +60,8 @@ class Source:
         if not names:
             self._header = True
             names = [
-                name.strip().strip(self.format.quote or "") for name in first_line(self.path).split(separator)
+                name.strip().strip(self.format.quote or "")
+                for name in first_line(self.path, self.format.encoding).split(separator)
             ]
         check_columns(self.path, wanted, names)
         self._parser = TextParser(
@@ -87,6 +90,8 @@ class Source:
         skipped = 0
         if block.number == 0 and self._header and data.size:
             data, skipped = data[data.tobytes().index(b"\n") + 1 :], 1
+        if self.format.encoding == "latin-1":
+            data = np.frombuffer(bytearray(data.tobytes().decode("latin-1").encode()), np.uint8)
         if self._parser is not None:
             result = self._parser.parse(data)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -149,7 +150,7 @@ class Layout:
             block_dictionary_of_texts(column, codes, out, str(index))
         else:
             values, missing = _category_values(column, feature)
-            distinct = np.empty(len(values), np.int64)
+            distinct = _scratch("distinct", len(values), np.int64)
             found = dictionary_kernels.block_ints(values, missing, codes, distinct, _table(len(values)))
             out[f"values.{index}"] = distinct[:found].copy()
 
@@ -219,7 +220,7 @@ def block_dictionary_of_texts(column: RawColumn, codes: Array, out: dict[str, Ar
     assert column.starts is not None
     assert column.lengths is not None
     n = len(column.starts)
-    first = np.empty(n, np.int64)
+    first = _scratch("distinct", n, np.int64)
     found = dictionary_kernels.block_texts(
         column.data, column.starts, column.lengths, codes, first, _table(n)
     )
@@ -240,7 +241,22 @@ def _feature_field(column: CategoricalColumn) -> Field:
 
 
 def _table(n: int) -> npt.NDArray[np.int32]:
-    return np.full(1 << max(4, (2 * n).bit_length()), -1, np.int32)
+    size = 1 << max(4, (2 * n).bit_length())
+    table = _scratch("table", size, np.int32)[:size]
+    table.fill(-1)
+    return table
+
+
+_local = threading.local()
+
+
+def _scratch(name: str, size: int, dtype: npt.DTypeLike) -> Array:
+    """Memory of this thread, used again by the next column: fresh pages cost more than the work."""
+    held: Array | None = getattr(_local, name, None)
+    if held is None or len(held) < size:
+        held = np.empty(size + size // 8, dtype)
+        setattr(_local, name, held)
+    return held
 
 
 def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:

@@ -183,7 +183,7 @@ def _run(task: Task, *, overwrite: bool, resume: bool) -> PrepareReport:
         rows=written,
         positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
         tables=_table_summary(manifest),
-        lines=task.limit.lines,
+        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
         bad=manifest["quarantined"],
         seconds=time.perf_counter() - started,
         peak_memory=_peak_memory(),

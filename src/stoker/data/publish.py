@@ -14,6 +14,7 @@ from stoker.data import dataset as stored
 from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
+from stoker.data.frames import parquet_rows
 from stoker.data.ingest import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
@@ -184,7 +185,9 @@ class _Publisher:
         return manifest
 
     def _sources(self) -> list[dict[str, Any]]:
-        rows = {path: [0, 0] for path in self.task.files}
+        # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
+        read = {block.source.path for block in self.rows.raw}
+        rows = {path: [0 if path in read else parquet_rows(path), 0] for path in self.task.files}
         for block in self.rows.raw:
             rows[block.source.path][0] += block.rows
             rows[block.source.path][1] += block.bad

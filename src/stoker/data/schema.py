@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 FORMATS = ("auto", "csv", "parquet", "jsonl")
+ENCODINGS = ("utf-8", "latin-1")
 VALUE_TYPES = ("hex", "int", "float", "string")
 TIME_TYPES = ("int", "float", "datetime")
 TRANSFORMS = ("log1p", "zscore", "minmax")
@@ -59,10 +60,12 @@ class SourceFormat:
     separator: str | None = None  # between fields; None: a comma, or a tab for .tsv and .txt
     columns: tuple[str, ...] = ()  # names of the fields in order, for files without a header line
     quote: str | None = '"'  # None: quotes are ordinary characters. A quoted field ends on its own line
+    encoding: str = "utf-8"  # utf-8 | latin-1
     null_values: tuple[str, ...] = ()  # read as missing besides the empty field, e.g. "NULL", "\\N"
 
     def __post_init__(self) -> None:
         choice("source", "kind", self.kind, FORMATS)
+        choice("source", "encoding", self.encoding, ENCODINGS)
         object.__setattr__(self, "columns", tuple(self.columns))
         object.__setattr__(self, "null_values", tuple(self.null_values))
         object.__setattr__(self, "quote", self.quote or None)

@@ -90,14 +90,14 @@ def _compression(path: Path) -> str | None:
     return "zstd" if magic == b"\x28\xb5\x2f\xfd" else None
 
 
-def first_line(path: Path) -> str:
+def first_line(path: Path, encoding: str = "utf-8") -> str:
     """The first line of a text file, without its end. Raises :class:`DataError` for an empty file."""
     for block in line_blocks(path, block_bytes=1):
         raw = block.load().tobytes()
         if not raw:
             break
         try:
-            return raw.split(b"\n", 1)[0].rstrip(b"\r").removeprefix(_BOM).decode("utf-8")
+            return raw.split(b"\n", 1)[0].rstrip(b"\r").removeprefix(_BOM).decode(encoding)
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:1: the header is not UTF-8 (byte {error.start}).") from error
     raise DataError(f"{path} is empty: it has no header line.")
