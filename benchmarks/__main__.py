@@ -1,0 +1,73 @@
+"""The command line: list the bars, run some, write results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import embedding
+from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
+from benchmarks.machine import describe
+
+__all__ = ["all_bars", "main"]
+
+
+def all_bars() -> list[Bar]:
+    """Every bar, in the order they are listed and run."""
+    return [*embedding.bars()]
+
+
+def _chosen(names: Sequence[str], known: Sequence[Bar]) -> list[Bar]:
+    """Bars by name, or by the name of their group."""
+    chosen: list[Bar] = []
+    for name in names:
+        found = [bar for bar in known if name in (bar.name, bar.group)]
+        if not found:
+            raise SystemExit(f"bar {name!r} is unknown. Run python -m benchmarks for the list.")
+        chosen += [bar for bar in found if bar not in chosen]
+    return chosen
+
+
+def _list(known: Sequence[Bar]) -> None:
+    width = max(len(bar.name) for bar in known)
+    for bar in known:
+        aim = "" if bar.aim is None else f", aim {bar.aim:g}{bar.unit}"
+        print(f"{bar.name:<{width}}  {bar.title} (must {bar.requirement}{aim})")
+    print(f"\npython -m benchmarks NAME [--quick]; groups: {', '.join(dict.fromkeys(bar.group for bar in known))}")
+
+
+def main(arguments: Sequence[str] | None = None, known: Sequence[Bar] | None = None) -> int:
+    """Run and return the exit code: 0 ok, 1 short or wrong, 2 not run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="bars or groups; none lists them")
+    parser.add_argument("--quick", action="store_true", help="an answer in under a minute a bar")
+    parser.add_argument("--all", action="store_true", help="run every bar")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (5, quick 2)")
+    parser.add_argument("--out", type=Path, help="directory for <what>_<machine>_<date>.md and .json")
+    options = parser.parse_args(arguments)
+    known = all_bars() if known is None else known
+    if not options.all and not options.names:
+        _list(known)
+        return 0
+    run = Run.of(quick=options.quick, rounds=options.rounds)
+    machine = describe()
+    print(f"{machine['CPU']}, {machine['cores']} cores, {machine['memory']}", flush=True)
+    results: list[Result] = []
+    for bar in known if options.all else _chosen(options.names, known):
+        print(f"\n{bar.name}: {bar.title}", flush=True)
+        result = judge(bar, run)
+        results.append(result)
+        print(f"\n{report(result)}\n", flush=True)
+        if options.out is not None:
+            same = [other for other in results if other.bar.group == bar.group]
+            print(f"wrote {write_results(same, options.out, bar.group, machine, quick=options.quick)}")
+        if len(results) > 1 or options.all:
+            print(result.line, flush=True)
+    print("\n".join(result.line for result in results), flush=True)
+    return exit_code(results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
