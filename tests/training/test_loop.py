@@ -23,8 +23,9 @@ import stoker
 from stoker.data.dataset import Dataset, write_manifest
 from stoker.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.testing import make_dataset
-from stoker.training import Interrupted, TrainConfig
+from stoker.training import Interrupted, StreamingMetrics, TrainConfig
 from stoker.training.display import make_display
+from stoker.training.log import RunLog
 from stoker.training.rundir import RunDirectory
 
 SMALL: dict[str, Any] = {
@@ -281,6 +282,40 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
     manifest = json.loads((caught.value.checkpoint / "manifest.json").read_text())
     assert manifest["step"] == manifest["tick"] > 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_signal_during_evaluation_loses_nothing(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    stoker.train(data, out=tmp_path / "whole", steps=60, eval_every=20, **SMALL)
+    real = StreamingMetrics.update
+    calls = iter(range(1000))
+
+    def update(self: StreamingMetrics, *arguments: Any) -> None:
+        if next(calls) == nth:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, *arguments)
+
+    monkeypatch.setattr(StreamingMetrics, "update", update)
+    with pytest.raises(Interrupted):
+        stoker.train(data, out=tmp_path / "run", steps=60, eval_every=20, **SMALL)
+    assert len(records(tmp_path / "run", "valid")) == nth
+    monkeypatch.undo()
+    stoker.train(resume=tmp_path / "run", display="quiet")
+    assert [line["step"] for line in records(tmp_path / "run", "valid")] == [20, 40, 60]
+    assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "whole" / "checkpoints")
+
+
+def test_records_of_a_killed_run_are_cut_to_its_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", {})
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (5, 10, 15)]
+    run.metrics.write_text("\n".join(lines) + '\n{"kind": "tra')
+    log = RunLog(run, 10, tensorboard=False)
+    log.write({"kind": "train", "step": 12})
+    log.close()
+    assert [line["step"] for line in records(run.path, "train")] == [5, 10, 12]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(

@@ -217,7 +217,8 @@ class TrainConfig:
             raise
 
 
-#: Settings that may change when a run is resumed: none of them touches the numbers of the steps to come.
+#: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend
+#: and threads but for rounding).
 RESUMABLE = frozenset(
     {
         "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
