@@ -165,6 +165,7 @@ def test_taobao_points_follow_the_length_of_the_history() -> None:
     )
     rows = derived(recipes.get("taobao"), {"log": log})
     points = dict(rows.filter(label=1).group_by("user").len().iter_rows())
+    assert rows["items"].list.len().min() == 4
     assert points == {2: 1, 3: 1, 4: 3, 5: 3, 6: 6, 7: 6, 8: 10, 9: 10}
     of_nine = rows.filter((pl.col("user") == 9) & (pl.col("label") == 1))
     assert of_nine["time"].min() >= 10 * 250  # targets are among the last 200 touches
