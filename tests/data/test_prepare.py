@@ -262,6 +262,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
         stoker.prepare(shop(), "nowhere*", out=out)
     with pytest.raises(DataError, match=r"no column 'itm'.*Did you mean 'item'"):
         stoker.prepare(shop(categorical=(CategoricalColumn(name="itm"),)), raw, out=out)
+    assert not out.exists()
     (tmp_path / "two").mkdir()
     two = write(tmp_path / "two" / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
     with pytest.raises(DataError, match=r"log\.csv:3: label price is 2, expected 0 or 1.*rule"):

@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -122,7 +123,8 @@ def run_prepare(
         return _run(task, overwrite=overwrite, resume=resume)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = format_size(shutil.disk_usage(Path(out)).free)
+            place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
+            free = format_size(shutil.disk_usage(place).free)
             raise DataError(
                 f"no room left on the disk of {out} ({free} free). Free some space and run the same "
                 "command again: finished parts are kept."
@@ -176,6 +178,8 @@ def _run(task: Task, *, overwrite: bool, resume: bool) -> PrepareReport:
         manifest = publish(task, rows, fitting)
     finally:
         task.journal.close()
+        if not task.journal.done:
+            _leave_nothing(task)
     shutil.rmtree(task.work)
     written = {name: entry["rows"] for name, entry in manifest["splits"].items()}
     return PrepareReport(
@@ -190,6 +194,13 @@ def _run(task: Task, *, overwrite: bool, resume: bool) -> PrepareReport:
         reused=task.reused,
         dropped=sum(part.rows for part in fitting.parts) - sum(written.values()),
     )
+
+
+def _leave_nothing(task: Task) -> None:
+    """Remove directories made for a run that failed before it had finished anything."""
+    shutil.rmtree(task.work, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        task.out.rmdir()
 
 
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
