@@ -154,6 +154,7 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
     updates the rows, which were asked for from memory when they were first met.
     """
     scaled = 1 if weighted or mean else 0
+    examples_ahead = max(4, min(32, 1024 // dim))
 
     def update(p):
         (
@@ -181,7 +182,9 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
         me = thread_index(p)
         keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
         features = len(table_features)
-        batch = (len(offsets) - 1) // features if jagged else len(ids) // features
+        bags = len(offsets) - 1 if jagged else len(ids)
+        batch = bags // features
+        ahead = examples_ahead * features
         lr, eps, share = constants[0], constants[1], constants[2]
         while True:
             item = fetch_add(cursor, 1)
@@ -202,6 +205,11 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
+                    if bag + ahead < bags:
+                        # One table's gradients lie a whole example apart: too far for the processor to guess.
+                        at = (bag + ahead) * dim
+                        for line in range(0, dim, _LINE):
+                            prefetch(grad, at + line)
                     begin, end = bag, bag + 1
                     if jagged:
                         begin, end = offsets[bag], offsets[bag + 1]

@@ -180,7 +180,7 @@ def _norm_squared(b: ir.IRBuilder, parts: list[_Vec]) -> ir.Value:
 
 @intrinsic
 def prefetch(typingctx, array, offset):
-    """Ask for the cache line of ``array[offset]``, soon to be read and written."""
+    """Ask for the cache line of ``array[offset]``, soon to be needed."""
     signature = types.void(array, types.intp)
 
     def codegen(context, b, signature, args):
@@ -188,7 +188,7 @@ def prefetch(typingctx, array, offset):
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        b.call(function, [b.bitcast(b.gep(data, [args[1]]), byte), _I32(1), _I32(3), _I32(1)])
+        b.call(function, [b.bitcast(b.gep(data, [args[1]]), byte), _I32(0), _I32(3), _I32(1)])
         return context.get_dummy_value()
 
     return signature, codegen
