@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 DATA, RUN = Path("data/demo"), Path("runs/demo")
 COMMANDS = (
     f"stoker prepare online-retail data/online_retail/invoices.parquet --out {DATA} --overwrite",
-    f"stoker train {DATA} --model dlrm --epochs 2 --eval-every 350 --out {RUN}",
+    f"stoker train {DATA} --model dlrm --epochs 2 --row-optimizer adagrad --row-lr 0.05 --eval-every 350 --out {RUN}",
     f"stoker evaluate {RUN} --split test",
 )
 
