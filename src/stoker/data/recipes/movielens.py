@@ -107,7 +107,7 @@ def movielens(preset: str = "random") -> Recipe:
             ),
             "movies": RawInput(
                 files=("*movies*",),
-                format=text(columns=tuple(movies)),
+                format=text(columns=tuple(movies), encoding="latin-1"),
                 columns=movies,
                 required=("movie",),
                 optional=True,
