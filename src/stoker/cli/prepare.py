@@ -128,7 +128,7 @@ class _Bars:
         task = self._tasks.get(progress.stage)
         if task is None:
             task = self._tasks[progress.stage] = self._bar.add_task(
-                _STAGES[progress.stage], total=progress.total, unit=progress.unit
+                _STAGES[progress.stage], total=progress.total, unit=progress.unit, first=progress.done
             )
         self._bar.update(task, completed=progress.done, total=progress.total)
 
@@ -149,13 +149,15 @@ def _new_bar() -> Bar:
         """Done, total and rate in the task's own unit."""
 
         def render(self, task: Any) -> Text:
-            if task.fields["unit"] == "bytes":
+            unit, elapsed = task.fields["unit"], task.elapsed or 0.0
+            # The mean since the bar appeared: the speed of the moment jumps with the size of a part.
+            speed = (task.completed - task.fields["first"]) / elapsed if elapsed > 0.5 else 0.0
+            if unit == "bytes":
                 done, total = format_size(task.completed), format_size(task.total)
-                rate = f"  {format_size(task.speed)}/s" if task.speed else ""
+                rate = f"  {format_size(speed)}/s" if speed else ""
             else:
-                unit = task.fields["unit"]
                 done, total = format_count(task.completed), format_count(task.total)
-                rate = f" {unit}  {format_count(task.speed)}/s" if task.speed else f" {unit}"
+                rate = f" {unit}  {format_count(speed)}/s" if speed else f" {unit}"
             return Text(f"{done} of {total}{rate}")
 
     columns = (TextColumn("{task.description:>14}"), BarColumn(), Amount(), TimeRemainingColumn())
