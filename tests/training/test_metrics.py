@@ -35,10 +35,10 @@ def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, boo
     found = stream(logits, labels, sorted(min(cut, len(rows)) for cut in cuts))
     scores = torch.sigmoid(logits.double()).numpy()
     truth = labels.double().numpy()
-    # scikit-learn clips at the float's epsilon; the logits here stay where that clip is far away or harmless.
+    # scikit-learn works on rounded probabilities, which lose the logits of confident predictions.
     exact = np.logaddexp(0, np.where(truth == 1, -logits.double().numpy(), logits.double().numpy())).mean()
     assert found["log_loss"] == pytest.approx(exact, rel=1e-12, abs=1e-300)
-    if abs(logits).max() < 30:
+    if abs(logits).max() < 15:
         assert found["log_loss"] == pytest.approx(
             sk.log_loss(truth, scores, labels=[0, 1]), rel=1e-9, abs=1e-12
         )

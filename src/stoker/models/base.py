@@ -105,7 +105,9 @@ class RecModel(nn.Module, ABC):
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
         embedded = self.embeddings(batch.ids, batch.offsets, batch.weights)
-        score = self._compiled or self.dense_part
+        # Evaluation is not compiled: its odd batch sizes would each compile anew, and its numbers should be
+        # those of a model loaded from a checkpoint.
+        score = self._compiled if self.training and self._compiled is not None else self.dense_part
         if self.dense_dtype == "float32":
             return score(batch.dense, embedded)
         with torch.autocast(self.device.type, torch.bfloat16):

@@ -214,7 +214,7 @@ class TrainConfig:
             if "unexpected keyword argument" in str(error):
                 name = str(error).rsplit("argument", 1)[1].strip(" '")
                 raise ConfigError(f"model {self.model!r} has no option {name!r}.") from error
-            raise
+            raise ConfigError(f"model {self.model!r} cannot be built with {options}: {error}.") from error
 
 
 #: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend

@@ -83,7 +83,9 @@ class StreamingMetrics:
         wide = logits.double()
         self.rows += len(labels)
         self.positives += found
-        self._loss += float(torch.nn.functional.softplus(torch.where(positive, -wide, wide)).sum())
+        self._loss += float(
+            torch.nn.functional.softplus(torch.where(positive, -wide, wide), threshold=40.0).sum()
+        )
         self._right += int(((wide >= 0) == positive).sum())
         self._predicted += float(torch.sigmoid(wide).sum())
         scores = logits.float()
