@@ -24,7 +24,7 @@ from stoker.tables import EmbeddingTables, TableConfig, tables_for
 
 __all__ = ["RecModel"]
 
-_ROWS = RowWiseAdagrad(lr=0.02)
+_ROWS = RowWiseAdagrad(lr=0.05)
 
 
 class RecModel(nn.Module, ABC):
@@ -39,7 +39,7 @@ class RecModel(nn.Module, ABC):
         pooling: how the ids of a sequence feature become one vector.
         dtype: type of the rows; optimizer state stays float32.
         dense_dtype: "bfloat16" runs the dense part under autocast (weights stay float32).
-        optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.02.
+        optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.05.
         seed: of rows and dense parameters.
         device: where everything lies.
         backend: kernels of the tables (:class:`stoker.EmbeddingTables`).

@@ -15,6 +15,7 @@ files.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -39,12 +40,25 @@ from stoker.tables.storage import Rows
 if TYPE_CHECKING:
     from stoker.data.reader import BatchStream
 
-__all__ = ["FORMAT_VERSION", "Checkpoint", "discard", "load", "read_manifest", "save", "verify"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Checkpoint",
+    "NotFiniteError",
+    "discard",
+    "load",
+    "read_manifest",
+    "save",
+    "verify",
+]
 
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _DENSE = "dense.safetensors"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
+
+
+class NotFiniteError(CheckpointError):
+    """A model with infinite or undefined values, which is not worth keeping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +84,7 @@ def save(
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    require_finite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint, whole or not at all.
@@ -82,9 +97,11 @@ def save(
         step: batches trained; None takes the tables' own count.
         extra: further JSON values to keep.
         overwrite: replace an existing checkpoint.
+        require_finite: refuse a model with infinite or undefined values.
         shard_bytes: largest file of rows.
 
     Raises:
+        NotFiniteError: see ``require_finite``.
         CheckpointError: the directory exists, or the disk has no room.
     """
     target = Path(directory)
@@ -95,8 +112,13 @@ def save(
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
         files: dict[str, Any] = {}
-        tables = [_save_table(beside, index, model, files, shard_bytes) for index in range(len(model.tables))]
+        tables = [
+            _save_table(beside, index, model, files, shard_bytes, require_finite)
+            for index in range(len(model.tables))
+        ]
         tensors, optimizer = _dense_tensors(model, dense_optimizer)
+        if require_finite:
+            _check_finite("the dense part", tensors)
         files[_DENSE] = _save_tensors(beside / _DENSE, tensors)
         manifest = {
             "kind": "checkpoint",
@@ -165,8 +187,16 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest}
 
 
+def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = torch.aminmax(tensor)  # both carry nan; needs no memory
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                raise NotFiniteError(f"{what} is no longer finite ({name})")
+
+
 def _save_table(
-    folder: Path, index: int, model: RecModel, files: dict[str, Any], shard_bytes: int
+    folder: Path, index: int, model: RecModel, files: dict[str, Any], shard_bytes: int, require_finite: bool
 ) -> dict[str, Any]:
     table = model.tables[index]
     optimizer = model.embeddings.optimizer
@@ -178,6 +208,8 @@ def _save_table(
     ):
         name = f"tables/{index:03d}.{number:05d}.safetensors"
         tensors = {"weight": rows.weight, **rows.state}
+        if require_finite:
+            _check_finite(f"table {table.name!r}", tensors)
         files[name] = _save_tensors(
             folder / name, {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
         )

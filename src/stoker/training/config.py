@@ -37,7 +37,7 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
 }
-_ROW_LR = {"sgd": 0.1, "adagrad": 0.02, "rowwise_adagrad": 0.02, "adam": 1e-3}
+_ROW_LR = {"sgd": 0.1, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3}
 _DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3}
 
 
@@ -71,7 +71,7 @@ class TrainConfig:
     seed: int = 0  # of initial values, rounding and the order of rows
 
     row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
-    row_lr: float | None = None  # None means 0.1 for sgd, 0.02 for adagrad and rowwise_adagrad, 1e-3 for adam
+    row_lr: float | None = None  # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam
     row_weight_decay: float = 0.0  # L2, on touched rows
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient

@@ -15,7 +15,7 @@ from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
 from stoker.device import resolve_device
-from stoker.errors import ConfigError
+from stoker.errors import CheckpointError, ConfigError
 from stoker.models import RecModel
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
@@ -112,7 +112,10 @@ def train(
             try:
                 clock = _fit(model, dense, stream, data, config, total, progress, run, log, shown)
             except Diverged as error:
-                raise explain(error, model, dense, schedule, run) from None
+                what = f"the loss is {error.loss}"
+                raise explain(what, error.step, model, dense, schedule, run) from None
+            except checkpoint.NotFiniteError as error:
+                raise explain(str(error), progress.step, model, dense, schedule, run) from None
             return _finish(model, data, config, progress, clock, run, log, shown)
         finally:
             log.close()
@@ -172,6 +175,7 @@ def _fit(
                     step=step,
                     extra=_extra(progress, data, config),
                     overwrite=True,
+                    require_finite=True,
                 )
                 saved = state
                 run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
@@ -269,7 +273,14 @@ def _finish(
     """Go back to the best checkpoint, evaluate it on the test rows, write the report."""
     best = progress.best
     if best is not None and best["step"] != progress.step:
-        checkpoint.load(run.checkpoint(int(best["step"])), model)
+        try:
+            checkpoint.load(run.checkpoint(int(best["step"])), model)
+        except CheckpointError as error:
+            shown.note(f"warning: {error} The last checkpoint stands in for the best one.")
+            best = {
+                "step": progress.step,
+                "valid": finite(evaluate(model, data.valid, rows=config.valid_rows)),
+            }
     test: dict[str, float | None] = {}
     if split := data.splits.get("test"):
         test = finite(evaluate(model, split))

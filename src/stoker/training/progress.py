@@ -83,18 +83,17 @@ class Clock:
 
 
 def explain(
-    error: Diverged, model: RecModel, dense: torch.optim.Optimizer, schedule: Schedule, run: RunDirectory
+    what: str, step: int, model: RecModel, dense: torch.optim.Optimizer, schedule: Schedule, run: RunDirectory
 ) -> StokerError:
     """The error for the user: where, with which learning rates, what is left, what to do."""
-    factor = schedule.factor(error.step)
+    factor = schedule.factor(step)
     steps = run.steps()
     kept = (
         f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
     )
+    row_lr, dense_lr = model.embeddings.optimizer.lr * factor, dense.param_groups[0]["initial_lr"] * factor
     return StokerError(
-        f"the loss is {error.loss} at step {error.step:,}, with row_lr "
-        f"{model.embeddings.optimizer.lr * factor:g} and dense_lr "
-        f"{dense.param_groups[0]['initial_lr'] * factor:g}. {kept}. Lower the learning rates, or clip "
-        "gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for infinite values in the "
-        "dense columns."
+        f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
+        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
+        "infinite values in the dense columns."
     )
