@@ -70,3 +70,23 @@ def test_probes_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.huge_pages() is None
     assert device.resident_memory() is None
     assert device.total_memory() is None or device.total_memory() > 0
+
+
+def test_freed_memory_is_kept_where_glibc_agrees():
+    """In a process of its own: the setting stays until the process ends."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, stoker.device as d, torch, resource\n"
+        "kept = d.keep_freed_memory()\n"
+        "torch.empty(2**22).fill_(1.0)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(20): torch.empty(2**22).fill_(1.0)\n"
+        "faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "print(kept, faults)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept, faults = done.stdout.split()
+    if kept == "True":
+        assert int(faults) < 4096  # 16 MiB twenty times over would be 81,920 pages

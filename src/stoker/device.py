@@ -17,6 +17,7 @@ __all__ = [
     "cpu_model",
     "device_memory",
     "huge_pages",
+    "keep_freed_memory",
     "peak_memory",
     "resident_memory",
     "resolve_device",
@@ -169,3 +170,23 @@ def _sysconf(name: str) -> int | None:
 
 def _least(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep freed blocks of up to 256 MiB for the next allocation; whether it agreed.
+
+    By default it returns large blocks to the kernel at every free, and the next step pays for fresh, zeroed pages: a
+    third of a training step on the CPU. The process then keeps its highest use of such blocks. Elsewhere than on
+    glibc this does nothing.
+    """
+    import ctypes
+
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return all(
+        mallopt(option, value) == 1
+        for option, value in ((mmap_threshold, 2**28), (trim_threshold, 2**30), (top_pad, 2**26))
+    )
