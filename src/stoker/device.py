@@ -175,9 +175,9 @@ def _least(*values: int | None) -> int | None:
 def keep_freed_memory() -> bool:
     """Ask glibc to keep freed blocks of up to 256 MiB for the next allocation; whether it agreed.
 
-    By default it returns large blocks to the kernel at every free, and the next step pays for fresh, zeroed pages: a
-    third of a training step on the CPU. The process then keeps its highest use of such blocks. Elsewhere than on
-    glibc this does nothing.
+    By default it returns large blocks to the kernel at every free, and the next step pays for fresh, zeroed
+    pages: a tenth to a third of a training step on the CPU. The process then keeps its highest use of such blocks.
+    Elsewhere than on glibc this does nothing.
     """
     import ctypes
 

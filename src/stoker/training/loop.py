@@ -14,7 +14,7 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
-from stoker.device import resolve_device
+from stoker.device import keep_freed_memory, resolve_device
 from stoker.errors import CheckpointError, ConfigError
 from stoker.models import RecModel
 from stoker.training import checkpoint
@@ -82,6 +82,7 @@ def train(
         data, config = reopen(resume, dataset, config, settings)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    keep_freed_memory()
     torch.manual_seed(config.seed)  # for models that draw while they train
     device = resolve_device(config.device)
     stream = data.train.batches(
