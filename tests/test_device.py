@@ -80,9 +80,10 @@ def test_freed_memory_is_kept_where_glibc_agrees():
     code = (
         "import sys, stoker.device as d, torch, resource\n"
         "kept = sys.argv[1] == 'keep' and d.keep_freed_memory()\n"
-        "torch.empty(2**22).fill_(1.0)\n"
+        "def step(): return [torch.empty(2**22).fill_(1.0) for _ in range(10)]\n"
+        "for _ in range(5): step()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for _ in range(50): torch.empty(2**22).fill_(1.0)\n"
+        "for _ in range(10): step()\n"
         "faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "print(kept, faults)"
     )
