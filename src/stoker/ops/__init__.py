@@ -63,4 +63,14 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
         raise ConfigError(
             f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'."
         )
+    if name == "triton" and device.type != "cuda":
+        backend = _load(name)
+        from stoker.ops.triton_backend import interpreted
+
+        if device.type == "cpu" and interpreted():
+            return backend
+        raise ConfigError(
+            f"backend 'triton' cannot work on tables on {device}. Choose 'auto', 'cpu' or 'reference'; to "
+            "try its kernels on the CPU, slowly, set TRITON_INTERPRET=1 before the program starts."
+        )
     return _load(name)

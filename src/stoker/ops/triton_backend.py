@@ -1,7 +1,7 @@
 """The Triton back end: tables on a GPU, equal to the reference to the bit, without waiting for the device.
 
-With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run on CPU tensors, slowly: that is how
-they are tested where there is no GPU.
+With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run on CPU tensors, slowly: that
+is how they are tested where there is no GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the refe
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its interpreter here, as it does when TRITON_INTERPRET=1 was set before its import."""
+    """Whether Triton's interpreter runs here, as when TRITON_INTERPRET=1 was set before Triton's import."""
     return not isinstance(reading.lookup_kernel, triton.runtime.JITFunction)
 
 
@@ -67,12 +67,12 @@ class _Segments(NamedTuple):
 class TritonBackend(Backend):
     """Triton kernels.
 
-    An id outside its table raises IndexError as in the reference, but on a GPU at a later call (:class:`IdWatch`), at
-    the latest eight calls on or at :meth:`synchronize`. Until then it writes nothing: from that batch on, updates leave
-    every table on the device as it was.
+    An id outside its table raises IndexError as in the reference, but on a GPU at a later call
+    (:class:`IdWatch`), at the latest nine calls on or at :meth:`synchronize`. Until then nothing is
+    written: from that batch on, updates leave every table on the device as it was.
 
     Args:
-        lazy: wait for the device in every call (False) or report bad ids later (True); None means later on CUDA only.
+        lazy: report bad ids at a later call rather than wait for the device in each; None means on CUDA only.
     """
 
     name = "triton"
@@ -115,14 +115,33 @@ class TritonBackend(Backend):
         with _on(device):
             if bags.offsets is None:
                 reading.lookup_kernel[grid](
-                    _bits(weight), ids, place.bases, place.limits, _or(scales, out), out, watch.word, total,
-                    **constants, **_EXACT,
-                )  # fmt: skip
+                    _bits(weight),
+                    ids,
+                    place.bases,
+                    place.limits,
+                    _or(scales, out),
+                    out,
+                    watch.word,
+                    total,
+                    **constants,
+                    **_EXACT,
+                )
             else:
                 reading.lookup_bags_kernel[grid](
-                    _bits(weight), ids, bags.offsets.contiguous(), place.bases, place.limits, _or(scales, out), out,
-                    watch.word, total, MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
-                )  # fmt: skip
+                    _bits(weight),
+                    ids,
+                    bags.offsets.contiguous(),
+                    place.bases,
+                    place.limits,
+                    _or(scales, out),
+                    out,
+                    watch.word,
+                    total,
+                    MEAN=bags.mean,
+                    UNROLL=4,
+                    **constants,
+                    **_EXACT,
+                )
             watch.post(space, bags)
         return out
 
@@ -155,9 +174,22 @@ class TritonBackend(Backend):
                 windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
                 writing.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments, found.starts, found.sources, scales, grad, totals, watch.word, count,
-                    D=dim, SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **_EXACT,
-                )  # fmt: skip
+                    found.segments,
+                    found.starts,
+                    found.sources,
+                    scales,
+                    grad,
+                    totals,
+                    watch.word,
+                    count,
+                    D=dim,
+                    SCALED=found.scales is not None,
+                    LONG=_LONG,
+                    BLOCK=width,
+                    UNROLL=32,
+                    num_warps=1,
+                    **_EXACT,
+                )
             writing.update_kernel[triton.cdiv(count, tile),](
                 _bits(weight),
                 _or(states[0] if states else None, grad),
@@ -202,12 +234,18 @@ class TritonBackend(Backend):
             return
         with _on(out.device):
             reading.init_kernel[triton.cdiv(count, _TILE),](
-                _bits(out), key, start * dim, count, float(np.float32(scale)), BF16=out.dtype == torch.bfloat16,
-                SIZE=_TILE, **_EXACT,
-            )  # fmt: skip
+                _bits(out),
+                key,
+                start * dim,
+                count,
+                float(np.float32(scale)),
+                BF16=out.dtype == torch.bfloat16,
+                SIZE=_TILE,
+                **_EXACT,
+            )
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
-        """Gradient of the per-sample weights [L]: each dot product in a fixed order, but not the reference's."""
+        """Gradient of the per-sample weights [L]: dot products in a fixed order, but not the reference's."""
         device, dim, count = weight.device, weight.shape[1], bags.ids.numel()
         watch = self._watch(device)
         watch.poll()
@@ -220,9 +258,20 @@ class TritonBackend(Backend):
             bag_of = _bag_of(bags)
             rows = self._addresses(space, bags, bag_of, watch, device)
             reading.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight), rows, _or(bag_of, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
-                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag_of is not None, SIZE=tile, BLOCK=block, **_EXACT,
-            )  # fmt: skip
+                _bits(weight),
+                rows,
+                _or(bag_of, rows),
+                grad.to(torch.float32).contiguous(),
+                out,
+                count,
+                space.num_rows,
+                D=dim,
+                BF16=weight.dtype == torch.bfloat16,
+                JAGGED=bag_of is not None,
+                SIZE=tile,
+                BLOCK=block,
+                **_EXACT,
+            )
         return out
 
     def _watch(self, device: torch.device) -> IdWatch:
@@ -247,9 +296,19 @@ class TritonBackend(Backend):
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()
         reading.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids, _or(bag_of, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
-            F=len(space.features), JAGGED=bag_of is not None, SIZE=_TILE,
-        )  # fmt: skip
+            ids,
+            _or(bag_of, ids),
+            place.bases,
+            place.limits,
+            rows,
+            watch.word,
+            count,
+            space.num_rows,
+            F=len(space.features),
+            JAGGED=bag_of is not None,
+            SIZE=_TILE,
+            **_EXACT,
+        )
         return rows
 
     def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
@@ -260,9 +319,9 @@ class TritonBackend(Backend):
         heads = torch.empty(count, dtype=torch.int64, device=device)
         starts = torch.empty(count + 1, dtype=torch.int64, device=device)
         grid = (triton.cdiv(count, _TILE),)
-        writing.mark_kernel[grid](rows, heads, count, SIZE=_TILE)
+        writing.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
         segments = torch.cumsum(heads, 0)
-        writing.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE)
+        writing.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
         scales = None
         if bags.weights is not None:
             scales = bags.weights.reshape(-1).to(torch.float32)[order]

@@ -1,7 +1,8 @@
 """Triton kernels that read: lookup, gradient of per-sample weights, fresh rows, row addresses.
 
-Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the reference rounds twice.
-bfloat16 rows are passed as int16 and widened by a shift, which keeps every bit and needs no hardware support.
+Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the reference
+rounds twice. bfloat16 rows are passed as int16 and widened by a shift, which keeps every bit and needs no
+hardware support.
 
 Legend: B examples, F features, L ids in all, D columns. BAGS and BLOCK are the tile's rows and columns.
 """

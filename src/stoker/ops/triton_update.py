@@ -1,9 +1,9 @@
 """Triton kernels that write: segments of equal rows, their gradients summed in order, one update a row.
 
-No float atomics and no tree sums: the additions of a row follow the order of occurrence, so the work is spread over
-rows and columns only. Rows with more than LONG occurrences are summed first, by programs of their own with many loads
-in flight, so that one popular row does not hold up the 63 others of its tile.
-Launch with ``enable_fp_fusion=False``, as in :mod:`stoker.ops.triton_kernels`.
+No float atomics and no tree sums: the additions of a row follow the order of occurrence, so the work is
+spread over rows and columns only. Rows with more than LONG occurrences are summed first, by programs of
+their own with many loads in flight, so that one popular row does not hold up the others of its tile. Launch
+with ``enable_fp_fusion=False``, as in :mod:`stoker.ops.triton_kernels`.
 
 Legend: L occurrences, U distinct rows, F features, D columns.
 """
@@ -109,15 +109,17 @@ def sum_long_kernel(
 
 @triton.jit
 def _norm_squared(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of squares of each row in the reference's order: 16 lanes add every 16th element, then fold in halves.
+    """Sum of squares of each row in the reference's order: 16 lanes add every 16th element, then fold.
 
     ``tl.sum`` adds in an order of its own; here it only ever adds zeros to one value, or two values.
     """
-    squares = tl.reshape(values * values, [ROWS, BLOCK // 16, 16])
-    chunk = tl.arange(0, BLOCK // 16)[None, :, None]
-    lanes = tl.zeros([ROWS, 16], tl.float32)
-    for index in range(0, BLOCK // 16):
-        lanes = lanes + tl.sum(tl.where(chunk == index, squares, 0.0), axis=1)
+    lanes = values * values
+    if BLOCK > 16:
+        squares = tl.reshape(lanes, [ROWS, BLOCK // 16, 16])
+        chunk = tl.arange(0, BLOCK // 16)[None, :, None]
+        lanes = tl.zeros([ROWS, 16], tl.float32)
+        for index in range(BLOCK // 16):
+            lanes = lanes + tl.sum(tl.where(chunk == index, squares, 0.0), axis=1)
     lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 8]), axis=1)
     lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 4]), axis=1)
     lanes = tl.sum(tl.reshape(lanes, [ROWS, 2, 2]), axis=1)
@@ -178,7 +180,7 @@ def update_kernel(
 ):
     """Sum the gradient of each distinct row and update the row and its state.
 
-    Does nothing at all once an id was found outside its table: the tables stay as they were before that batch.
+    Does nothing once an id was found outside its table: the tables stay as they were before that batch.
     """
     if tl.load(error) != _NONE:
         return
@@ -204,9 +206,12 @@ def update_kernel(
     for first in range(0, tl.max(short, axis=0), UNROLL):
         for step in tl.static_range(UNROLL):
             more = first + step < short
+            width = tl.where(
+                more, D, 0
+            )  # Triton 3.6 fails to compile the plain mask, more & within, for small D
             source = tl.load(sources + begin + first + step, mask=more, other=0)
             values = tl.load(
-                grad + source[:, None] * D + column[None, :], mask=more[:, None] & within, other=0.0
+                grad + source[:, None] * D + column[None, :], mask=column[None, :] < width[:, None], other=0.0
             )
             if SCALED:
                 values = values * tl.load(scales + begin + first + step, mask=more, other=0.0)[:, None]

@@ -1,7 +1,8 @@
 """Ids outside their table, found on the device and reported without making the host wait.
 
-Kernels write the position of the first bad id into one word on the device, and every update reads that word first: from
-then on nothing is written. The host gets a copy of the word after each call and looks at it when the next one comes.
+Kernels write the position of the first bad id into one word on the device, and every update reads that word
+first: from then on nothing is written. The host gets a copy of the word after each call and looks at it
+when the next one comes.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class IdWatch:
         self.word.fill_(NO_ERROR)
         space.check(bags.ids, bags.offsets)
         raise IndexError(
-            f"an earlier batch had an id outside its table at position {position:,} of its ids, and the ids have been "
-            "overwritten since. Keep a batch unchanged until the next one, or map unseen values to id 0."
+            f"an earlier batch had an id outside its table at position {position:,} of its ids, and the ids "
+            "have been overwritten since. Keep a batch unchanged until the next one, or map unseen values to "
+            "id 0."
         )

@@ -1,0 +1,111 @@
+"""Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
+
+Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0 and prints one JSON
+object: kernels compiled, and what in their PTX would make results differ from the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from stoker.ops import Bags, Rounding, RowRule
+from stoker.ops.space import make_space
+
+# A fused multiply-add, an approximate division or square root, or flushing of tiny numbers to zero.
+INEXACT = re.compile(
+    r"\b(?:fma\.\w+(?:\.ftz)?\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|\w+\.(?:rn\.)?ftz\.f32)"
+)
+_TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
+_STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
+
+
+class Compiler:
+    """Takes the place of a launch."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.seen: dict[str, list[str]] = {}
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+        signature, divisible = {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            value = values[name]
+            if name in constants:
+                signature[name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name] = _TYPES[value.dtype]
+                divisible[place,] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        label = f"{kernel.fn.__name__} {sorted(constants.items())} {sorted(signature.items())}"
+        if label in self.seen:
+            return
+        assert options["enable_fp_fusion"] is False, f"{kernel.fn.__name__} may contract multiply and add"
+        source = ASTSource(kernel, signature, constants, divisible)
+        built = triton.compile(source, target=self.target, options=options)
+        assert built.asm["cubin"]
+        self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"])))
+
+
+def launches(*, full: bool) -> None:
+    """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
+    from stoker.ops.triton_backend import TritonBackend
+
+    backend = TritonBackend(lazy=True)
+    for dim in (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else (16, 100):
+        for dtype in (torch.float32, torch.bfloat16):
+            for index in (torch.int32, torch.int64) if full else (torch.int32,):
+                rows = 40 if index == torch.int32 else 2**31 + 5
+                space = make_space(["a", "b"], [7, rows], [["x", "z"], ["y"]], ["x", "y", "z"])
+                weight = torch.zeros(64, dim, dtype=dtype)
+                backend.init_rows(weight, 2**62 + 1, 3, 0.5)
+                one = Bags(torch.zeros(30, 3, dtype=index))
+                flat = torch.zeros(96, dtype=index)
+                offsets = torch.arange(0, 97, 16)
+                jagged = [
+                    Bags(flat, offsets),
+                    Bags(flat, offsets, None, True),
+                    Bags(flat, offsets, torch.ones(96)),
+                ]
+                for bags in (one, Bags(one.ids, None, torch.ones(90)), *jagged):
+                    grad = torch.zeros(bags.batch_size(3), 3, dim)
+                    backend.lookup(weight, space, bags)
+                    backend.weight_gradient(weight, space, bags, grad)
+                    _updates(backend, weight, space, bags, grad, full=full and bags is one)
+
+
+def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
+    extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0}]
+    for kind, names in _STATE.items():
+        state = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
+        for extra in [*extras, {}] if full else extras:
+            rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, **extra)
+            backend.update(weight, state, space, bags, grad, rule, Rounding((1, 2)))
+
+
+def main(capability: int, *, full: bool) -> None:
+    compiler = Compiler(capability)
+    JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    launches(full=full)
+    names = sorted({label.split(" ")[0] for label in compiler.seen})
+    inexact = {label: found for label, found in compiler.seen.items() if found}
+    print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), full="--full" in sys.argv)
