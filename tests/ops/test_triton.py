@@ -219,7 +219,8 @@ def test_popular_row_is_summed_in_order(repeats: int, dim: int) -> None:
     """Rows above and below the length at which they get their own programs; the order of addition shows."""
     g = torch.Generator().manual_seed(repeats)
     space = make_space(["a"], [9], [["x"]], ["x"])
-    ids = torch.cat([torch.full((repeats,), 3), torch.randint(0, 9, (150,), generator=g)])
+    others = torch.randint(0, 3, (50,), generator=g)
+    ids = torch.cat([torch.full((repeats,), 3), others, others + 4])
     ids = ids[torch.randperm(len(ids), generator=g)].view(-1, 1).to(DEVICE)
     scale = 10.0 ** torch.randint(-4, 5, (len(ids), 1, 1), generator=g)
     grad = (torch.randn(len(ids), 1, dim, generator=g) * scale).to(DEVICE)
