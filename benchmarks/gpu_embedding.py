@@ -95,7 +95,7 @@ class Checks:
             self.failed.append(what)
 
 
-def check(device: torch.device, *, quick: bool) -> Checks:
+def check(device: torch.device, *, quick: bool, batch: int = 700) -> Checks:
     """All kernels against the reference on the same device, to the bit."""
     checks, g = Checks(), torch.Generator().manual_seed(1)
     backend, reference = TritonBackend(), ReferenceBackend()
@@ -110,9 +110,9 @@ def check(device: torch.device, *, quick: bool) -> Checks:
             backend.init_rows(weight, -(2**62) + 3, 5, 0.25)
             reference.init_rows(fresh, -(2**62) + 3, 5, 0.25)
             checks.equal(f"init_rows {label}", weight, fresh)
-            flat, offsets = jagged(sizes, 700, g, device)
+            flat, offsets = jagged(sizes, batch, g, device)
             scales = torch.randn(len(flat), generator=g).to(device)
-            one = zipf_ids(sizes, 700, g, 1.05).to(device)
+            one = zipf_ids(sizes, batch, g, 1.05).to(device)
             layouts = {
                 "one": Bags(one),
                 "one int64": Bags(one.to(torch.int64)),
@@ -123,7 +123,7 @@ def check(device: torch.device, *, quick: bool) -> Checks:
             for layout, bags in layouts.items():
                 expected = reference.lookup(weight, space, bags)
                 checks.equal(f"lookup {label} {layout}", backend.lookup(weight, space, bags), expected)
-                grad = torch.randn(700, len(sizes), dim, generator=g).to(device)
+                grad = torch.randn(batch, len(sizes), dim, generator=g).to(device)
                 for kind in STATE:
                     for extra in ({}, {"clip_value": 1.0, "clip_norm": 2.0, "weight_decay": 0.01}):
                         where = f"update {label} {layout} {kind} {'with options' if extra else ''}"

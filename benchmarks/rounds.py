@@ -113,11 +113,14 @@ def play(
     config: dict[str, Any],
     run: Run,
     check: Callable[[str, dict[str, Any], Path], None],
+    *,
+    rotate: bool = True,
 ) -> Timings:
     """Run all contestants in interleaved rounds of fresh processes.
 
     Each worker gets ``results``, a directory for what ``check(label, line, directory)`` shall look at; ``check`` sees
     every line with ``"event": "checked"`` and raises WrongResult. A contestant that was never checked is wrong too.
+    ``rotate`` lets each contestant begin a round in turn; without it the first always does.
     """
     for contestant in contestants:
         peer_python(contestant.environment)
@@ -125,7 +128,7 @@ def play(
     extra: dict[str, list[dict[str, Any]]] = {c.label: [] for c in contestants}
     versions: dict[str, Any] = {}
     for number in range(run.rounds):
-        turn = number % len(contestants)
+        turn = number % len(contestants) if rotate else 0
         for contestant in [*contestants[turn:], *contestants[:turn]]:
             run.log(f"round {number + 1}/{run.rounds}: {contestant.label}")
             with tempfile.TemporaryDirectory(prefix="stoker-bench-") as results:
@@ -148,7 +151,7 @@ def play(
 
 
 def compare(
-    timings: Timings, ours: str, peers: Sequence[str], cases: dict[str, int], title: str
+    timings: Timings, ours: str, peers: Sequence[str], cases: dict[str, int], title: str, unit: str = "ms/step"
 ) -> tuple[float, Table, dict[str, float]]:
     """The smallest over ``cases`` of the median ratio (peer seconds / our seconds) against the best peer.
 
@@ -168,7 +171,7 @@ def compare(
                 [
                     label + (" (best peer)" if label == best else ""),
                     case,
-                    f"{statistics.median(own) * 1e3:.2f}",
+                    f"{statistics.median(own) * (1 if unit == 's' else 1e3):.2f}",
                     f"{statistics.median(rate):.1f}",
                     f"{min(rate):.1f}-{max(rate):.1f}",
                     "" if label == ours else f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})",
@@ -176,7 +179,7 @@ def compare(
             )
     table = Table(
         title=title,
-        columns=["contestant", "case", "ms/step", "k samples/s", "min-max", "ours faster by (min-max)"],
+        columns=["contestant", "case", unit, "k samples/s", "min-max", "ours faster by (min-max)"],
         rows=rows,
     )
     return min(ratios.values()), table, ratios

@@ -36,7 +36,7 @@ ENVIRONMENTS = (
         newest=(3, 13),
         smoke="import torch, fbgemm_gpu, torchrec; from torchrec.models.dlrm import DLRM; print(torchrec.__version__)",
     ),
-    Environment(name="pandas", oldest=(3, 10), newest=(3, 13), smoke="import pandas, pyarrow; print(pandas.__version__)"),
+    Environment(name="pandas", oldest=(3, 11), newest=(3, 13), smoke="import pandas, pyarrow; print(pandas.__version__)"),
     Environment(
         name="nvtabular",
         oldest=(3, 10),
