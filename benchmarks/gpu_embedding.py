@@ -170,9 +170,9 @@ def check_errors(checks: Checks, backend: TritonBackend, device: torch.device) -
     space = space_of([4, 50])
     weight = torch.zeros(54, 16, device=device)
     bags = Bags(torch.tensor([[0, 0], [4, 1]], device=device))
-    backend.lookup(weight, space, bags)
     message = ""
     try:
+        backend.lookup(weight, space, bags)
         backend.update(
             weight, {}, space, bags, torch.ones(2, 2, 16, device=device), rule_of("sgd"), Rounding(())
         )
