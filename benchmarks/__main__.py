@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import dlrm_step, embedding, prepare, reader
+from benchmarks import accuracy, dlrm_step, embedding, prepare, reader
 from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
 from benchmarks.machine import describe
 
@@ -16,7 +16,7 @@ __all__ = ["all_bars", "main"]
 
 def all_bars() -> list[Bar]:
     """Every bar, in the order they are listed and run."""
-    return [*embedding.bars(), *dlrm_step.bars(), *reader.bars(), *prepare.bars()]
+    return [*embedding.bars(), *dlrm_step.bars(), *reader.bars(), *prepare.bars(), *accuracy.bars()]
 
 
 def _chosen(names: Sequence[str], known: Sequence[Bar]) -> list[Bar]:
@@ -35,7 +35,8 @@ def _list(known: Sequence[Bar]) -> None:
     for bar in known:
         aim = "" if bar.aim is None else f", aim {bar.aim:g}{bar.unit}"
         print(f"{bar.name:<{width}}  {bar.title} (must {bar.requirement}{aim})")
-    print(f"\npython -m benchmarks NAME [--quick]; groups: {', '.join(dict.fromkeys(bar.group for bar in known))}")
+    groups = dict.fromkeys(bar.group for bar in known)
+    print(f"\npython -m benchmarks NAME [--quick]; groups: {', '.join(groups)}")
 
 
 def main(arguments: Sequence[str] | None = None, known: Sequence[Bar] | None = None) -> int:

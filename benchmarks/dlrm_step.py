@@ -1,7 +1,7 @@
 """The full DLRM training step: forward, loss, backward, row update, dense optimizer.
 
-26 tables as in the embedding step, bottom 13-512-256-64-16, top 512-256-1, SGD on the dense part; rows by SGD and, in a
-full run, by row-wise Adagrad too. Peers run in fp32.
+26 tables as in the embedding step, bottom 13-512-256-64-16, top 512-256-1, SGD on the dense part; rows by
+SGD and, in a full run, by row-wise Adagrad too. Peers run in fp32.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ TITLES = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
 def ours(dtype: str, *, compiled: bool = False) -> Contestant:
     label = "stoker fp32" if dtype == "float32" else "stoker bf16"
     options = {"dense_dtype": dtype, "compile": compiled}
-    return Contestant(label=label + (" + compile" if compiled else ""), script="stoker_dlrm.py", options=options)
+    return Contestant(
+        label=label + (" + compile" if compiled else ""), script="stoker_dlrm.py", options=options
+    )
 
 
 TORCHREC = Contestant(label="TorchRec DLRM", script="torchrec_dlrm.py", environment="fbgemm")
 BAGS = Contestant(label="PyTorch, 26 EmbeddingBags", script="torch_dlrm.py", options={"stacked": False})
-STACKED = Contestant(label="PyTorch, one stacked EmbeddingBag", script="torch_dlrm.py", options={"stacked": True})
+STACKED = Contestant(
+    label="PyTorch, one stacked EmbeddingBag", script="torch_dlrm.py", options={"stacked": True}
+)
 
 
 def optimizers(run: Run) -> list[str]:
@@ -77,7 +81,10 @@ def versus(timings: Timings, run: Run, mine: str) -> tuple[float, list[Table], d
     return value, tables, ratios
 
 
-CHECKED = "checked: logits and every change of layers and rows after three steps of every timed process, against a float64 DLRM"
+CHECKED = (
+    "checked against a float64 DLRM: logits and every change of layers and rows in the first three steps of "
+    "every timed process"
+)
 
 
 def step_fp32(run: Run) -> Outcome:
@@ -85,7 +92,12 @@ def step_fp32(run: Run) -> Outcome:
     mine = ours("float32").label
     value, tables, ratios = versus(timings, run, mine)
     tables.append(dense_rate(timings, run))
-    data = {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions, "extra": timings.extra[mine]}
+    data = {
+        "seconds": timings.seconds,
+        "ratios": ratios,
+        "versions": timings.versions,
+        "extra": timings.extra[mine],
+    }
     return Outcome(value=value, tables=tables, notes=[CHECKED], data=data)
 
 
@@ -105,9 +117,11 @@ def dense_rate(timings: Timings, run: Run) -> Table:
         mlp, interaction = dense_flops(batch)
         dense = float(np.median([line["step"] * (1 - line["rest"]) for line in lines]))
         rate, gemm, big = (mlp + interaction) / dense / 1e9, known[f"gemm_{batch}"], known["gemm_big"]
-        rows.append([case, f"{dense * 1e3:.2f}", f"{rate:.0f}", f"{gemm:.0f}", f"{rate / gemm:.0%}", f"{big:.0f}"])
+        rows.append(
+            [case, f"{dense * 1e3:.2f}", f"{rate:.0f}", f"{gemm:.0f}", f"{rate / gemm:.0%}", f"{big:.0f}"]
+        )
     return Table(
-        title="Our dense part (MLPs and interaction, forward and backward) against this machine's GEMM rate, fp32",
+        title="Our fp32 dense part (MLPs, interaction; forward, backward) against the machine's GEMM rate",
         columns=["case", "ms", "GFLOP/s", "GEMM of its shapes", "reached", "largest GEMM"],
         rows=rows,
     )
@@ -118,14 +132,27 @@ def step_share(run: Run) -> Outcome:
     rows, worst = [], 0.0
     for case, lines in _shares(timings).items():
         rest = float(np.median([line["rest"] for line in lines])) * 100
-        parts = {name: float(np.median([line["parts"][name] for line in lines])) * 1e3 for name in lines[0]["parts"]}
+        parts = {
+            name: float(np.median([line["parts"][name] for line in lines])) * 1e3
+            for name in lines[0]["parts"]
+        }
         worst = max(worst, rest)
         step = float(np.median([line["step"] for line in lines])) * 1e3
         rows.append([case, f"{step:.2f}", *(f"{value:.2f}" for value in parts.values()), f"{rest:.1f} %"])
-    columns = ["case", "step ms", "lookup", "row update", "loss", "dense optimizer", "neither MLP nor interaction"]
+    columns = [
+        "case",
+        "step ms",
+        "lookup",
+        "row update",
+        "loss",
+        "dense optimizer",
+        "neither MLP nor interaction",
+    ]
     table = Table(title="Where our fp32 step's time goes (ms)", columns=columns, rows=rows)
     notes = [CHECKED, "each part timed inside the step; the worst case counts"]
-    return Outcome(value=worst, tables=[table], notes=notes, data={"extra": timings.extra[ours("float32").label]})
+    return Outcome(
+        value=worst, tables=[table], notes=notes, data={"extra": timings.extra[ours("float32").label]}
+    )
 
 
 def step_bf16(run: Run) -> Outcome:
@@ -146,7 +173,11 @@ def step_bf16(run: Run) -> Outcome:
         value=found[best][0],
         tables=tables,
         notes=notes,
-        data={"seconds": timings.seconds, "ratios": {k: v[2] for k, v in found.items()}, "versions": timings.versions},
+        data={
+            "seconds": timings.seconds,
+            "ratios": {k: v[2] for k, v in found.items()},
+            "versions": timings.versions,
+        },
     )
 
 
@@ -178,5 +209,3 @@ def bars() -> list[Bar]:
             run=step_bf16,
         ),
     ]
-
-

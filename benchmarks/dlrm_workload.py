@@ -5,6 +5,7 @@ Legend: B examples, F features, D columns. Layers are named b0.. (bottom) and t0
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ TOLERANCE = {"float32": (2e-3, 2e-4), "bfloat16": (0.25, 0.05)}
 def layer_shapes(features: int) -> dict[str, tuple[int, int]]:
     """Name -> (inputs, outputs) of every linear layer."""
     fields = features + 1
-    bottom = list(zip(BOTTOM, BOTTOM[1:], strict=False))
+    bottom = list(itertools.pairwise(BOTTOM))
     top_in = DIM + fields * (fields - 1) // 2
     top = list(zip((top_in, *TOP), TOP, strict=False))
     return {**{f"b{i}": s for i, s in enumerate(bottom)}, **{f"t{i}": s for i, s in enumerate(top)}}
@@ -40,7 +41,7 @@ LAYERS = tuple(layer_shapes(26))
 
 
 def dense_flops(batch: int, features: int = 26) -> tuple[int, int]:
-    """Multiply-adds times two of one training step: (MLPs, interaction). The dense columns need no gradient."""
+    """FLOPs of one training step: (MLPs, interaction). The dense columns need no gradient."""
     shapes = layer_shapes(features)
     mlp = sum(6 * batch * i * o for i, o in shapes.values()) - 2 * batch * shapes["b0"][0] * shapes["b0"][1]
     pairs = (features + 1) * features // 2
@@ -51,7 +52,8 @@ def dense_flops(batch: int, features: int = 26) -> tuple[int, int]:
 class DlrmWorkload:
     """Files for every contestant, next to the embedding workload's ids.
 
-    ``dense_B.npy`` [pool, B, 13], ``labels_B.npy`` [pool, B], ``start.npz`` (layers), ``rows.npy`` [N, D] initial rows.
+    ``dense_B.npy`` [pool, B, 13], ``labels_B.npy`` [pool, B], ``start.npz`` (layers), ``rows.npy`` [N, D]
+    initial rows.
     """
 
     directory: Path
@@ -71,7 +73,9 @@ class DlrmWorkload:
         rng = np.random.default_rng(21)
         start: dict[str, np.ndarray] = {}
         for name, (inputs, outputs) in layer_shapes(len(embedding.sizes)).items():
-            start[f"{name}.weight"] = rng.normal(0, (2 / (inputs + outputs)) ** 0.5, (outputs, inputs)).astype(np.float32)
+            start[f"{name}.weight"] = rng.normal(
+                0, (2 / (inputs + outputs)) ** 0.5, (outputs, inputs)
+            ).astype(np.float32)
             start[f"{name}.bias"] = rng.normal(0, outputs**-0.5, outputs).astype(np.float32)
         np.savez(made.directory / "start.npz", **start)  # type: ignore[arg-type]
         rows = [rng.uniform(-(n**-0.5), n**-0.5, (n, DIM)).astype(np.float32) for n in embedding.sizes]
@@ -79,7 +83,9 @@ class DlrmWorkload:
         for batch, count in POOL.items():
             dense = np.log1p(rng.lognormal(1.0, 1.5, (count, batch, BOTTOM[0]))).astype(np.float32)
             np.save(made.directory / f"dense_{batch}.npy", dense)
-            np.save(made.directory / f"labels_{batch}.npy", (rng.random((count, batch)) < 0.25).astype(np.float32))
+            np.save(
+                made.directory / f"labels_{batch}.npy", (rng.random((count, batch)) < 0.25).astype(np.float32)
+            )
         done.write_text(json.dumps(stamp))
         return made
 
@@ -101,14 +107,19 @@ class DlrmWorkload:
         }
 
     def reference(self, optimizer: str, batch: int) -> dict[str, np.ndarray]:
-        """A plain float64 DLRM over the checked steps: last logits, changes of layers and of the touched rows."""
+        """A plain float64 DLRM over the checked steps: last logits, changes of layers and touched rows."""
         path = self.directory / f"reference_{optimizer}_{batch}.npz"
         if path.exists():
             with np.load(path) as kept:
                 return dict(kept)
         sizes = self.embedding.sizes
         bases = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        ids = np.load(self.embedding.directory / f"ids_{batch}.npy", mmap_mode="r")[:CHECKED_STEPS].astype(np.int64) + bases
+        ids = (
+            np.load(self.embedding.directory / f"ids_{batch}.npy", mmap_mode="r")[:CHECKED_STEPS].astype(
+                np.int64
+            )
+            + bases
+        )
         dense = np.load(self.directory / f"dense_{batch}.npy", mmap_mode="r")
         labels = np.load(self.directory / f"labels_{batch}.npy", mmap_mode="r")
         rows = np.unique(ids)
@@ -123,7 +134,9 @@ class DlrmWorkload:
             place = torch.from_numpy(np.searchsorted(rows, ids[step]))
             embedded = table[place].requires_grad_()
             logits = forward(layers, torch.from_numpy(dense[step].astype(np.float64)), embedded)
-            loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels[step].astype(np.float64)))
+            loss = F.binary_cross_entropy_with_logits(
+                logits, torch.from_numpy(labels[step].astype(np.float64))
+            )
             names = list(layers)
             *grads, row_grad = torch.autograd.grad(loss, [*layers.values(), embedded])
             with torch.no_grad():
@@ -160,7 +173,13 @@ def forward(layers: dict[str, torch.Tensor], dense: torch.Tensor, embedded: torc
 
 
 def check_model(
-    label: str, workload: DlrmWorkload, optimizer: str, batch: int, results: Path, case: str, dtype: str = "float32"
+    label: str,
+    workload: DlrmWorkload,
+    optimizer: str,
+    batch: int,
+    results: Path,
+    case: str,
+    dtype: str = "float32",
 ) -> None:
     """Compare what a contestant left after the checked steps with the float64 reference.
 
@@ -174,7 +193,9 @@ def check_model(
     found = dict(np.load(results / f"{case}.npz"))
     worst = float(np.abs(found["logits"].reshape(-1) - reference["logits"]).max())
     if not worst <= absolute:
-        raise WrongResult(f"{label}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})")
+        raise WrongResult(
+            f"{label}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})"
+        )
     if not np.isin(found["changed"], reference["touched"], assume_unique=True).all():
         raise WrongResult(f"{label}, {case}: rows changed that the batches never touched")
     place = np.searchsorted(reference["touched"], found["changed"])
@@ -183,8 +204,11 @@ def check_model(
     mine[place] = found["rows"].astype(np.float64) - initial
     bounds = np.concatenate([[0], np.cumsum(workload.embedding.sizes)])
     with np.load(workload.directory / "start.npz") as start:
-        pairs = [(name, found[name].astype(np.float64) - start[name], reference[name], start[name]) for name in start]
-    for i, (begin, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        pairs = [
+            (name, found[name].astype(np.float64) - start[name], reference[name], start[name])
+            for name in start
+        ]
+    for i, (begin, stop) in enumerate(itertools.pairwise(bounds)):
         inside = (reference["touched"] >= begin) & (reference["touched"] < stop)
         scale = np.full((int(inside.sum()), DIM), (stop - begin) ** -0.5)
         pairs.append((f"rows of table {i}", mine[inside], reference["rows"][inside], scale))
@@ -194,5 +218,6 @@ def check_model(
         error = float(np.linalg.norm(change - exact))
         if not error <= allowed:
             raise WrongResult(
-                f"{label}, {case}: change of {name} is off by {error:.3g}, of {np.linalg.norm(exact):.3g} (allowed {allowed:.2g})"
+                f"{label}, {case}: change of {name} is off by {error:.3g}, of {np.linalg.norm(exact):.3g} "
+                f"(allowed {allowed:.2g})"
             )

@@ -1,8 +1,8 @@
 """The embedding step: lookup + backward + row update with a given gradient [B, F, D].
 
-26 tables with Kaggle-like sizes of 5 M rows together, D 16, Zipf 1.05 ids by falling frequency. Every contestant gets its
-natural input, made outside the timed region: ours [B, F] int32 as the reader gives it, FBGEMM feature-major int64 with
-offsets, plain PyTorch global int64 ids of one stacked table.
+26 tables with Kaggle-like sizes of 5 M rows together, D 16, Zipf 1.05 ids by falling frequency. Every
+contestant gets its natural input, made outside the timed region: ours [B, F] int32 as the reader gives it,
+FBGEMM feature-major int64 with offsets, plain PyTorch global int64 ids of one stacked table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ NAMES = {"sgd": "SGD", "adagrad": "Adagrad", "rowwise_adagrad": "row-wise Adagra
 def fbgemm() -> list[Contestant]:
     """FBGEMM gains nothing from the second core in some optimizers: the better of one and two threads."""
     return [
-        Contestant(label=f"FBGEMM TBE, {n} thread{'s' * (n > 1)}", script="fbgemm_embedding.py", environment="fbgemm", threads=n)
+        Contestant(
+            label=f"FBGEMM TBE, {n} thread{'s' * (n > 1)}",
+            script="fbgemm_embedding.py",
+            environment="fbgemm",
+            threads=n,
+        )
         for n in (1, 2)
     ]
 
@@ -40,9 +45,13 @@ def torch_forms(optimizer: str, quick: bool) -> list[Contestant]:
         "rowwise_adagrad": ["unique + index_add", "sort + embedding_bag", "coalesce"],
         "adam": ["EmbeddingBag", "sort + embedding_bag", "unique + index_add", "coalesce"],
     }[optimizer]
-    names = {"EmbeddingBag": f"stacked EmbeddingBag(sparse) + {'SGD' if optimizer == 'sgd' else 'SparseAdam'}"}
+    names = {
+        "EmbeddingBag": f"stacked EmbeddingBag(sparse) + {'SGD' if optimizer == 'sgd' else 'SparseAdam'}"
+    }
     return [
-        Contestant(label=names.get(form, f"by hand, {form}"), script="torch_embedding.py", options={"form": form})
+        Contestant(
+            label=names.get(form, f"by hand, {form}"), script="torch_embedding.py", options={"form": form}
+        )
         for form in (forms[:2] if quick else forms)
     ]
 
@@ -55,7 +64,9 @@ def measure(optimizer: str, peers: Sequence[Contestant], run: Run) -> tuple[Timi
 
     def check(label: str, line: dict[str, Any], results: Path) -> None:
         batch = int(line["case"].split()[1])
-        rows, weight, output = (np.load(results / f"{name}_{batch}.npy") for name in ("rows", "weight", "output"))
+        rows, weight, output = (
+            np.load(results / f"{name}_{batch}.npy") for name in ("rows", "weight", "output")
+        )
         check_rows(label, optimizer, references[batch], rows, weight, output)
 
     return play([OURS, *peers], workload.config(optimizer, batches), run, check), workload
@@ -68,13 +79,15 @@ def bar(optimizer: str, against: str, run: Run) -> Outcome:
     cases = {f"batch {batch}": batch for batch in POOL}
     title = f"Embedding step, {NAMES[optimizer]}, 26 tables, 5 M rows, D 16, Zipf 1.05, fp32"
     value, table, ratios = compare(timings, OURS.label, [peer.label for peer in peers], cases, title)
-    floor, notes = embedding_floor(workload, optimizer, {b: timings.median(OURS.label, f"batch {b}") for b in POOL}, run)
+    floor, notes = embedding_floor(
+        workload, optimizer, {b: timings.median(OURS.label, f"batch {b}") for b in POOL}, run
+    )
     return Outcome(
         value=value,
         tables=[table, floor],
         notes=[
-            "checked: changed rows and lookups of the first three steps of every timed process equal a float64 reference"
-            + (", to the bit" if optimizer == "sgd" else " within float32 rounding"),
+            "checked: changed rows and lookups of the first three steps of every process equal a float64 "
+            f"reference {'to the bit' if optimizer == 'sgd' else 'within float32 rounding'}",
             *notes,
         ],
         data={"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,9 +16,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Bar", "NotRun", "Outcome", "Result", "Run", "Table", "WrongResult", "exit_code", "judge", "write_results"]
+__all__ = [
+    "Bar",
+    "NotRun",
+    "Outcome",
+    "Result",
+    "Run",
+    "Table",
+    "WrongResult",
+    "exit_code",
+    "judge",
+    "write_results",
+]
 
 CACHE = Path(__file__).parent / "cache"  # generated inputs; git-ignored
+SHARED = 0.05  # share of the processors used by others from which a result says so
 Status = Literal["ok", "short", "wrong", "not run"]
 
 
@@ -26,7 +39,7 @@ class WrongResult(Exception):
 
 
 class NotRun(Exception):
-    """The bar cannot run here, for a reason that is not its result (a peer is missing, a data set is absent)."""
+    """The bar cannot run here for a reason that is not its result: a peer or a data set is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +55,15 @@ class Table:
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
 
         def line(row: Sequence[str]) -> str:
-            padded = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            padded = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
             return f"| {' | '.join(padded)} |"
 
-        rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+        rule = (
+            "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+        )
         return "\n".join([f"**{self.title}**", "", line(cells[0]), rule, *map(line, cells[1:])])
 
 
@@ -111,6 +129,7 @@ class Result:
     outcome: Outcome | None = None
     reason: str = ""
     seconds: float = 0.0
+    others: float | None = None  # share of the processors that other programs used meanwhile
 
     @property
     def line(self) -> str:
@@ -123,21 +142,57 @@ class Result:
         return f"{bar.name}: {self.reason} (must {bar.requirement}) {self.status}"
 
 
+class _Meter:
+    """Wall time, and how much of the processors others used: a bar measured on a shared machine says so."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.ticks = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds of processor time: (in all, busy, ours and our children's); None where /proc is missing."""
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        values = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+        own = os.times()
+        idle = values[3] + values[4]
+        return sum(values), sum(values) - idle, sum(own[:4])
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def others(self) -> float | None:
+        now = self._read()
+        if now is None or self.ticks is None:
+            return None
+        whole, busy, own = (b - a for a, b in zip(self.ticks, now, strict=True))
+        return max(0.0, busy - own) / whole if whole > 0 else None
+
+
 def judge(bar: Bar, run: Run) -> Result:
     """Run a bar and decide. Wrong results and missing peers never end as "ok"."""
-    start = time.perf_counter()
+    meter = _Meter()
+    outcome, reason = None, ""
+    status: Status
     try:
         outcome = bar.run(run)
+        status = "ok" if bar.met(outcome.value) else "short"
     except NotRun as missing:
-        return Result(bar=bar, status="not run", reason=f"not run: {missing}")
+        status, reason = "not run", f"not run: {missing}"
     except WrongResult as wrong:
-        return Result(bar=bar, status="wrong", reason=str(wrong), seconds=time.perf_counter() - start)
+        status, reason = "wrong", str(wrong)
     except Exception as error:
         # A crash in one bar must not hide the others of a long campaign.
         traceback.print_exc()
-        return Result(bar=bar, status="wrong", reason=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - start)
-    status: Status = "ok" if bar.met(outcome.value) else "short"
-    return Result(bar=bar, status=status, outcome=outcome, seconds=time.perf_counter() - start)
+        status, reason = "wrong", f"{type(error).__name__}: {error}"
+    return Result(
+        bar=bar, status=status, outcome=outcome, reason=reason, seconds=meter.seconds, others=meter.others
+    )
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -155,12 +210,19 @@ def report(result: Result) -> str:
         parts.append(f"WRONG RESULTS: {result.reason}")
     if result.outcome is not None:
         parts += [table.markdown() for table in result.outcome.tables]
-        if result.outcome.notes:
-            parts.append("\n".join(f"* {note}" for note in result.outcome.notes))
+        notes = list(result.outcome.notes)
+        if result.others is not None and result.others > SHARED:
+            notes.append(
+                f"the machine was shared: other programs used {result.others:.0%} of the processors meanwhile"
+            )
+        if notes:
+            parts.append("\n".join(f"* {note}" for note in notes))
     return "\n\n".join(parts)
 
 
-def write_results(results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool) -> Path:
+def write_results(
+    results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool
+) -> Path:
     """Write ``<what>_<machine>_<date>.md`` and ``.json`` under ``out``; return the Markdown's path."""
     out.mkdir(parents=True, exist_ok=True)
     today = date.today().isoformat()
@@ -181,6 +243,7 @@ def write_results(results: Sequence[Result], out: Path, what: str, machine: dict
             "value": None if result.outcome is None else result.outcome.value,
             "reason": result.reason,
             "seconds": round(result.seconds, 1),
+            "others": result.others,
             "data": {} if result.outcome is None else result.outcome.data,
         }
         for result in results

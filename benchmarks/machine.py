@@ -64,8 +64,8 @@ def _version(package: str) -> str:
 def limits(quick: bool) -> dict[str, float]:
     """This machine's measured limits, in a fresh process: copy GB/s, random lines/s, GEMM GFLOP/s.
 
-    ``copy`` counts bytes read plus bytes written. ``gemm``: fp32 products of the DLRM's own shapes; ``gemm_big``: the best
-    of large square ones; ``_bf16`` likewise.
+    ``copy`` counts bytes read plus bytes written. ``gemm``: fp32 products of the DLRM's own shapes;
+    ``gemm_big``: the best of large square ones; ``_bf16`` likewise.
     """
     lines = work(Contestant(label="machine", script="machine_limits.py"), {"quick": quick})
     found = next(line for line in lines if line["event"] == "limits")
@@ -77,8 +77,9 @@ def embedding_floor(
 ) -> tuple[Table, list[str]]:
     """How near our step comes to the time that memory alone would take.
 
-    Least traffic of a step: every distinct row with its state comes from random places once and goes back once; ids and
-    gradient are streamed in and the output streamed out. Rows count as random 64-byte lines, streams at the copy rate.
+    Least traffic of a step: every distinct row with its state comes from random places once and goes back
+    once; ids and gradient are streamed in and the output streamed out. Rows count as random 64-byte lines,
+    streams at the copy rate.
     """
     known = limits(run.quick)
     rows, data = [], []
@@ -109,7 +110,8 @@ def embedding_floor(
         columns=["case", "lookups", "distinct rows", "least MB", "GB/s", "least ms", "of the limit"],
         rows=rows,
     )
-    note = f"measured limits: copy {known['copy']:.1f} GB/s (read + written), random 64-byte lines {known['lines'] / 1e6:.0f} M/s"
+    note = (
+        f"measured limits: copy {known['copy']:.1f} GB/s (read + written), random 64-byte lines "
+        f"{known['lines'] / 1e6:.0f} M/s"
+    )
     return table, [note]
-
-

@@ -1,8 +1,9 @@
 """Preparing Criteo-format logs: parse, fill, log, fit vocabularies on the training rows, encode, write.
 
-The job is the recipe "criteo", preset "dlrm": seven runs of lines, six train and the last one is halved; missing numbers
-are 0 and become log(max(x, 0) + 1); a category is its hexadecimal value, missing is 0; ids by falling training count, ties
-by value; values without training rows are id 0. The rows are generated (synthetic, Zipf 1.05).
+The job is the recipe "criteo", preset "dlrm": seven runs of lines, six train and the last one is halved;
+missing numbers are 0 and become log(max(x, 0) + 1); a category is its hexadecimal value, missing is 0; ids
+by falling training count, ties by value; values without training rows are id 0. The rows are generated
+(synthetic, Zipf 1.05).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def read_theirs(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def bijective(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Whether two columns of ids tell the same values apart: one's id is a function of the other's, both ways."""
+    """Whether two columns of ids tell the same values apart: each is a function of the other."""
     pairs = len(np.unique(ours.astype(np.int64) << 32 | theirs.astype(np.int64)))
     return bool(pairs == len(np.unique(ours)) == len(np.unique(theirs)))
 
@@ -121,14 +122,24 @@ def measure(peers: list[Contestant], rows: int, run: Run, *, same_ids: bool) -> 
         else:
             check_prepared(label, kept["ours"], read_theirs(results / "out"), same_ids=same_ids)
 
-    config = {"log": str(path), "small": str(small), "rows": split_rows(rows), "small_rows": split_rows(20_000)}
+    config = {
+        "log": str(path),
+        "small": str(small),
+        "rows": split_rows(rows),
+        "small_rows": split_rows(20_000),
+    }
     return play([OURS, *peers], config, run, check, rotate=False)
 
 
 def outcome(timings: Timings, peers: list[Contestant], rows: int, note: str) -> Outcome:
     case = f"{rows:,} rows"
     value, table, ratios = compare(
-        timings, OURS.label, [peer.label for peer in peers], {case: rows}, "Preparing Criteo-format rows (synthetic)", unit="s"
+        timings,
+        OURS.label,
+        [peer.label for peer in peers],
+        {case: rows},
+        "Preparing Criteo-format rows (synthetic)",
+        unit="s",
     )
     size = (CACHE / f"criteo_{rows}" / "log.tsv").stat().st_size
     ours = timings.median(OURS.label, case)
@@ -144,8 +155,16 @@ def outcome(timings: Timings, peers: list[Contestant], rows: int, note: str) -> 
             for label, lines in timings.extra.items()
         ],
     )
-    notes = [f"checked: {note}", f"{size / 1e6:,.0f} MB of text, in the page cache; {size / ours / 1e6:.0f} MB/s"]
-    data = {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions, "extra": timings.extra}
+    notes = [
+        f"checked: {note}",
+        f"{size / 1e6:,.0f} MB of text, in the page cache; {size / ours / 1e6:.0f} MB/s",
+    ]
+    data = {
+        "seconds": timings.seconds,
+        "ratios": ratios,
+        "versions": timings.versions,
+        "extra": timings.extra,
+    }
     return Outcome(value=value, tables=[table, memory], notes=notes, data=data)
 
 
@@ -153,7 +172,12 @@ def versus_pandas(run: Run) -> Outcome:
     """Today's pandas with its own parser and with pyarrow's, whichever is faster."""
     rows = 1_000_000 if run.quick else 5_000_000
     peers = [
-        Contestant(label=f"pandas, {form} parser", script="pandas_prepare.py", environment="pandas", options={"form": form})
+        Contestant(
+            label=f"pandas, {form} parser",
+            script="pandas_prepare.py",
+            environment="pandas",
+            options={"form": form},
+        )
         for form in ("c", "pyarrow")
     ]
     timings = measure(peers, rows, run, same_ids=True)

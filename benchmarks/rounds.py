@@ -1,7 +1,7 @@
 """Contestants in processes of their own, round by round: A B A B, checked before any time is handed out.
 
-A contestant is a script of ``benchmarks/peers``, run by its environment's Python. It takes one JSON argument and prints
-JSON lines; lines that are not JSON are ignored.
+A contestant is a script of ``benchmarks/peers``, run by its environment's Python. It takes one JSON
+argument and prints JSON lines; lines that are not JSON are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def peer_python(environment: str | None) -> Path:
 
 def worker_env(contestant: Contestant) -> dict[str, str]:
     """Equal settings for all: allocator, threads, no user site, and our sources for ourselves only."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "NUMBA_", "KMP_", "PYTHON"))}
+    env = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "NUMBA_", "KMP_", "PYTHON"))
+    }
     env |= {
         "GLIBC_TUNABLES": TUNABLES,
         "OMP_NUM_THREADS": str(contestant.threads),
@@ -80,7 +82,13 @@ def work(contestant: Contestant, config: dict[str, Any], *, timeout: float = 360
     argument = json.dumps({**config, **contestant.options, "threads": contestant.threads})
     command = [str(peer_python(contestant.environment)), str(SCRIPTS / contestant.script), argument]
     done = subprocess.run(
-        command, env=worker_env(contestant), capture_output=True, text=True, timeout=timeout, cwd=ROOT, check=False
+        command,
+        env=worker_env(contestant),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        check=False,
     )
     lines = []
     for line in done.stdout.splitlines():
@@ -94,7 +102,7 @@ def work(contestant: Contestant, config: dict[str, Any], *, timeout: float = 360
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds per step: contestant label -> case -> one value a round. All of them belong to checked results."""
+    """Seconds per step, contestant label -> case -> one value a round; all belong to checked results."""
 
     seconds: dict[str, dict[str, list[float]]]
     versions: dict[str, Any]
@@ -118,9 +126,10 @@ def play(
 ) -> Timings:
     """Run all contestants in interleaved rounds of fresh processes.
 
-    Each worker gets ``results``, a directory for what ``check(label, line, directory)`` shall look at; ``check`` sees
-    every line with ``"event": "checked"`` and raises WrongResult. A contestant that was never checked is wrong too.
-    ``rotate`` lets each contestant begin a round in turn; without it the first always does.
+    Each worker gets ``results``, a directory for what ``check(label, line, directory)`` shall look at;
+    ``check`` sees every line with ``"event": "checked"`` and raises WrongResult. A contestant that was
+    never checked is wrong too. ``rotate`` lets each contestant begin a round in turn; without it the first
+    always does.
     """
     for contestant in contestants:
         peer_python(contestant.environment)
@@ -151,12 +160,17 @@ def play(
 
 
 def compare(
-    timings: Timings, ours: str, peers: Sequence[str], cases: dict[str, int], title: str, unit: str = "ms/step"
+    timings: Timings,
+    ours: str,
+    peers: Sequence[str],
+    cases: dict[str, int],
+    title: str,
+    unit: str = "ms/step",
 ) -> tuple[float, Table, dict[str, float]]:
     """The smallest over ``cases`` of the median ratio (peer seconds / our seconds) against the best peer.
 
-    Ratios are formed pair by pair within a round. ``cases`` maps a case to its samples per step. Returns the value, a
-    table with every contestant, and the ratio of each case.
+    Ratios are formed pair by pair within a round. ``cases`` maps a case to its samples per step. Returns
+    the value, a table with every contestant, and the ratio of each case.
     """
     rows, ratios = [], {}
     for case, samples in cases.items():
@@ -174,7 +188,9 @@ def compare(
                     f"{statistics.median(own) * (1 if unit == 's' else 1e3):.2f}",
                     f"{statistics.median(rate):.1f}",
                     f"{min(rate):.1f}-{max(rate):.1f}",
-                    "" if label == ours else f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})",
+                    ""
+                    if label == ours
+                    else f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})",
                 ]
             )
     table = Table(

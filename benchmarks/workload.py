@@ -17,8 +17,8 @@ __all__ = ["CHECKED_STEPS", "DIM", "KAGGLE", "POOL", "EmbeddingWorkload", "check
 
 #: Criteo Kaggle's tables with all ids kept
 KAGGLE = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4,
-    7046547, 18, 15, 286181, 105, 142572,
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306,
+    10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
 DIM = 16
 SKEW = 1.05  # exponent of the Zipf law
@@ -46,17 +46,21 @@ def zipf_ids(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingWorkload:
-    """Files that every contestant reads: ``weight.npy`` [N, D]; ``ids_B.npy`` [pool, B, F]; ``grad_B.npy`` [GRADS, B, F, D].
+    """Files that every contestant reads: ``weight.npy`` [N, D]; ``ids_B.npy`` [pool, B, F]; ``grad_B.npy``
+    [GRADS, B, F, D].
 
-    Weights are multiples of 2^-12, gradients of 2^-10 and the learning rate is 2^-5, so every sum of gradients is exact in
-    float32 in any order, and so is the whole SGD step: contestants must agree to the bit there.
+    Weights are multiples of 2^-12, gradients of 2^-10 and the learning rate is 2^-5, so every sum of
+    gradients is exact in float32 in any order, and so is the whole SGD step: contestants must agree to the
+    bit there.
     """
 
     directory: Path
     sizes: list[int]
 
     @classmethod
-    def make(cls, sizes: list[int] | None = None, pool: dict[int, int] | None = None, name: str = "embedding") -> EmbeddingWorkload:
+    def make(
+        cls, sizes: list[int] | None = None, pool: dict[int, int] | None = None, name: str = "embedding"
+    ) -> EmbeddingWorkload:
         """Make the files, or take them as they are when they are whole."""
         sizes = kaggle_like() if sizes is None else sizes
         pool = POOL if pool is None else pool
@@ -70,7 +74,9 @@ class EmbeddingWorkload:
         for old in directory.iterdir():
             old.unlink()
         rng = np.random.default_rng(20)
-        weight = rng.integers(-4096, 4096, (sum(sizes), DIM), dtype=np.int32).astype(np.float32) * np.float32(2.0**-12)
+        weight = rng.integers(-4096, 4096, (sum(sizes), DIM), dtype=np.int32).astype(np.float32) * np.float32(
+            2.0**-12
+        )
         np.save(directory / "weight.npy", weight)
         for batch, count in pool.items():
             ids = np.empty((count, batch, len(sizes)), dtype=np.int32)
@@ -96,7 +102,7 @@ class EmbeddingWorkload:
         }
 
     def reference(self, optimizer: str, batch: int) -> dict[str, np.ndarray]:
-        """Rows touched in the checked steps and their weights after them in float64, and the last step's lookup."""
+        """Touched rows, their weights after the checked steps, and the last step's lookup, in float64."""
         path = self.directory / f"reference_{optimizer}_{batch}.npz"
         if path.exists():
             with np.load(path) as kept:
@@ -139,12 +145,18 @@ def textbook(optimizer: str, g: np.ndarray, state: list[np.ndarray], at: np.ndar
 
 
 def check_rows(
-    label: str, optimizer: str, reference: dict[str, np.ndarray], rows: np.ndarray, weight: np.ndarray, output: np.ndarray
+    label: str,
+    optimizer: str,
+    reference: dict[str, np.ndarray],
+    rows: np.ndarray,
+    weight: np.ndarray,
+    output: np.ndarray,
 ) -> None:
     """Compare a contestant's changed rows and last lookup with the reference.
 
-    ``rows`` are those whose weights changed at all in the checked steps: no other may have moved. SGD must agree to the
-    bit; the others within float32 rounding (a few units in the last place of a step or a weight).
+    ``rows`` are those whose weights changed at all in the checked steps: no other may have moved. SGD must
+    agree to the bit; the others within float32 rounding (a few units in the last place of a step or a
+    weight).
 
     Raises:
         WrongResult: naming the contestant and the worst element.
@@ -165,11 +177,12 @@ def check_rows(
         if mine.shape != exact.shape:
             raise WrongResult(f"{label}: {what} of shape {mine.shape}, not {exact.shape}")
         error = np.abs(mine.astype(np.float64) - exact)
-        # Adam's eps stands on either side of the bias correction in different libraries: visible at tiny gradients only.
+        # Adam's eps stands on either side of the bias correction in different libraries: visible at tiny
+        # gradients only.
         allowed = tolerance * (1 + np.abs(exact)) * (10 if optimizer == "adam" else 1)
         if not (error <= allowed).all():
             worst = np.unravel_index(int(np.argmax(np.nan_to_num(error, nan=np.inf))), error.shape)
             raise WrongResult(
-                f"{label}: {what} differ from the float64 reference by {error[worst]:.3g} at {tuple(map(int, worst))} "
-                f"({mine[worst]!r}, not {exact[worst]!r}; allowed {np.broadcast_to(allowed, error.shape)[worst]:.1g})"
+                f"{label}: {what} differ from the float64 reference by {error[worst]:.3g} at "
+                f"{tuple(map(int, worst))}: {mine[worst]!r}, not {exact[worst]!r} (allowed {allowed[worst]:.1g})"
             )

@@ -34,9 +34,14 @@ ENVIRONMENTS = (
         name="fbgemm",
         oldest=(3, 10),
         newest=(3, 13),
-        smoke="import torch, fbgemm_gpu, torchrec; from torchrec.models.dlrm import DLRM; print(torchrec.__version__)",
+        smoke="import fbgemm_gpu, torchrec, torchrec.models.dlrm; print(torchrec.__version__)",
     ),
-    Environment(name="pandas", oldest=(3, 11), newest=(3, 13), smoke="import pandas, pyarrow; print(pandas.__version__)"),
+    Environment(
+        name="pandas",
+        oldest=(3, 11),
+        newest=(3, 13),
+        smoke="import pandas, pyarrow; print(pandas.__version__)",
+    ),
     Environment(
         name="nvtabular",
         oldest=(3, 10),
@@ -83,12 +88,20 @@ def build(environment: Environment, *, again: bool = False) -> str | None:
     python = find_python(environment.oldest, environment.newest)
     if python is None:
         wanted = " or ".join(
-            f"{environment.oldest[0]}.{minor}" for minor in range(environment.oldest[1], environment.newest[1] + 1)
+            f"{environment.oldest[0]}.{minor}"
+            for minor in range(environment.oldest[1], environment.newest[1] + 1)
         )
         return f"needs Python {wanted} with venv; none was found on the path or under pyenv"
     print(f"{environment.name}: building with {python}", flush=True)
     shutil.rmtree(target, ignore_errors=True)
-    install = [str(target / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    install = [
+        str(target / "bin" / "python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     try:
         subprocess.run([python, "-m", "venv", str(target)], check=True)
         subprocess.run([*install, "-r", str(HERE / f"requirements-{environment.name}.txt")], check=True)
@@ -99,7 +112,8 @@ def build(environment: Environment, *, again: bool = False) -> str | None:
         smoke = [str(target / "bin" / "python"), "-W", "ignore", "-c", environment.smoke]
         done = subprocess.run(smoke, check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
-        return f"{error.cmd[-1] if error.stderr is None else error.stderr.strip()[-500:]}: exit code {error.returncode}"
+        what = error.cmd[-1] if error.stderr is None else error.stderr.strip()[-500:]
+        return f"{what}: exit code {error.returncode}"
     mark.write_text(done.stdout)
     print(f"{environment.name}: {done.stdout.strip()}", flush=True)
     return None

@@ -38,7 +38,8 @@ def dlrm_case(
     """Check, then time one (optimizer, batch size) of a freshly built model; returns the pool of inputs.
 
     Args:
-        natural: (dense [B, 13], ids [B, F], labels [B]) as the contestant's own input, made before the clock runs.
+        natural: (dense [B, 13], ids [B, F], labels [B]) as the contestant's own input, made before the
+            clock runs.
         step: one whole training step; returns the logits before the update.
         layers, rows: the weights now, rows as [N, D].
     """
@@ -46,7 +47,9 @@ def dlrm_case(
     ids = np.load(Path(config["ids"]) / f"ids_{batch}.npy", mmap_mode="r")
     dense = np.load(source / f"dense_{batch}.npy", mmap_mode="r")
     labels = np.load(source / f"labels_{batch}.npy", mmap_mode="r")
-    pool = [natural(np.array(d), np.array(i), np.array(y)) for d, i, y in zip(dense, ids, labels)]
+    pool = [
+        natural(np.array(d), np.array(i), np.array(y)) for d, i, y in zip(dense, ids, labels, strict=True)
+    ]
     logits = np.empty(0)
     for number in range(config["checked_steps"]):
         logits = step(pool[number]).copy()

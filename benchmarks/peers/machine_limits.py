@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from functools import partial
 
 import numba
 import numpy as np
@@ -51,7 +53,7 @@ def touch(table, where, out):
 
 
 def product(a, b):
-    """``a @ b.T`` into fresh memory, by torch.mm and by oneDNN: torch's default is not the faster one on every CPU."""
+    """``a @ b.T`` by torch.mm or oneDNN: torch's default is not the faster one on every CPU."""
     out = torch.mm(a, b.T)
     forms = [lambda: torch.mm(a, b.T, out=out)]
     if torch.backends.mkldnn.is_available():
@@ -89,15 +91,15 @@ count = config["threads"]
 size = 2**26
 source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
 cuts = np.linspace(0, size, count + 1).astype(int)
-halves = [(target[a:b], source[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-copy = best(lambda: together(np.copyto, halves), 2 * size * 4) / 1e9
+halves = [(target[a:b], source[a:b]) for a, b in itertools.pairwise(cuts)]
+copy = best(partial(together, np.copyto, halves), 2 * size * 4) / 1e9
 del source, target, halves
 
 table = np.ones(2**28, np.float32)  # 1 GiB
 rng = np.random.default_rng(0)
 drawn = 2**21
 jobs = [(table, rng.integers(0, 2**24, drawn) * 16, np.zeros(1, np.float32)) for _ in range(count)]
-lines = best(lambda: together(touch, jobs), drawn * count)
+lines = best(partial(together, touch, jobs), drawn * count)
 del table, jobs
 
 mlp = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
-warnings.filterwarnings("ignore")
-
 import numpy as np
 import nvtabular as nvt
 import pandas as pd
@@ -19,7 +15,14 @@ config = argument()
 def job(log, rows, out):
     out.mkdir()
     types = {"label": np.float32, **dict.fromkeys(DENSE, np.float32), **dict.fromkeys(CATEGORICAL, str)}
-    options = {"engine": "csv", "names": COLUMNS, "sep": "\t", "dtype": types, "part_size": "64MB", "cpu": True}
+    options = {
+        "engine": "csv",
+        "names": COLUMNS,
+        "sep": "\t",
+        "dtype": types,
+        "part_size": "64MB",
+        "cpu": True,
+    }
     categories = CATEGORICAL >> ops.Categorify(out_path=str(out / "vocabularies"))
     numbers = DENSE >> ops.FillMissing(0) >> ops.Clip(min_value=0) >> ops.LogOp()
     workflow = nvt.Workflow(categories + numbers + ["label"])

@@ -17,7 +17,11 @@ def read(log):
         # Categories are found while parsing: no string per row.
         types = {"label": "int8", **dict.fromkeys(DENSE, "float32"), **dict.fromkeys(CATEGORICAL, "category")}
         return pd.read_csv(log, sep="\t", header=None, names=COLUMNS, dtype=types, low_memory=False)
-    types = {"label": "int8[pyarrow]", **dict.fromkeys(DENSE, "float[pyarrow]"), **dict.fromkeys(CATEGORICAL, "string[pyarrow]")}
+    types = {
+        "label": "int8[pyarrow]",
+        **dict.fromkeys(DENSE, "float[pyarrow]"),
+        **dict.fromkeys(CATEGORICAL, "string[pyarrow]"),
+    }
     return pd.read_csv(
         log, sep="\t", header=None, names=COLUMNS, dtype=types, engine="pyarrow", dtype_backend="pyarrow"
     )
@@ -29,7 +33,9 @@ def encode(column, train):
         codes, texts = column.cat.codes.to_numpy(), column.cat.categories
     else:
         codes, texts = pd.factorize(column, use_na_sentinel=True)
-    values = np.array([int(text, 16) for text in texts] + [0], dtype=np.uint64)  # a missing category is value 0
+    values = np.array(
+        [int(text, 16) for text in texts] + [0], dtype=np.uint64
+    )  # a missing category is value 0
     codes = np.where(codes < 0, len(texts), codes)
     distinct, inverse = np.unique(values, return_inverse=True)
     codes = inverse[codes]

@@ -19,7 +19,7 @@ COLUMNS = ["label", *DENSE, *CATEGORICAL]
 
 
 def prepare_case(config: dict[str, Any], job: Callable[[Path, dict[str, int], Path], Any]) -> None:
-    """Time ``job(log, rows of each split, out)`` once, after a run on a small log that loads and compiles everything."""
+    """Time ``job(log, rows of each split, out)`` once, after a small log that loads and compiles all."""
     out = Path(config["results"]) / "out"
     job(Path(config["small"]), config["small_rows"], out)
     shutil.rmtree(out)

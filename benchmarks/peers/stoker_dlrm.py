@@ -30,8 +30,12 @@ def build(kind):
     )
     initial, start = initial_rows(config), 0
     for i, rows in enumerate(sizes):
-        state = {k: torch.zeros(rows, *v.shape[1:]) for k, v in model.embeddings.groups[0].storage.state.items()}
-        model.embeddings.write(f"C{i + 1}", 0, Rows(torch.from_numpy(initial[start : start + rows].copy()), state))
+        state = {
+            k: torch.zeros(rows, *v.shape[1:]) for k, v in model.embeddings.groups[0].storage.state.items()
+        }
+        model.embeddings.write(
+            f"C{i + 1}", 0, Rows(torch.from_numpy(initial[start : start + rows].copy()), state)
+        )
         start += rows
     with torch.no_grad():
         for name, value in start_of(config).items():
@@ -47,7 +51,7 @@ def parameter(model, name):
 
 
 def shares(model, dense, pool, batch, kind):
-    """Where a step's time goes: the dense part (MLPs and interaction, forward and backward) and all the rest."""
+    """Where a step's time goes: MLPs and interaction, forward and backward, and all the rest."""
     group = model.embeddings.groups[0]
     original, spent = group.update, [0.0]
 
@@ -74,49 +78,53 @@ def shares(model, dense, pool, batch, kind):
         dense.step()
         dense.zero_grad()
         clock.append(time.perf_counter())
-        lookup, forward, loss_time, backward, update = np.diff(clock)
+        lookup, _, loss_time, _, update = np.diff(clock)
         whole.append(clock[-1] - clock[0])
         parts.append([lookup, spent[0], loss_time, update])
         rest.append((lookup + loss_time + update + spent[0]) / whole[-1])
     group.update = original
     names = ("lookup", "row update", "loss", "dense optimizer")
-    median = dict(zip(names, np.median(parts, axis=0).tolist()))
+    median = dict(zip(names, np.median(parts, axis=0).tolist(), strict=True))
     total = float(np.median(whole))
     say("extra", case=case_name(kind, batch), rest=float(np.median(rest)), parts=median, step=total)
+
+
+def run(kind, batch):
+    """One optimizer and batch size, with a fresh model."""
+    model, dense = build(kind)
+
+    kept = {}
+    # What every contestant does too: keep a reference to the logits.
+    handle = model.register_forward_hook(lambda module, given, output: kept.update(logits=output.detach()))
+
+    def step(given):
+        loss = model.loss(given)
+        loss.backward()
+        dense.step()
+        dense.zero_grad()
+        return kept["logits"].numpy()
+
+    pool = dlrm_case(
+        config,
+        kind,
+        batch,
+        natural=lambda d, i, y: Batch(
+            dense=torch.from_numpy(d), ids=torch.from_numpy(i), labels=torch.from_numpy(y)
+        ),
+        step=step,
+        layers=lambda: {
+            f"{name}.{what}": parameter(model, f"{name}.{what}").detach().numpy()
+            for name in layer_names
+            for what in ("weight", "bias")
+        },
+        rows=lambda: model.embeddings.groups[0].storage.weight.numpy(),
+    )
+    handle.remove()
+    if config["dense_dtype"] == "float32" and not config["compile"]:
+        shares(model, dense, pool, batch, kind)
 
 
 versions(torch=torch.__version__)
 for kind in config["optimizers"]:
     for batch in config["batches"]:
-        model, dense = build(kind)
-
-        kept = {}
-        # What every contestant does too: keep a reference to the logits.
-        handle = model.register_forward_hook(lambda module, given, output: kept.update(logits=output.detach()))
-
-        def step(given):
-            loss = model.loss(given)
-            loss.backward()
-            dense.step()
-            dense.zero_grad()
-            return kept["logits"].numpy()
-
-        pool = dlrm_case(
-            config,
-            kind,
-            batch,
-            natural=lambda d, i, y: Batch(
-                dense=torch.from_numpy(d), ids=torch.from_numpy(i), labels=torch.from_numpy(y)
-            ),
-            step=step,
-            layers=lambda: {
-                f"{name}.{what}": parameter(model, f"{name}.{what}").detach().numpy()
-                for name in layer_names
-                for what in ("weight", "bias")
-            },
-            rows=lambda: model.embeddings.groups[0].storage.weight.numpy(),
-        )
-        handle.remove()
-        if config["dense_dtype"] == "float32" and not config["compile"]:
-            shares(model, dense, pool, batch, kind)
-        del model, dense, pool
+        run(kind, batch)

@@ -1,6 +1,8 @@
-"""A plain PyTorch DLRM: one sparse EmbeddingBag per table, or one stacked table, nn.Linear, torch's optimizers."""
+"""A plain PyTorch DLRM: a sparse EmbeddingBag per table, or a stacked one, nn.Linear, torch's optimizers."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import torch
@@ -19,9 +21,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         rows = initial_rows(config)
-        cuts = [(0, bounds[-1])] if stacked else list(zip(bounds[:-1], bounds[1:]))
+        cuts = [(0, bounds[-1])] if stacked else list(itertools.pairwise(bounds))
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag.from_pretrained(torch.from_numpy(np.array(rows[a:b])), freeze=False, mode="sum", sparse=True)
+            nn.EmbeddingBag.from_pretrained(
+                torch.from_numpy(np.array(rows[a:b])), freeze=False, mode="sum", sparse=True
+            )
             for a, b in cuts
         )
         start = start_of(config)
@@ -42,7 +46,7 @@ class Model(nn.Module):
             embedded = self.tables[0](ids, offsets).view(len(dense), len(sizes), -1)
             parts = [embedded]
         else:
-            parts = [table(i, offsets).unsqueeze(1) for table, i in zip(self.tables, ids)]
+            parts = [table(i, offsets).unsqueeze(1) for table, i in zip(self.tables, ids, strict=True)]
         x = dense
         for i in range(len(config["bottom"]) - 1):
             x = F.relu(self.linear[f"b{i}"](x))
@@ -64,7 +68,7 @@ class RowWiseAdagrad:
 
     @torch.no_grad()
     def step(self):
-        for weight, total in zip(self.weights, self.sums):
+        for weight, total in zip(self.weights, self.sums, strict=True):
             grad = weight.grad
             rows, inverse = torch.unique(grad._indices()[0], return_inverse=True)
             g = torch.zeros(len(rows), weight.shape[1]).index_add_(0, inverse, grad._values())
@@ -77,48 +81,52 @@ class RowWiseAdagrad:
             weight.grad = None
 
 
+def run(kind, batch):
+    """One optimizer and batch size, with a fresh model."""
+    model = Model()
+    dense_optimizer = torch.optim.SGD(model.linear.parameters(), lr=config["lr"], fused=True)
+    if kind == "sgd":
+        row_optimizer = torch.optim.SGD(model.tables.parameters(), lr=config["row_lr"][kind])
+    else:
+        row_optimizer = RowWiseAdagrad(model.tables, config["row_lr"][kind])
+
+    def natural(dense, ids, labels):
+        if stacked:
+            flat = torch.from_numpy((ids + bounds[:-1]).reshape(-1))
+            given = (flat, torch.arange(len(flat)))
+        else:
+            given = (
+                [torch.from_numpy(column.astype(np.int64)) for column in ids.T.copy()],
+                torch.arange(len(ids)),
+            )
+        return torch.from_numpy(dense), *given, torch.from_numpy(labels)
+
+    def step(given):
+        *inputs, labels = given
+        logits = model(*inputs)
+        F.binary_cross_entropy_with_logits(logits, labels).backward()
+        dense_optimizer.step()
+        row_optimizer.step()
+        dense_optimizer.zero_grad()
+        row_optimizer.zero_grad()
+        return logits.detach().numpy()
+
+    dlrm_case(
+        config,
+        kind,
+        batch,
+        natural,
+        step,
+        layers=lambda: {
+            f"{name}.{what}": getattr(model.linear[name], what).detach().numpy()
+            for name in config["layers"]
+            for what in ("weight", "bias")
+        },
+        rows=lambda: np.concatenate([table.weight.detach().numpy() for table in model.tables]),
+    )
+
+
 versions(torch=torch.__version__)
 for kind in config["optimizers"]:
     for batch in config["batches"]:
-        model = Model()
-        dense_optimizer = torch.optim.SGD(model.linear.parameters(), lr=config["lr"], fused=True)
-        if kind == "sgd":
-            row_optimizer = torch.optim.SGD(model.tables.parameters(), lr=config["row_lr"][kind])
-        else:
-            row_optimizer = RowWiseAdagrad(model.tables, config["row_lr"][kind])
-
-        def natural(dense, ids, labels):
-            if stacked:
-                flat = torch.from_numpy((ids + bounds[:-1]).reshape(-1))
-                given = (flat, torch.arange(len(flat)))
-            else:
-                given = (
-                    [torch.from_numpy(column.astype(np.int64)) for column in ids.T.copy()],
-                    torch.arange(len(ids)),
-                )
-            return torch.from_numpy(dense), *given, torch.from_numpy(labels)
-
-        def step(given):
-            *inputs, labels = given
-            logits = model(*inputs)
-            F.binary_cross_entropy_with_logits(logits, labels).backward()
-            dense_optimizer.step()
-            row_optimizer.step()
-            dense_optimizer.zero_grad()
-            row_optimizer.zero_grad()
-            return logits.detach().numpy()
-
-        dlrm_case(
-            config,
-            kind,
-            batch,
-            natural,
-            step,
-            layers=lambda: {
-                f"{name}.{what}": getattr(model.linear[name], what).detach().numpy()
-                for name in config["layers"]
-                for what in ("weight", "bias")
-            },
-            rows=lambda: np.concatenate([table.weight.detach().numpy() for table in model.tables]),
-        )
-        del model, dense_optimizer, row_optimizer
+        run(kind, batch)

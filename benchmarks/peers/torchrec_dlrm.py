@@ -24,7 +24,7 @@ fields = len(sizes) + 1
 
 
 def columns():
-    """TorchRec lists the pairs by the upper triangle: our place of each of its columns of the top MLP's input."""
+    """TorchRec lists pairs by the upper triangle: where each of its top MLP's inputs stands with us."""
     place = {}
     for number, (row, column) in enumerate(torch.tril_indices(fields, fields, offset=-1).T.tolist()):
         place[column, row] = dim + number
@@ -37,7 +37,7 @@ def build(kind):
     tables = FusedEmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(name=f"t_{key}", embedding_dim=dim, num_embeddings=rows, feature_names=[key])
-            for key, rows in zip(keys, sizes)
+            for key, rows in zip(keys, sizes, strict=True)
         ],
         optimizer_type=optimizer,
         optimizer_kwargs={"lr": config["row_lr"][kind], **options},
@@ -63,7 +63,9 @@ def build(kind):
 
 
 def linear(model):
-    found = [m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)]
+    found = [
+        m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)
+    ]
     return dict(zip(config["layers"], found, strict=True))
 
 
@@ -85,30 +87,36 @@ def layers(model):
 
 def natural(dense, ids, labels):
     flat = torch.from_numpy(ids.T.reshape(-1).astype(np.int64))
-    features = KeyedJaggedTensor.from_offsets_sync(keys=keys, values=flat, offsets=torch.arange(len(flat) + 1))
+    features = KeyedJaggedTensor.from_offsets_sync(
+        keys=keys, values=flat, offsets=torch.arange(len(flat) + 1)
+    )
     return torch.from_numpy(dense), features, torch.from_numpy(labels)
+
+
+def run(kind, batch):
+    """One optimizer and batch size, with a fresh model."""
+    model, optimizer = build(kind)
+
+    def step(given):
+        dense, features, labels = given
+        logits = model(dense_features=dense, sparse_features=features).squeeze(1)
+        F.binary_cross_entropy_with_logits(logits, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return logits.detach().numpy()
+
+    dlrm_case(
+        config,
+        kind,
+        batch,
+        natural,
+        step,
+        layers=lambda: layers(model),
+        rows=lambda: np.concatenate([weight.numpy() for weight in table_weights(model)]),
+    )
 
 
 versions(torch=torch.__version__, fbgemm_gpu=fbgemm_gpu.__version__, torchrec=torchrec.__version__)
 for kind in config["optimizers"]:
     for batch in config["batches"]:
-        model, optimizer = build(kind)
-
-        def step(given):
-            dense, features, labels = given
-            logits = model(dense_features=dense, sparse_features=features).squeeze(1)
-            F.binary_cross_entropy_with_logits(logits, labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return logits.detach().numpy()
-
-        dlrm_case(
-            config,
-            kind,
-            batch,
-            natural,
-            step,
-            layers=lambda: layers(model),
-            rows=lambda: np.concatenate([weight.numpy() for weight in table_weights(model)]),
-        )
-        del model, optimizer
+        run(kind, batch)

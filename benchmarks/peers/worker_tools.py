@@ -36,7 +36,7 @@ def versions(**packages: str) -> None:
 
 
 def time_blocks(step: Callable[[int], Any], first: int, *, quick: bool) -> list[float]:
-    """Seconds per step of blocks of BLOCK steps, after a warm-up of a few blocks; ``step`` gets a running number."""
+    """Seconds per step of blocks of BLOCK steps, after a warm-up; ``step`` gets a running number."""
     warm_up, measured = (0.3, 1.2) if quick else (1.0, 6.0)
     number, blocks = first, []
     begin = time.perf_counter()
@@ -97,4 +97,10 @@ def embedding_case(
         step(pool[number % len(pool)], grads[number % len(grads)])
 
     blocks = time_blocks(numbered, checked, quick=config["quick"])
-    say("timed", case=f"batch {batch}", seconds=float(np.median(blocks)), blocks=len(blocks), fastest=min(blocks))
+    say(
+        "timed",
+        case=f"batch {batch}",
+        seconds=float(np.median(blocks)),
+        blocks=len(blocks),
+        fastest=min(blocks),
+    )

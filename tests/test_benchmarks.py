@@ -1,0 +1,325 @@
+"""The benchmarks' own promises: verdicts, exit codes, and no time without a right result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import itertools
+
+from benchmarks import rounds
+from benchmarks.__main__ import all_bars, main
+from benchmarks.accuracy import auc
+from benchmarks.harness import Bar, NotRun, Outcome, Run, Table, WrongResult, exit_code, judge
+from benchmarks.prepare import bijective, split_rows
+from benchmarks.rounds import Contestant, Timings, compare, play
+from benchmarks.workload import DIM, EmbeddingWorkload, check_rows, kaggle_like
+
+QUICK = Run.of(quick=True, rounds=2)
+
+
+def made(value: float = 2.5, *, error: Exception | None = None, **settings: Any) -> Bar:
+    def run(_: Run) -> Outcome:
+        if error is not None:
+            raise error
+        return Outcome(value=value, tables=[Table(title="t", columns=["a", "b"], rows=[["x", "1.25 ms"]])])
+
+    return Bar(**{"name": "bar", "group": "bars", "title": "a bar", "must": 2.0, "run": run, **settings})
+
+
+@pytest.mark.parametrize(
+    ("bar", "line", "code"),
+    [
+        (made(2.0), "bar: 2.00x (must 2x) ok", 0),
+        (made(1.99), "bar: 1.99x (must 2x) short", 1),
+        (made(float("nan")), "bar: nanx (must 2x) short", 1),
+        (made(0.5, must=1.0, at_most=True, unit=" %"), "bar: 0.50 % (must at most 1 %) ok", 0),
+        (made(1.5, must=1.0, at_most=True, unit=" %"), "bar: 1.50 % (must at most 1 %) short", 1),
+        (made(error=NotRun("make peers")), "bar: not run: make peers (must 2x) not run", 2),
+        (made(error=WrongResult("off by one")), "bar: wrong results, no time reported (must 2x) short", 1),
+        (made(error=ZeroDivisionError()), "bar: wrong results, no time reported (must 2x) short", 1),
+    ],
+)
+def test_last_line_and_exit_code(
+    bar: Bar, line: str, code: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["bar", "--quick", "--out", str(tmp_path)], known=[bar]) == code
+    said = capsys.readouterr().out
+    assert said.rstrip().splitlines()[-1] == line
+    if "wrong" in line:
+        assert "1.25 ms" not in said
+        assert "WRONG RESULTS" in said
+    (written,) = tmp_path.glob("bars_*.md")
+    assert line in written.read_text()
+    kept = json.loads(written.with_suffix(".json").read_text())
+    assert kept["bars"][0]["name"] == "bar"
+    assert kept["quick"] is True
+    assert kept["machine"]["cores"] >= 1
+
+
+def test_a_short_value_is_never_rounded_into_an_ok() -> None:
+    assert judge(made(1.999), QUICK).line == "bar: 2.00x (must 2x) short"
+
+
+def test_exit_code_of_several() -> None:
+    ok, short = judge(made(3.0), QUICK), judge(made(1.0), QUICK)
+    absent = judge(made(error=NotRun("make peers")), QUICK)
+    assert exit_code([ok, ok]) == 0
+    assert exit_code([ok, absent]) == 2
+    assert exit_code([ok, absent, short]) == 1
+    assert exit_code([]) == 1
+
+
+def test_listing_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = all_bars()
+    assert len({bar.name for bar in bars}) == len(bars)
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(bar.name in listed for bar in bars)
+    with pytest.raises(SystemExit, match="unknown"):
+        main(["no-such-bar"])
+
+
+def script(folder: Path, name: str, body: str) -> None:
+    folder.joinpath(name).write_text(
+        "import json, sys\nconfig = json.loads(sys.argv[1])\n" + textwrap.dedent(body)
+    )
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(rounds, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(rounds, "PEERS", tmp_path / "peers")
+    return tmp_path
+
+
+GOOD = """
+    print("chatter of a library")
+    print(json.dumps({"event": "checked", "case": "c", "value": config["value"]}))
+    print(json.dumps({"event": "timed", "case": "c", "seconds": 0.5}))
+"""
+
+
+def accept(label: str, line: dict[str, Any], results: Path) -> None:
+    if line["value"] != 1:
+        raise WrongResult(label)
+
+
+def test_rounds_interleave_and_start_in_turn(scripts: Path) -> None:
+    script(scripts, "good.py", GOOD)
+    seen = []
+
+    def check(label: str, line: dict[str, Any], results: Path) -> None:
+        seen.append(label)
+        assert results.is_dir()
+
+    pair = [Contestant(label=label, script="good.py", options={"value": 1}) for label in "ab"]
+    timings = play(pair, {}, QUICK, check)
+    assert seen == ["a", "b", "b", "a"]
+    assert timings.seconds == {"a": {"c": [0.5, 0.5]}, "b": {"c": [0.5, 0.5]}}
+
+
+def test_a_wrong_result_hides_every_time(scripts: Path) -> None:
+    script(scripts, "good.py", GOOD)
+    pair = [
+        Contestant(label=label, script="good.py", options={"value": v}) for label, v in (("a", 1), ("b", 2))
+    ]
+    with pytest.raises(WrongResult, match="b"):
+        play(pair, {}, QUICK, accept)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('print(json.dumps({"event": "timed", "case": "c", "seconds": 1}))', "without a check"),
+        ('print("{}"); raise SystemExit(3)', "exit code 3"),
+        ("pass", "exit code 0"),
+        ('raise ValueError("what went wrong")', "what went wrong"),
+    ],
+)
+def test_a_contestant_that_skips_its_check_or_dies(scripts: Path, body: str, message: str) -> None:
+    script(scripts, "bad.py", body)
+    with pytest.raises(WrongResult, match=message):
+        play([Contestant(label="bad", script="bad.py")], {}, QUICK, accept)
+
+
+def test_a_missing_peer_is_not_run(scripts: Path) -> None:
+    script(scripts, "good.py", GOOD)
+    absent = Contestant(label="peer", script="good.py", environment="absent")
+    with pytest.raises(NotRun, match="make peers"):
+        play([absent], {}, QUICK, accept)
+    half_built = scripts / "peers" / "absent" / "bin"
+    half_built.mkdir(parents=True)
+    (half_built / "python").touch()
+    with pytest.raises(NotRun, match="make peers"):
+        play([absent], {}, QUICK, accept)
+
+
+def test_equal_environment_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    ours = rounds.worker_env(Contestant(label="a", script="s"))
+    peer = rounds.worker_env(Contestant(label="b", script="s", environment="p"))
+    assert "PYTHONPATH" not in peer
+    assert ours.pop("PYTHONPATH").endswith("src")
+    assert ours == peer
+    assert "OMP_WAIT_POLICY" not in ours
+    assert ours["GLIBC_TUNABLES"] == rounds.TUNABLES
+
+
+def test_compare_takes_the_best_peer_and_the_worst_case() -> None:
+    seconds = {
+        "ours": {"c1": [1.0, 2.0, 1.0], "c2": [1.0, 1.0, 1.0]},
+        "slow": {"c1": [9.0, 9.0, 9.0], "c2": [9.0, 9.0, 9.0]},
+        "fast": {"c1": [3.0, 4.0, 3.0], "c2": [2.0, 2.0, 8.0]},
+    }
+    timings = Timings(seconds=seconds, versions={}, extra={})
+    value, table, ratios = compare(timings, "ours", ["slow", "fast"], {"c1": 10, "c2": 10}, "t")
+    assert ratios == {"c1": 3.0, "c2": 2.0}  # pair by pair, then the median
+    assert value == 2.0
+    assert "fast (best peer)" in table.markdown()
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingWorkload:
+    from benchmarks import workload as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache"))
+        return EmbeddingWorkload.make([40, 3, 11], {32: 4})
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_the_float64_reference_agrees_with_ours(workload: EmbeddingWorkload, optimizer: str) -> None:
+    import torch
+
+    from benchmarks.workload import BETAS, CHECKED_STEPS, EPS, LR
+    from stoker import EmbeddingTables, TableConfig, optim
+    from stoker.tables.storage import Rows
+
+    rule: Any = {
+        "sgd": optim.SGD(lr=LR),
+        "adagrad": optim.Adagrad(lr=LR, eps=EPS),
+        "rowwise_adagrad": optim.RowWiseAdagrad(lr=LR, eps=EPS),
+        "adam": optim.Adam(lr=LR, eps=EPS, betas=BETAS),
+    }[optimizer]
+    sizes = workload.sizes
+    tables = EmbeddingTables(
+        [TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=DIM) for i, n in enumerate(sizes)],
+        optimizer=rule,
+        backend="reference",
+    )
+    initial = np.load(workload.directory / "weight.npy")
+    starts = np.cumsum([0, *sizes])
+    for i, (a, b) in enumerate(itertools.pairwise(starts)):
+        zeros = {k: torch.zeros(b - a, *v.shape[1:]) for k, v in tables.groups[0].storage.state.items()}
+        tables.write(f"t{i}", 0, Rows(torch.from_numpy(initial[a:b].copy()), zeros))
+    ids, grads = (np.load(workload.directory / f"{name}_32.npy") for name in ("ids", "grad"))
+    out = torch.empty(0)
+    for step in range(CHECKED_STEPS):
+        out = tables(torch.from_numpy(ids[step]))
+        out.backward(torch.from_numpy(grads[step]))
+    now = torch.cat([tables.rows(f"t{i}") for i in range(len(sizes))]).numpy()
+    changed = np.flatnonzero((now != initial).any(axis=1))
+    reference = workload.reference(optimizer, 32)
+    given = (changed, now[changed], out.detach().numpy())
+    check_rows("ours", optimizer, reference, *given)
+    with pytest.raises(WrongResult, match="rows differ"):
+        check_rows("ours", optimizer, reference, changed, given[1] + np.float32(1e-4), given[2])
+    with pytest.raises(WrongResult, match="lookup differ"):
+        check_rows("ours", optimizer, reference, changed, given[1], given[2] * np.float32(1.001))
+    with pytest.raises(WrongResult, match="not updated"):
+        check_rows("ours", optimizer, reference, changed[:-4], given[1][:-4], given[2])
+    untouched = np.setdiff1d(np.arange(sum(sizes)), reference["rows"])[:1]
+    assert len(untouched)
+    more = np.concatenate([changed, untouched])
+    with pytest.raises(WrongResult, match="never touched"):
+        check_rows("ours", optimizer, reference, more, initial[more], given[2])
+
+
+def test_workload_is_made_once_and_again_when_its_settings_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import workload as module
+
+    monkeypatch.setattr(module, "CACHE", tmp_path)
+    first = EmbeddingWorkload.make([5, 4], {8: 3})
+    stamp = (first.directory / "weight.npy").stat().st_mtime_ns
+    EmbeddingWorkload.make([5, 4], {8: 3})
+    assert (first.directory / "weight.npy").stat().st_mtime_ns == stamp
+    EmbeddingWorkload.make([5, 6], {8: 3})
+    assert len(np.load(first.directory / "weight.npy")) == 11
+
+
+def test_kaggle_like_sizes() -> None:
+    sizes = kaggle_like()
+    assert sum(sizes) == 5_000_000
+    assert len(sizes) == 26
+    assert min(sizes) == 3
+
+
+def test_a_wrong_dlrm_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: EmbeddingWorkload
+) -> None:
+    from benchmarks import dlrm_workload as module
+
+    monkeypatch.setattr(module, "CACHE", tmp_path)
+    monkeypatch.setattr(module, "POOL", {32: 4})
+    monkeypatch.setattr(EmbeddingWorkload, "make", lambda: workload)
+    dlrm = module.DlrmWorkload.make()
+    reference = dlrm.reference("sgd", 32)
+    with np.load(dlrm.directory / "start.npz") as start:
+        layers = {name: (start[name] + reference[name]).astype(np.float32) for name in start}
+    touched = reference["touched"]
+    rows = np.load(dlrm.directory / "rows.npy")[touched] + reference["rows"]
+    right = {"logits": reference["logits"], "changed": touched, "rows": rows.astype(np.float32), **layers}
+
+    def check(**changes: Any) -> None:
+        np.savez(tmp_path / "case.npz", **{**right, **changes})
+        module.check_model("peer", dlrm, "sgd", 32, tmp_path, "case")
+
+    check()
+    with pytest.raises(WrongResult, match="logits"):
+        check(logits=reference["logits"] + 0.01)
+    with pytest.raises(WrongResult, match=r"change of t1\.weight"):
+        check(
+            **{"t1.weight": layers["t1.weight"] - np.float32(0.1) * reference["t1.weight"].astype(np.float32)}
+        )
+    with pytest.raises(WrongResult, match="rows of table 0"):
+        check(rows=(rows + 0.05 * reference["rows"]).astype(np.float32))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=60))
+def test_auc_equals_its_definition(pairs: list[tuple[int, bool]]) -> None:
+    scores = np.array([score for score, _ in pairs], dtype=np.float64)
+    labels = np.array([label for _, label in pairs], dtype=np.float32)
+    positive, negative = scores[labels > 0], scores[labels == 0]
+    if not len(positive) or not len(negative):
+        return
+    difference = positive[:, None] - negative[None]
+    assert auc(scores, labels) == pytest.approx(((difference > 0) + 0.5 * (difference == 0)).mean())
+
+
+def test_bijective_ids() -> None:
+    assert bijective(np.array([1, 2, 1, 0]), np.array([7, 5, 7, 9]))
+    assert not bijective(np.array([1, 2, 1, 0]), np.array([7, 5, 5, 9]))
+    assert not bijective(np.array([1, 2, 1, 2]), np.array([7, 7, 7, 7]))
+
+
+@given(st.integers(14, 10_000))
+def test_split_rows_are_those_of_the_recipe(rows: int) -> None:
+    from stoker.data.split_rules import _halved_runs
+
+    codes = np.bincount(_halved_runs(np.arange(rows), rows, 7), minlength=3)
+    found = split_rows(rows)
+    assert [found["train"], found["valid"], found["test"]] == codes.tolist()
