@@ -105,6 +105,7 @@ class Timings:
     """Seconds per step, contestant label -> case -> one value a round; all belong to checked results."""
 
     seconds: dict[str, dict[str, list[float]]]
+    fastest: dict[str, dict[str, float]]  # the fastest block of all rounds: what noise left alone
     versions: dict[str, Any]
     extra: dict[str, list[dict[str, Any]]]  # contestant label -> whatever else it said, per round
 
@@ -134,6 +135,7 @@ def play(
     for contestant in contestants:
         peer_python(contestant.environment)
     seconds: dict[str, dict[str, list[float]]] = {c.label: {} for c in contestants}
+    fastest: dict[str, dict[str, float]] = {c.label: {} for c in contestants}
     extra: dict[str, list[dict[str, Any]]] = {c.label: [] for c in contestants}
     versions: dict[str, Any] = {}
     for number in range(run.rounds):
@@ -151,12 +153,15 @@ def play(
                 if line["event"] == "timed":
                     if line["case"] not in checked:
                         raise WrongResult(f"{contestant.label} timed {line['case']!r} without a check")
-                    seconds[contestant.label].setdefault(line["case"], []).append(line["seconds"])
+                    case, value = line["case"], line["seconds"]
+                    seconds[contestant.label].setdefault(case, []).append(value)
+                    least = fastest[contestant.label].get(case, float("inf"))
+                    fastest[contestant.label][case] = min(least, line.get("fastest", value))
                 elif line["event"] == "versions":
                     versions[contestant.label] = line["versions"]
                 elif line["event"] == "extra":
                     extra[contestant.label].append(line)
-    return Timings(seconds=seconds, versions=versions, extra=extra)
+    return Timings(seconds=seconds, fastest=fastest, versions=versions, extra=extra)
 
 
 def compare(
@@ -181,11 +186,13 @@ def compare(
             if label == best:
                 ratios[case] = statistics.median(pairs)
             rate = [samples / value / 1e3 for value in own]
+            scale = 1 if unit == "s" else 1e3
             rows.append(
                 [
                     label + (" (best peer)" if label == best else ""),
                     case,
-                    f"{statistics.median(own) * (1 if unit == 's' else 1e3):.2f}",
+                    f"{statistics.median(own) * scale:.2f}",
+                    f"{timings.fastest[label][case] * scale:.2f}",
                     f"{statistics.median(rate):.1f}",
                     f"{min(rate):.1f}-{max(rate):.1f}",
                     ""
@@ -195,7 +202,7 @@ def compare(
             )
     table = Table(
         title=title,
-        columns=["contestant", "case", unit, "k samples/s", "min-max", "ours faster by (min-max)"],
+        columns=["contestant", "case", unit, "fastest", "k samples/s", "min-max", "ours faster by (min-max)"],
         rows=rows,
     )
     return min(ratios.values()), table, ratios

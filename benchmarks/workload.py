@@ -184,5 +184,6 @@ def check_rows(
             worst = np.unravel_index(int(np.argmax(np.nan_to_num(error, nan=np.inf))), error.shape)
             raise WrongResult(
                 f"{label}: {what} differ from the float64 reference by {error[worst]:.3g} at "
-                f"{tuple(map(int, worst))}: {mine[worst]!r}, not {exact[worst]!r} (allowed {allowed[worst]:.1g})"
+                f"{tuple(map(int, worst))}: {mine[worst]!r}, not {exact[worst]!r} "
+                f"(allowed {allowed[worst]:.1g})"
             )

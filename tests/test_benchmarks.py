@@ -183,7 +183,8 @@ def test_compare_takes_the_best_peer_and_the_worst_case() -> None:
         "slow": {"c1": [9.0, 9.0, 9.0], "c2": [9.0, 9.0, 9.0]},
         "fast": {"c1": [3.0, 4.0, 3.0], "c2": [2.0, 2.0, 8.0]},
     }
-    timings = Timings(seconds=seconds, versions={}, extra={})
+    fastest = {label: {"c1": 1.0, "c2": 1.0} for label in seconds}
+    timings = Timings(seconds=seconds, fastest=fastest, versions={}, extra={})
     value, table, ratios = compare(timings, "ours", ["slow", "fast"], {"c1": 10, "c2": 10}, "t")
     assert ratios == {"c1": 3.0, "c2": 2.0}  # pair by pair, then the median
     assert value == 2.0

@@ -37,7 +37,7 @@ def versions(**packages: str) -> None:
 
 def time_blocks(step: Callable[[int], Any], first: int, *, quick: bool) -> list[float]:
     """Seconds per step of blocks of BLOCK steps, after a warm-up; ``step`` gets a running number."""
-    warm_up, measured = (0.3, 1.2) if quick else (1.0, 6.0)
+    warm_up, measured = (0.3, 1.0) if quick else (0.8, 4.0)
     number, blocks = first, []
     begin = time.perf_counter()
     while True:
