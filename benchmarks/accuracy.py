@@ -46,9 +46,7 @@ TASKS = {
         recipe="ebnerd",
         title="EB-NeRD, week 1 to week 2",
         files=tuple(
-            f"ebnerd/{week}_{what}.parquet"
-            for week in ("train", "validation")
-            for what in ("behaviors", "history")
+            f"ebnerd/{week}_{what}.parquet" for week in ("train", "validation") for what in ("behaviors", "history")
         ),
         settings={"bottom": [64], "top": [256, 128], "batch": 1024, "epochs": 1, "row_lr": 0.02, "lr": 1e-3},
     ),
@@ -110,9 +108,7 @@ def same_auc(name: str, run: Run) -> Outcome:
         for contestant in (OURS, PLAIN):
             run.log(f"seed {seed}: {contestant.label}")
             results = CACHE / f"{name}_{contestant.options['role']}_{os.getpid()}.npz"
-            found[contestant.label] = train_once(
-                contestant, {**settings, "seed": seed, "results": str(results)}
-            )
+            found[contestant.label] = train_once(contestant, {**settings, "seed": seed, "results": str(results)})
         mine, plain = found[OURS.label], found[PLAIN.label]
         if not np.allclose(mine["first"], plain["first"], rtol=1e-4, atol=1e-5):
             worst = float(np.abs(mine["first"] - plain["first"]).max())
@@ -123,15 +119,11 @@ def same_auc(name: str, run: Run) -> Outcome:
             raise WrongResult(f"the test rows of seed {seed} are not the same")
         for label, result in found.items():
             values[label].append(result["auc"])
-        rows.append(
-            [str(seed), f"{mine['auc']:.5f}", f"{plain['auc']:.5f}", f"{mine['auc'] - plain['auc']:+.5f}"]
-        )
+        rows.append([str(seed), f"{mine['auc']:.5f}", f"{plain['auc']:.5f}", f"{mine['auc'] - plain['auc']:+.5f}"])
     means = {label: statistics.mean(several) for label, several in values.items()}
     difference = means[OURS.label] - means[PLAIN.label]
     rows.append(["mean", f"{means[OURS.label]:.5f}", f"{means[PLAIN.label]:.5f}", f"{difference:+.5f}"])
-    table = Table(
-        title=f"Test AUC, {task.title}", columns=["seed", "stoker", "plain PyTorch", "difference"], rows=rows
-    )
+    table = Table(title=f"Test AUC, {task.title}", columns=["seed", "stoker", "plain PyTorch", "difference"], rows=rows)
     notes = [
         "settings: " + ", ".join(f"{key} {value}" for key, value in task.settings.items()),
         "rows by row-wise Adagrad, dense part by Adam",

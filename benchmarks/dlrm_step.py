@@ -28,16 +28,12 @@ TITLES = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
 def ours(dtype: str, *, compiled: bool = False) -> Contestant:
     label = "stoker fp32" if dtype == "float32" else "stoker bf16"
     options = {"dense_dtype": dtype, "compile": compiled}
-    return Contestant(
-        label=label + (" + compile" if compiled else ""), script="stoker_dlrm.py", options=options
-    )
+    return Contestant(label=label + (" + compile" if compiled else ""), script="stoker_dlrm.py", options=options)
 
 
 TORCHREC = Contestant(label="TorchRec DLRM", script="torchrec_dlrm.py", environment="fbgemm")
 BAGS = Contestant(label="PyTorch, 26 EmbeddingBags", script="torch_dlrm.py", options={"stacked": False})
-STACKED = Contestant(
-    label="PyTorch, one stacked EmbeddingBag", script="torch_dlrm.py", options={"stacked": True}
-)
+STACKED = Contestant(label="PyTorch, one stacked EmbeddingBag", script="torch_dlrm.py", options={"stacked": True})
 
 
 def optimizers(run: Run) -> list[str]:
@@ -117,9 +113,7 @@ def dense_rate(timings: Timings, run: Run) -> Table:
         mlp, interaction = dense_flops(batch)
         dense = float(np.median([line["step"] * (1 - line["rest"]) for line in lines]))
         rate, gemm, big = (mlp + interaction) / dense / 1e9, known[f"gemm_{batch}"], known["gemm_big"]
-        rows.append(
-            [case, f"{dense * 1e3:.2f}", f"{rate:.0f}", f"{gemm:.0f}", f"{rate / gemm:.0%}", f"{big:.0f}"]
-        )
+        rows.append([case, f"{dense * 1e3:.2f}", f"{rate:.0f}", f"{gemm:.0f}", f"{rate / gemm:.0%}", f"{big:.0f}"])
     return Table(
         title="Our fp32 dense part (MLPs, interaction; forward, backward) against the machine's GEMM rate",
         columns=["case", "ms", "GFLOP/s", "GEMM of its shapes", "reached", "largest GEMM"],
@@ -132,10 +126,7 @@ def step_share(run: Run) -> Outcome:
     rows, worst = [], 0.0
     for case, lines in _shares(timings).items():
         rest = float(np.median([line["rest"] for line in lines])) * 100
-        parts = {
-            name: float(np.median([line["parts"][name] for line in lines])) * 1e3
-            for name in lines[0]["parts"]
-        }
+        parts = {name: float(np.median([line["parts"][name] for line in lines])) * 1e3 for name in lines[0]["parts"]}
         worst = max(worst, rest)
         step = float(np.median([line["step"] for line in lines])) * 1e3
         rows.append([case, f"{step:.2f}", *(f"{value:.2f}" for value in parts.values()), f"{rest:.1f} %"])
@@ -150,9 +141,7 @@ def step_share(run: Run) -> Outcome:
     ]
     table = Table(title="Where our fp32 step's time goes (ms)", columns=columns, rows=rows)
     notes = [CHECKED, "each part timed inside the step; the worst case counts"]
-    return Outcome(
-        value=worst, tables=[table], notes=notes, data={"extra": timings.extra[ours("float32").label]}
-    )
+    return Outcome(value=worst, tables=[table], notes=notes, data={"extra": timings.extra[ours("float32").label]})
 
 
 def step_bf16(run: Run) -> Outcome:

@@ -73,9 +73,9 @@ class DlrmWorkload:
         rng = np.random.default_rng(21)
         start: dict[str, np.ndarray] = {}
         for name, (inputs, outputs) in layer_shapes(len(embedding.sizes)).items():
-            start[f"{name}.weight"] = rng.normal(
-                0, (2 / (inputs + outputs)) ** 0.5, (outputs, inputs)
-            ).astype(np.float32)
+            start[f"{name}.weight"] = rng.normal(0, (2 / (inputs + outputs)) ** 0.5, (outputs, inputs)).astype(
+                np.float32
+            )
             start[f"{name}.bias"] = rng.normal(0, outputs**-0.5, outputs).astype(np.float32)
         np.savez(made.directory / "start.npz", **start)  # type: ignore[arg-type]
         rows = [rng.uniform(-(n**-0.5), n**-0.5, (n, DIM)).astype(np.float32) for n in embedding.sizes]
@@ -83,9 +83,7 @@ class DlrmWorkload:
         for batch, count in POOL.items():
             dense = np.log1p(rng.lognormal(1.0, 1.5, (count, batch, BOTTOM[0]))).astype(np.float32)
             np.save(made.directory / f"dense_{batch}.npy", dense)
-            np.save(
-                made.directory / f"labels_{batch}.npy", (rng.random((count, batch)) < 0.25).astype(np.float32)
-            )
+            np.save(made.directory / f"labels_{batch}.npy", (rng.random((count, batch)) < 0.25).astype(np.float32))
         done.write_text(json.dumps(stamp))
         return made
 
@@ -115,9 +113,7 @@ class DlrmWorkload:
         sizes = self.embedding.sizes
         bases = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         ids = (
-            np.load(self.embedding.directory / f"ids_{batch}.npy", mmap_mode="r")[:CHECKED_STEPS].astype(
-                np.int64
-            )
+            np.load(self.embedding.directory / f"ids_{batch}.npy", mmap_mode="r")[:CHECKED_STEPS].astype(np.int64)
             + bases
         )
         dense = np.load(self.directory / f"dense_{batch}.npy", mmap_mode="r")
@@ -134,9 +130,7 @@ class DlrmWorkload:
             place = torch.from_numpy(np.searchsorted(rows, ids[step]))
             embedded = table[place].requires_grad_()
             logits = forward(layers, torch.from_numpy(dense[step].astype(np.float64)), embedded)
-            loss = F.binary_cross_entropy_with_logits(
-                logits, torch.from_numpy(labels[step].astype(np.float64))
-            )
+            loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels[step].astype(np.float64)))
             names = list(layers)
             *grads, row_grad = torch.autograd.grad(loss, [*layers.values(), embedded])
             with torch.no_grad():
@@ -193,9 +187,7 @@ def check_model(
     found = dict(np.load(results / f"{case}.npz"))
     worst = float(np.abs(found["logits"].reshape(-1) - reference["logits"]).max())
     if not worst <= absolute:
-        raise WrongResult(
-            f"{label}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})"
-        )
+        raise WrongResult(f"{label}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})")
     if not np.isin(found["changed"], reference["touched"], assume_unique=True).all():
         raise WrongResult(f"{label}, {case}: rows changed that the batches never touched")
     place = np.searchsorted(reference["touched"], found["changed"])
@@ -204,10 +196,7 @@ def check_model(
     mine[place] = found["rows"].astype(np.float64) - initial
     bounds = np.concatenate([[0], np.cumsum(workload.embedding.sizes)])
     with np.load(workload.directory / "start.npz") as start:
-        pairs = [
-            (name, found[name].astype(np.float64) - start[name], reference[name], start[name])
-            for name in start
-        ]
+        pairs = [(name, found[name].astype(np.float64) - start[name], reference[name], start[name]) for name in start]
     for i, (begin, stop) in enumerate(itertools.pairwise(bounds)):
         inside = (reference["touched"] >= begin) & (reference["touched"] < stop)
         scale = np.full((int(inside.sum()), DIM), (stop - begin) ** -0.5)

@@ -45,13 +45,9 @@ def torch_forms(optimizer: str, quick: bool) -> list[Contestant]:
         "rowwise_adagrad": ["unique + index_add", "sort + embedding_bag", "coalesce"],
         "adam": ["EmbeddingBag", "sort + embedding_bag", "unique + index_add", "coalesce"],
     }[optimizer]
-    names = {
-        "EmbeddingBag": f"stacked EmbeddingBag(sparse) + {'SGD' if optimizer == 'sgd' else 'SparseAdam'}"
-    }
+    names = {"EmbeddingBag": f"stacked EmbeddingBag(sparse) + {'SGD' if optimizer == 'sgd' else 'SparseAdam'}"}
     return [
-        Contestant(
-            label=names.get(form, f"by hand, {form}"), script="torch_embedding.py", options={"form": form}
-        )
+        Contestant(label=names.get(form, f"by hand, {form}"), script="torch_embedding.py", options={"form": form})
         for form in (forms[:2] if quick else forms)
     ]
 
@@ -64,9 +60,7 @@ def measure(optimizer: str, peers: Sequence[Contestant], run: Run) -> tuple[Timi
 
     def check(label: str, line: dict[str, Any], results: Path) -> None:
         batch = int(line["case"].split()[1])
-        rows, weight, output = (
-            np.load(results / f"{name}_{batch}.npy") for name in ("rows", "weight", "output")
-        )
+        rows, weight, output = (np.load(results / f"{name}_{batch}.npy") for name in ("rows", "weight", "output"))
         check_rows(label, optimizer, references[batch], rows, weight, output)
 
     return play([OURS, *peers], workload.config(optimizer, batches), run, check), workload

@@ -127,14 +127,10 @@ def check(device: torch.device, *, quick: bool, batch: int = 700) -> Checks:
                 for kind in STATE:
                     for extra in ({}, {"clip_value": 1.0, "clip_norm": 2.0, "weight_decay": 0.01}):
                         where = f"update {label} {layout} {kind} {'with options' if extra else ''}"
-                        check_update(
-                            checks, where, (backend, reference), weight, space, bags, grad, kind, keys, extra
-                        )
+                        check_update(checks, where, (backend, reference), weight, space, bags, grad, kind, keys, extra)
             found = backend.weight_gradient(weight, space, layouts["weighted"], grad)
             expected = reference.weight_gradient(weight, space, layouts["weighted"], grad)
-            checks.true(
-                f"weight_gradient {label}", bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-3))
-            )
+            checks.true(f"weight_gradient {label}", bool(torch.allclose(found, expected, rtol=1e-3, atol=1e-3)))
     check_errors(checks, backend, device)
     check_large(checks, backend, device)
     return checks
@@ -173,9 +169,7 @@ def check_errors(checks: Checks, backend: TritonBackend, device: torch.device) -
     message = ""
     try:
         backend.lookup(weight, space, bags)
-        backend.update(
-            weight, {}, space, bags, torch.ones(2, 2, 16, device=device), rule_of("sgd"), Rounding(())
-        )
+        backend.update(weight, {}, space, bags, torch.ones(2, 2, 16, device=device), rule_of("sgd"), Rounding(()))
         backend.synchronize()
     except IndexError as error:
         message = str(error)
@@ -195,9 +189,7 @@ def check_large(checks: Checks, backend: TritonBackend, device: torch.device) ->
         grad = torch.arange(1.0, 7.0, device=device).view(3, 2, 1).expand(3, 2, dim).contiguous()
         backend.update(weight, {}, space, Bags(ids), grad, RowRule("sgd", 1.0), Rounding(()))
         touched = weight[torch.tensor([0, 1, 4, 5, 6, rows - 2, rows - 1], device=device), 0].tolist()
-        checks.true(
-            f"{rows:,} rows of {dim} columns: {touched}", touched == [-1.0, 0.0, -8.0, -6.0, 0.0, 0.0, -6.0]
-        )
+        checks.true(f"{rows:,} rows of {dim} columns: {touched}", touched == [-1.0, 0.0, -8.0, -6.0, 0.0, 0.0, -6.0])
         pooled = backend.lookup(weight, space, Bags(ids))[:, :, -1].tolist()
         checks.true(f"{rows:,} rows: {pooled}", pooled == [[-1.0, -6.0], [-8.0, -6.0], [-8.0, -6.0]])
         del weight
@@ -336,9 +328,7 @@ def popular_row(device: torch.device, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer checks and settings")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
     options = parser.parse_args()

@@ -61,9 +61,7 @@ class Table:
             ]
             return f"| {' | '.join(padded)} |"
 
-        rule = (
-            "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-        )
+        rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
         return "\n".join([f"**{self.title}**", "", line(cells[0]), rule, *map(line, cells[1:])])
 
 
@@ -190,9 +188,7 @@ def judge(bar: Bar, run: Run) -> Result:
         # A crash in one bar must not hide the others of a long campaign.
         traceback.print_exc()
         status, reason = "wrong", f"{type(error).__name__}: {error}"
-    return Result(
-        bar=bar, status=status, outcome=outcome, reason=reason, seconds=meter.seconds, others=meter.others
-    )
+    return Result(bar=bar, status=status, outcome=outcome, reason=reason, seconds=meter.seconds, others=meter.others)
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -212,17 +208,13 @@ def report(result: Result) -> str:
         parts += [table.markdown() for table in result.outcome.tables]
         notes = list(result.outcome.notes)
         if result.others is not None and result.others > SHARED:
-            notes.append(
-                f"the machine was shared: other programs used {result.others:.0%} of the processors meanwhile"
-            )
+            notes.append(f"the machine was shared: other programs used {result.others:.0%} of the processors meanwhile")
         if notes:
             parts.append("\n".join(f"* {note}" for note in notes))
     return "\n\n".join(parts)
 
 
-def write_results(
-    results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool
-) -> Path:
+def write_results(results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool) -> Path:
     """Write ``<what>_<machine>_<date>.md`` and ``.json`` under ``out``; return the Markdown's path."""
     out.mkdir(parents=True, exist_ok=True)
     today = date.today().isoformat()

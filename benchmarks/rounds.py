@@ -56,9 +56,7 @@ def peer_python(environment: str | None) -> Path:
 
 def worker_env(contestant: Contestant) -> dict[str, str]:
     """Equal settings for all: allocator, threads, no user site, and our sources for ourselves only."""
-    env = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "NUMBA_", "KMP_", "PYTHON"))
-    }
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "NUMBA_", "KMP_", "PYTHON"))}
     env |= {
         "GLIBC_TUNABLES": TUNABLES,
         "OMP_NUM_THREADS": str(contestant.threads),
@@ -195,9 +193,7 @@ def compare(
                     f"{timings.fastest[label][case] * scale:.2f}",
                     f"{statistics.median(rate):.1f}",
                     f"{min(rate):.1f}-{max(rate):.1f}",
-                    ""
-                    if label == ours
-                    else f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})",
+                    "" if label == ours else f"{statistics.median(pairs):.2f} ({min(pairs):.2f}-{max(pairs):.2f})",
                 ]
             )
     table = Table(

@@ -74,9 +74,7 @@ class EmbeddingWorkload:
         for old in directory.iterdir():
             old.unlink()
         rng = np.random.default_rng(20)
-        weight = rng.integers(-4096, 4096, (sum(sizes), DIM), dtype=np.int32).astype(np.float32) * np.float32(
-            2.0**-12
-        )
+        weight = rng.integers(-4096, 4096, (sum(sizes), DIM), dtype=np.int32).astype(np.float32) * np.float32(2.0**-12)
         np.save(directory / "weight.npy", weight)
         for batch, count in pool.items():
             ids = np.empty((count, batch, len(sizes)), dtype=np.int32)

@@ -91,9 +91,7 @@ def test_listing_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def script(folder: Path, name: str, body: str) -> None:
-    folder.joinpath(name).write_text(
-        "import json, sys\nconfig = json.loads(sys.argv[1])\n" + textwrap.dedent(body)
-    )
+    folder.joinpath(name).write_text("import json, sys\nconfig = json.loads(sys.argv[1])\n" + textwrap.dedent(body))
 
 
 @pytest.fixture
@@ -131,9 +129,7 @@ def test_rounds_interleave_and_start_in_turn(scripts: Path) -> None:
 
 def test_a_wrong_result_hides_every_time(scripts: Path) -> None:
     script(scripts, "good.py", GOOD)
-    pair = [
-        Contestant(label=label, script="good.py", options={"value": v}) for label, v in (("a", 1), ("b", 2))
-    ]
+    pair = [Contestant(label=label, script="good.py", options={"value": v}) for label, v in (("a", 1), ("b", 2))]
     with pytest.raises(WrongResult, match="b"):
         play(pair, {}, QUICK, accept)
 
@@ -269,9 +265,7 @@ def test_kaggle_like_sizes() -> None:
     assert min(sizes) == 3
 
 
-def test_a_wrong_dlrm_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: EmbeddingWorkload
-) -> None:
+def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: EmbeddingWorkload) -> None:
     from benchmarks import dlrm_workload as module
 
     monkeypatch.setattr(module, "CACHE", tmp_path)
@@ -293,9 +287,7 @@ def test_a_wrong_dlrm_is_caught(
     with pytest.raises(WrongResult, match="logits"):
         check(logits=reference["logits"] + 0.01)
     with pytest.raises(WrongResult, match=r"change of t1\.weight"):
-        check(
-            **{"t1.weight": layers["t1.weight"] - np.float32(0.1) * reference["t1.weight"].astype(np.float32)}
-        )
+        check(**{"t1.weight": layers["t1.weight"] - np.float32(0.1) * reference["t1.weight"].astype(np.float32)})
     with pytest.raises(WrongResult, match="rows of table 0"):
         check(rows=(rows + 0.05 * reference["rows"]).astype(np.float32))
 

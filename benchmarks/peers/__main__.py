@@ -88,8 +88,7 @@ def build(environment: Environment, *, again: bool = False) -> str | None:
     python = find_python(environment.oldest, environment.newest)
     if python is None:
         wanted = " or ".join(
-            f"{environment.oldest[0]}.{minor}"
-            for minor in range(environment.oldest[1], environment.newest[1] + 1)
+            f"{environment.oldest[0]}.{minor}" for minor in range(environment.oldest[1], environment.newest[1] + 1)
         )
         return f"needs Python {wanted} with venv; none was found on the path or under pyenv"
     print(f"{environment.name}: building with {python}", flush=True)

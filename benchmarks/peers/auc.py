@@ -60,9 +60,7 @@ class Plain(nn.Module):
         else:
             lengths = batch.offsets.diff().view(size, count)
             bag = torch.repeat_interleave(torch.arange(size * count), lengths.reshape(-1)) % count
-            bags = [
-                (batch.ids[bag == f].long(), F.pad(lengths[:, f].cumsum(0), (1, 0))) for f in range(count)
-            ]
+            bags = [(batch.ids[bag == f].long(), F.pad(lengths[:, f].cumsum(0), (1, 0))) for f in range(count)]
         pooled = [self.tables[feature.table](*bag) for feature, bag in zip(spec.features, bags, strict=True)]
         if self.bottom is None:
             x = self.constant.expand(size, -1)

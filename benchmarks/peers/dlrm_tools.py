@@ -47,9 +47,7 @@ def dlrm_case(
     ids = np.load(Path(config["ids"]) / f"ids_{batch}.npy", mmap_mode="r")
     dense = np.load(source / f"dense_{batch}.npy", mmap_mode="r")
     labels = np.load(source / f"labels_{batch}.npy", mmap_mode="r")
-    pool = [
-        natural(np.array(d), np.array(i), np.array(y)) for d, i, y in zip(dense, ids, labels, strict=True)
-    ]
+    pool = [natural(np.array(d), np.array(i), np.array(y)) for d, i, y in zip(dense, ids, labels, strict=True)]
     logits = np.empty(0)
     for number in range(config["checked_steps"]):
         logits = step(pool[number]).copy()

@@ -33,9 +33,7 @@ def encode(column, train):
         codes, texts = column.cat.codes.to_numpy(), column.cat.categories
     else:
         codes, texts = pd.factorize(column, use_na_sentinel=True)
-    values = np.array(
-        [int(text, 16) for text in texts] + [0], dtype=np.uint64
-    )  # a missing category is value 0
+    values = np.array([int(text, 16) for text in texts] + [0], dtype=np.uint64)  # a missing category is value 0
     codes = np.where(codes < 0, len(texts), codes)
     distinct, inverse = np.unique(values, return_inverse=True)
     codes = inverse[codes]

@@ -30,12 +30,8 @@ def build(kind):
     )
     initial, start = initial_rows(config), 0
     for i, rows in enumerate(sizes):
-        state = {
-            k: torch.zeros(rows, *v.shape[1:]) for k, v in model.embeddings.groups[0].storage.state.items()
-        }
-        model.embeddings.write(
-            f"C{i + 1}", 0, Rows(torch.from_numpy(initial[start : start + rows].copy()), state)
-        )
+        state = {k: torch.zeros(rows, *v.shape[1:]) for k, v in model.embeddings.groups[0].storage.state.items()}
+        model.embeddings.write(f"C{i + 1}", 0, Rows(torch.from_numpy(initial[start : start + rows].copy()), state))
         start += rows
     with torch.no_grad():
         for name, value in start_of(config).items():
@@ -108,9 +104,7 @@ def run(kind, batch):
         config,
         kind,
         batch,
-        natural=lambda d, i, y: Batch(
-            dense=torch.from_numpy(d), ids=torch.from_numpy(i), labels=torch.from_numpy(y)
-        ),
+        natural=lambda d, i, y: Batch(dense=torch.from_numpy(d), ids=torch.from_numpy(i), labels=torch.from_numpy(y)),
         step=step,
         layers=lambda: {
             f"{name}.{what}": parameter(model, f"{name}.{what}").detach().numpy()

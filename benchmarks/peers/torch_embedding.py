@@ -31,9 +31,7 @@ class Stacked:
         if optimizer == "sgd":
             self.optimizer = torch.optim.SGD(self.bag.parameters(), lr=lr)
         else:
-            self.optimizer = torch.optim.SparseAdam(
-                self.bag.parameters(), lr=lr, eps=eps, betas=(beta1, beta2)
-            )
+            self.optimizer = torch.optim.SparseAdam(self.bag.parameters(), lr=lr, eps=eps, betas=(beta1, beta2))
 
     def step(self, given, grad):
         out = self.bag(*given)
@@ -64,9 +62,7 @@ class ByHand:
             rows, inverse = torch.unique(ids, return_inverse=True)
             return rows, torch.zeros(len(rows), grad.shape[1]).index_add_(0, inverse, grad)
         if form == "coalesce":
-            both = torch.sparse_coo_tensor(
-                ids[None], grad, self.weight.shape, check_invariants=False
-            ).coalesce()
+            both = torch.sparse_coo_tensor(ids[None], grad, self.weight.shape, check_invariants=False).coalesce()
             return both.indices()[0], both.values()
         ordered, order = torch.sort(ids)
         rows, counts = torch.unique_consecutive(ordered, return_counts=True)

@@ -63,9 +63,7 @@ def build(kind):
 
 
 def linear(model):
-    found = [
-        m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)
-    ]
+    found = [m for part in (model.dense_arch, model.over_arch) for m in part.modules() if isinstance(m, nn.Linear)]
     return dict(zip(config["layers"], found, strict=True))
 
 
@@ -87,9 +85,7 @@ def layers(model):
 
 def natural(dense, ids, labels):
     flat = torch.from_numpy(ids.T.reshape(-1).astype(np.int64))
-    features = KeyedJaggedTensor.from_offsets_sync(
-        keys=keys, values=flat, offsets=torch.arange(len(flat) + 1)
-    )
+    features = KeyedJaggedTensor.from_offsets_sync(keys=keys, values=flat, offsets=torch.arange(len(flat) + 1))
     return torch.from_numpy(dense), features, torch.from_numpy(labels)
 
 
