@@ -36,9 +36,7 @@ class After(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            stoker.TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=DIM) for i, n in enumerate(SIZES)
-        ]
+        tables = [stoker.TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=DIM) for i, n in enumerate(SIZES)]
         self.tables = stoker.EmbeddingTables(tables, optimizer=stoker.SGD(lr=LR))
         self.head = nn.Linear(len(SIZES) * DIM, 1)
 

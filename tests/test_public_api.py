@@ -38,9 +38,7 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [node.module] if node.module != "stoker" else [f"stoker.{alias.name}" for alias in node.names]
-            )
+            names = [node.module] if node.module != "stoker" else [f"stoker.{alias.name}" for alias in node.names]
         found |= {name.split(".")[1] for name in names if name.startswith("stoker.")}
     return found
 
@@ -79,9 +77,7 @@ def test_public_names_are_documented():
 
 
 def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -33,9 +33,7 @@ def test_counts(text: str | int, expected: int) -> None:
     assert parse_count(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("0.1%", 0.001), ("0.25", 0.25), (1, 1.0), (".5", 0.5), ("100 %", 1.0)]
-)
+@pytest.mark.parametrize(("text", "expected"), [("0.1%", 0.001), ("0.25", 0.25), (1, 1.0), (".5", 0.5), ("100 %", 1.0)])
 def test_shares(text: str | float, expected: float) -> None:
     assert parse_share(text) == pytest.approx(expected)
 
@@ -70,9 +68,7 @@ def test_bytes_round_trip_within_rounding(size: int) -> None:
 def test_counts_round_trip_within_rounding(count: int) -> None:
     text = format_count(count)
     value, _, unit = text.replace(",", "").partition(" ")
-    assert float(value) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[unit] == pytest.approx(
-        count, rel=0.006
-    )
+    assert float(value) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[unit] == pytest.approx(count, rel=0.006)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ _HOME = {
 }
 _MODULES = {"optim": "stoker.optim", "recipes": "stoker.data.recipes", "synthetic": "stoker.data.synthetic"}
 
-__all__ = sorted(["__version__", *_HOME, *_MODULES])
+__all__ = sorted(["__version__", *_HOME, *_MODULES])  # noqa: PLE0605  (a list, but of names known only here)
 
 
 def __getattr__(name: str) -> Any:

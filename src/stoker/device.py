@@ -61,9 +61,7 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
             )
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device {name!s} was asked for, but this machine has {count} GPUs, counted from 0."
-            )
+            raise ConfigError(f"device {name!s} was asked for, but this machine has {count} GPUs, counted from 0.")
         return torch.device("cuda", device.index or 0)
     if device.type != "cpu":
         raise ConfigError(f"device {name!s} is not supported. Use auto, cpu, cuda or cuda:0.")

@@ -202,10 +202,14 @@ class Adam(RowOptimizer):
 
     def rule(self, tick: int) -> RowRule:
         beta1, beta2 = self.betas
-        return super().rule(tick)._replace(
-            eps=self.eps,
-            beta1=beta1,
-            beta2=beta2,
-            bias1=1.0 - beta1 ** (tick + 1),
-            bias2=1.0 - beta2 ** (tick + 1),
+        return (
+            super()
+            .rule(tick)
+            ._replace(
+                eps=self.eps,
+                beta1=beta1,
+                beta2=beta2,
+                bias1=1.0 - beta1 ** (tick + 1),
+                bias2=1.0 - beta2 ** (tick + 1),
+            )
         )

@@ -47,9 +47,7 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, st
     return code, found.out, found.err
 
 
-def test_a_person_sees_a_closing_table(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_person_sees_a_closing_table(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output(capsys, "train", data.path, "--out", tmp_path / "a", *SMALL)
     assert code == 0
     for word in ("AUC", "log loss", "accuracy", "samples/s", str(tmp_path / "a"), "stoker predict"):
@@ -77,9 +75,7 @@ def test_resume_continues(data: Dataset, run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / "report.json").read_text())["step"] == 50
 
 
-def test_evaluate_finds_the_best_checkpoint_and_the_dataset(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_finds_the_best_checkpoint_and_the_dataset(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads((run / "report.json").read_text())
     code, out, _ = output(capsys, "evaluate", run, "--json")
     assert code == 0
@@ -91,15 +87,11 @@ def test_evaluate_finds_the_best_checkpoint_and_the_dataset(
     assert f"{report['test']['auc']:.4f}" in out
 
 
-def test_predict_writes_scores(
-    run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_writes_scores(run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import pyarrow.parquet as pq
 
     out = tmp_path / "scores.parquet"
-    code, text, _ = output(
-        capsys, "predict", run, "--data", data.path, "--split", "valid", "--out", out, "--json"
-    )
+    code, text, _ = output(capsys, "predict", run, "--data", data.path, "--split", "valid", "--out", out, "--json")
     assert code == 0
     assert json.loads(text)["rows"] == 200
     assert pq.read_table(out).num_rows == 200
@@ -170,14 +162,8 @@ def test_help_is_quick_and_needs_no_torch() -> None:
 
 
 def test_a_missing_package_does_not_break_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    script = (
-        "import sys; sys.modules['stoker.cli.prepare'] = None\n"
-        "from stoker.cli import main\n"
-        "main(sys.argv[1:])"
-    )
-    help_text = subprocess.run(
-        [sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True
-    )
+    script = "import sys; sys.modules['stoker.cli.prepare'] = None\nfrom stoker.cli import main\nmain(sys.argv[1:])"
+    help_text = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True)
     assert "train" in help_text.stdout
     refused = subprocess.run(
         [sys.executable, "-c", script, "prepare", "criteo", "x.tsv", "--out", "y"],
@@ -192,9 +178,7 @@ def test_a_missing_package_does_not_break_the_other_commands(capsys: pytest.Capt
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_set_the_exit_code_and_say_how_to_go_on(
-    data: Dataset, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signals_set_the_exit_code_and_say_how_to_go_on(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     command = [
         sys.executable,

@@ -86,9 +86,7 @@ def split_of(schema: Schema, rows: list[dict[str, Any]]) -> list[str]:
             times[rank] if (rank := math.ceil(share * n - 1e-9)) < n else math.inf
             for share in (rule.train, rule.train + rule.valid)
         ]
-        return [
-            "train" if row["time"] < cuts[0] else "valid" if row["time"] < cuts[1] else "test" for row in rows
-        ]
+        return ["train" if row["time"] < cuts[0] else "valid" if row["time"] < cuts[1] else "test" for row in rows]
     assert rule.rule == "leave_last_out"
     by_user: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -164,9 +162,7 @@ def prepare(schema: Schema, names: list[str], lines: list[bytes], separator: str
         vocabularies[table] = kept
         ids[table] = {value: number for number, (value, _) in enumerate(kept, 1)}
         unknown[table] = total - sum(n for _, n in kept)
-    out: dict[str, Any] = {
-        name: {"labels": [], "dense": [], "bags": []} for name in ("train", "valid", "test")
-    }
+    out: dict[str, Any] = {name: {"labels": [], "dense": [], "bags": []} for name in ("train", "valid", "test")}
     for row, split, values in zip(rows, splits, dense, strict=True):
         bags = []
         for column, items in zip(schema.features, row["features"], strict=True):

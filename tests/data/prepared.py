@@ -67,11 +67,7 @@ def criteo_lines(rows: int, *, seed: int = 0) -> list[str]:
     codes = codes * np.uint64(2654435761) % np.uint64(2**32)
     empty = generator.random((rows, 39)) < 0.1
     lines = []
-    for label, numbers, hexes, gaps in zip(
-        labels, dense.tolist(), codes.tolist(), empty.tolist(), strict=True
-    ):
+    for label, numbers, hexes, gaps in zip(labels, dense.tolist(), codes.tolist(), empty.tolist(), strict=True):
         fields = [str(n) for n in numbers] + [f"{h:08x}" for h in hexes]
-        lines.append(
-            "\t".join([str(label), *("" if gap else f for f, gap in zip(fields, gaps, strict=True))])
-        )
+        lines.append("\t".join([str(label), *("" if gap else f for f, gap in zip(fields, gaps, strict=True))]))
     return lines

@@ -34,9 +34,7 @@ def derived(recipe: Recipe, frames: Mapping[str, pl.DataFrame | pl.LazyFrame]) -
 
 def generated(folder: Path, recipe: str, rows: int, **settings: float) -> list[Path]:
     """A generated log, as the files a user would name."""
-    suffix = {"movielens": "", "ebnerd": "", "online-retail": ".parquet", "globo": ".parquet"}.get(
-        recipe, ".csv"
-    )
+    suffix = {"movielens": "", "ebnerd": "", "online-retail": ".parquet", "globo": ".parquet"}.get(recipe, ".csv")
     out = folder / f"log{suffix}"
     synthetic.write(recipe, rows, out, **settings)
     return sorted(out.iterdir()) if out.is_dir() else [out]

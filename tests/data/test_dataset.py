@@ -234,9 +234,7 @@ def test_manifest_bytes_are_reproducible_and_checked(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "manifest.json").read_bytes() == (tmp_path / "b" / "manifest.json").read_bytes()
     with pytest.raises(DataError, match="lacks"):
         write_manifest(tmp_path / "c", {"features": {}})
-    assert (
-        hash_schema({"a": 1, "b": [2]}) == hash_schema({"b": [2], "a": 1}) != hash_schema({"a": 2, "b": [2]})
-    )
+    assert hash_schema({"a": 1, "b": [2]}) == hash_schema({"b": [2], "a": 1}) != hash_schema({"a": 2, "b": [2]})
 
 
 def test_missing_split_and_rows(path: Path) -> None:

@@ -76,9 +76,7 @@ def test_criteo_split_is_exact_and_vocabulary_from_training_rows_only(tmp_path: 
         assert rows_of(tmp_path / "out", split)["labels"] == [float(row[0]) for row in part]
     for index, name in enumerate(CATEGORICAL):
         train = Counter(int(row[14 + index] or "0", 16) for row in cells[:860])
-        assert vocabulary(tmp_path / "out", name) == sorted(
-            train.items(), key=lambda item: (-item[1], item[0])
-        )
+        assert vocabulary(tmp_path / "out", name) == sorted(train.items(), key=lambda item: (-item[1], item[0]))
         ids = {value: number for number, (value, _) in enumerate(vocabulary(tmp_path / "out", name), 1)}
         held = [row[index][0] for row in rows_of(tmp_path / "out", "test")["bags"]]
         assert held == [ids.get(int(row[14 + index] or "0", 16), 0) for row in cells[860:932]]
@@ -95,12 +93,8 @@ def test_nvt_preset_scales_by_training_statistics(tmp_path: Path) -> None:
     raw = np.array([[max(float(t or 0), 0.0) for t in line.split("\t")[1:14]] for line in lines])
     train = raw[:600]
     expected = (raw - train.mean(axis=0)) / train.std(axis=0)
-    np.testing.assert_allclose(
-        rows_of(tmp_path / "out", "train")["dense"], expected[:600], rtol=1e-5, atol=1e-6
-    )
-    np.testing.assert_allclose(
-        rows_of(tmp_path / "out", "test")["dense"], expected[600:650], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(rows_of(tmp_path / "out", "train")["dense"], expected[:600], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rows_of(tmp_path / "out", "test")["dense"], expected[600:650], rtol=1e-5, atol=1e-6)
 
 
 def as_frame(lines: list[str]) -> pl.DataFrame:
@@ -245,9 +239,7 @@ def test_null_values_and_long_separator(tmp_path: Path) -> None:
     source = SourceFormat(
         kind="csv", separator="::", columns=("label", "item", "price", "day"), null_values=("NULL", "\\N")
     )
-    raw = write(
-        tmp_path / "log.dat", ["1::a::NULL::mo", "0::NULL::2::mo", "0::\\N::x::mo", "1::NULLS::3::mo"]
-    )
+    raw = write(tmp_path / "log.dat", ["1::a::NULL::mo", "0::NULL::2::mo", "0::\\N::x::mo", "1::NULLS::3::mo"])
     item = CategoricalColumn(name="item", missing="category")
     stoker.prepare(shop(source=source, categorical=(item,)), raw, out=tmp_path / "out")
     assert vocabulary(tmp_path / "out", "item") == [(None, 1), ("NULLS", 1), ("a", 1)]

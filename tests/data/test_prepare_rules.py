@@ -33,9 +33,7 @@ numbers = st.one_of(
     st.floats(-1e6, 1e6, allow_nan=False).map(repr),
     st.sampled_from(["", "", "0.5", "-0.25", "1e3", "123456789012345678", ".5", "7.", "0.1", "+3", "1E-2"]),
 )
-broken = st.sampled_from(
-    ["x", "1.2.3", "nan", "inf", "--1", "1e", "0x1f", "1_0", "é", "1e999", "12345678901234567890"]
-)
+broken = st.sampled_from(["x", "1.2.3", "nan", "inf", "--1", "1e", "0x1f", "1_0", "é", "1e999", "12345678901234567890"])
 items = st.sampled_from(["a", "b", "c", "dd", "é", "Ω1", "long text with spaces", ""])
 codes = st.sampled_from(["0", "00", "ff", "FF", "80000000", "ffffffffffffffff", "1f", "", "deadbeef"])
 users = st.integers(-3, 6).map(str)
@@ -49,9 +47,7 @@ def a_line(draw: st.DrawFn) -> bytes:
         draw(codes), draw(users), str(draw(st.integers(0, 9))), draw(st.sampled_from(["tr", "va", "te"])),
         draw(lists),
     ]  # fmt: skip
-    fault = draw(
-        st.sampled_from(["", "", "", "", "", "few", "many", "value", "utf8", "blank", "gap", "list"])
-    )
+    fault = draw(st.sampled_from(["", "", "", "", "", "few", "many", "value", "utf8", "blank", "gap", "list"]))
     if fault == "few":
         fields.pop()
     elif fault == "many":

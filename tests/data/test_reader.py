@@ -33,9 +33,7 @@ from stoker.testing import make_dataset
 FEATURES = 3
 
 
-def numbered(
-    path: Path, rows: int, shard_rows: int, *, sequence: bool = False, wide: bool = False
-) -> Dataset:
+def numbered(path: Path, rows: int, shard_rows: int, *, sequence: bool = False, wide: bool = False) -> Dataset:
     """A dataset whose every value tells the row it belongs to."""
     spec = FeatureSpec(
         dense=("d0", "d1"),
@@ -83,9 +81,7 @@ def rows_of(batch: Batch) -> list[int]:
         assert torch.equal(batch.ids.long(), rows[:, None] * 10 + torch.arange(FEATURES))
     else:
         lengths = torch.stack((torch.ones_like(rows), rows % 4, rows // 4 % 4), dim=1)
-        assert torch.equal(
-            batch.offsets, torch.cat((torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)))
-        )
+        assert torch.equal(batch.offsets, torch.cat((torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0))))
         assert torch.equal(batch.ids.long(), rows.repeat_interleave(lengths.sum(dim=1)))
     return rows.tolist()
 
@@ -278,9 +274,7 @@ def test_damaged_lengths_are_named_not_followed(tmp_path: Path, form: Any) -> No
         damaged[20, 1] = value
         object.__setattr__(shards[1], "lengths", damaged)
         with pytest.raises(DataError, match=r"00001\.safetensors, row 20: lengths and row_offsets disagree"):
-            form(shards, split.starts)(
-                np.arange(100), lambda name, shape, dtype: torch.zeros(shape, dtype=dtype)
-            )
+            form(shards, split.starts)(np.arange(100), lambda name, shape, dtype: torch.zeros(shape, dtype=dtype))
 
 
 def test_addresses_beyond_two_gigabytes(tmp_path: Path) -> None:
@@ -332,9 +326,7 @@ def test_batches_are_the_consumers_to_keep(sets: dict[tuple[int, int, bool], Dat
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_reused_batches_last_until_the_next(
-    sets: dict[tuple[int, int, bool], Dataset], prefetch: int
-) -> None:
+def test_reused_batches_last_until_the_next(sets: dict[tuple[int, int, bool], Dataset], prefetch: int) -> None:
     split = sets[3000, 1000, True].train
     stream = split.batches(64, seed=1, reuse=True, prefetch=prefetch)
     expected = [rows_of(batch) for batch in split.batches(64, seed=1)]
@@ -346,9 +338,7 @@ def test_reused_batches_last_until_the_next(
     assert len(memory) <= prefetch + 2
 
 
-def test_state_of_something_else_is_refused(
-    sets: dict[tuple[int, int, bool], Dataset], tmp_path: Path
-) -> None:
+def test_state_of_something_else_is_refused(sets: dict[tuple[int, int, bool], Dataset], tmp_path: Path) -> None:
     split = sets[500, 70, False].train
     state = split.batches(50, seed=1).state_dict()
     other = sets[500, 77, True].train
@@ -380,9 +370,7 @@ def test_another_number_of_ranks_continues(sets: dict[tuple[int, int, bool], Dat
     assert sorted(taken[: 6 * 40] + taken[-260:]) == list(range(500))
     late = split.batches(124, seed=1, limit=499)  # 3 rows behind the last full round: 4 ranks deal both anew
     with pytest.raises(CheckpointError, match="Finish the epoch on 1 ranks"):
-        split.batches(31, seed=1, limit=499, world_size=4).load_state_dict(
-            late.state_dict() | {"position": 4}
-        )
+        split.batches(31, seed=1, limit=499, world_size=4).load_state_dict(late.state_dict() | {"position": 4})
 
 
 @pytest.mark.parametrize(

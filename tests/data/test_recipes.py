@@ -34,9 +34,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_preset_prepares_a_generated_log_twice_to_the_same_bytes(name: str, tmp_path: Path) -> None:
-    files = generated(
-        tmp_path, name, SIZES[name], drift=0.3, scale=0.01 if name in ("criteo", "avazu") else 1.0
-    )
+    files = generated(tmp_path, name, SIZES[name], drift=0.3, scale=0.01 if name in ("criteo", "avazu") else 1.0)
     schemas = set()
     for preset in recipes.get(name).presets:
         if preset in ("terabyte", "mlperf"):
@@ -114,9 +112,7 @@ def test_avazu_presets(tmp_path: Path) -> None:
     assert fae.schema.dense == ("hour",)
     assert elrec.schema.dense == ("day", "hour")
     assert len(fae.schema.features) == 21
-    assert {item.name for item in fae.schema.features} - {item.name for item in elrec.schema.features} == {
-        "C1"
-    }
+    assert {item.name for item in fae.schema.features} - {item.name for item in elrec.schema.features} == {"C1"}
     raw = pl.read_csv(files[0])
     rows = derived(recipes.get("avazu"), {"log": raw})
     assert rows["moment"].is_sorted()
@@ -160,9 +156,7 @@ def test_taobao_windows_hold_only_earlier_touches_and_users_are_in_one_split(tmp
 
 def test_taobao_points_follow_the_length_of_the_history() -> None:
     lengths = {1: 4, 2: 5, 3: 20, 4: 21, 5: 50, 6: 51, 7: 100, 8: 101, 9: 450}
-    log = _touches(
-        {user: [(1_000 * user + k, 10 * k + user) for k in range(size)] for user, size in lengths.items()}
-    )
+    log = _touches({user: [(1_000 * user + k, 10 * k + user) for k in range(size)] for user, size in lengths.items()})
     rows = derived(recipes.get("taobao"), {"log": log})
     points = dict(rows.filter(label=1).group_by("user").len().iter_rows())
     assert rows["items"].list.len().min() == 4
@@ -172,9 +166,7 @@ def test_taobao_points_follow_the_length_of_the_history() -> None:
     assert rows.filter(label=1).select("user", "time").is_unique().all()
 
 
-def test_taobao_in_groups_of_users_gives_the_same_kind_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taobao_in_groups_of_users_gives_the_same_kind_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = generated(tmp_path, "taobao", 20_000)
     log = pl.read_csv(file, has_header=False, new_columns=["user", "item", "category", "behaviour", "time"])
     whole = derived(recipes.get("taobao"), {"log": log})
@@ -215,9 +207,7 @@ def test_trivago_pairs(tmp_path: Path) -> None:
     assert rows["price"].to_list()[:9] == [50, 60, 70, None, None, None, None, 10, 20]
     assert rows["rank"].to_list()[:5] == [1, 2, 3, 1, 2]
     (file,) = generated(tmp_path, "trivago", 3_000)
-    made = derived(
-        recipes.get("trivago"), {"log": pl.read_csv(file, schema_overrides={"reference": pl.String})}
-    )
+    made = derived(recipes.get("trivago"), {"log": pl.read_csv(file, schema_overrides={"reference": pl.String})})
     per_click = made.group_by("clickout").agg(pl.len(), pl.col("label").sum(), pl.col("split").n_unique())
     assert per_click["len"].min() >= 2
     assert per_click["label"].max() == 1
@@ -232,9 +222,7 @@ def test_movielens_takes_text_and_parquet_alike(tmp_path: Path) -> None:
     lines = [list(map(int, line.split("::"))) for line in text_of.splitlines()]
     pl.DataFrame(lines, schema=names, orient="row").write_parquet(tmp_path / "ratings.parquet")
     rest = [file for file in files if file.name != "ratings.dat"]
-    parquet = prepare(
-        recipes.get("movielens"), [tmp_path / "ratings.parquet", *rest], out=tmp_path / "parquet"
-    )
+    parquet = prepare(recipes.get("movielens"), [tmp_path / "ratings.parquet", *rest], out=tmp_path / "parquet")
     assert text.manifest["splits"]["train"]["rows"] == parquet.manifest["splits"]["train"]["rows"]
     assert [shard["sha256"] for split in text.manifest["splits"].values() for shard in split["shards"]] == [
         shard["sha256"] for split in parquet.manifest["splits"].values() for shard in split["shards"]

@@ -36,9 +36,7 @@ def _check_retail(rows: pl.DataFrame, raw: pl.DataFrame, per_positive: int, samp
     assert rows.filter(label=0).join(lines, on=["customer", "item"], how="semi").height == 0
     assert rows["label"].mean() == pytest.approx(1 / (1 + per_positive), abs=0.01)
     moments = lines.select("customer", "time").unique().sort("customer", "time")
-    numbered = moments.with_columns(
-        at=pl.int_range(pl.len()).over("customer"), visits=pl.len().over("customer")
-    )
+    numbered = moments.with_columns(at=pl.int_range(pl.len()).over("customer"), visits=pl.len().over("customer"))
     split = rows.select("customer", "time", "split").unique()
     assert split.height == numbered.height  # an invoice is in one split
     for row in split.join(numbered, on=["customer", "time"]).sample(200, seed=0).iter_rows(named=True):
@@ -108,13 +106,9 @@ def test_online_retail_features_do_not_change_when_the_future_does(tmp_path: Pat
 def test_online_retail_presets_differ_in_their_negatives() -> None:
     raw = {"invoices": pl.scan_parquet(RETAIL).head(60_000)}
     popular, uniform, first = (
-        derived(recipes.get("online-retail", preset), raw)
-        for preset in ("popular", "uniform", "first-purchase")
+        derived(recipes.get("online-retail", preset), raw) for preset in ("popular", "uniform", "first-purchase")
     )
-    sold = {
-        name: rows.filter(label=0)["item_popularity"].mean()
-        for name, rows in (("p", popular), ("u", uniform))
-    }
+    sold = {name: rows.filter(label=0)["item_popularity"].mean() for name, rows in (("p", popular), ("u", uniform))}
     assert sold["p"] > 1.3 * sold["u"]
     bought_before = pl.col("bought").list.contains(pl.col("item"))
     assert popular.filter(label=1).select(bought_before.mean()).item() > 0.02
@@ -205,8 +199,7 @@ def test_ebnerd_rows_know_only_the_past(tmp_path: Path) -> None:
     )
     _check_ebnerd(derived(recipes.get("ebnerd"), inputs), inputs, 150)
     columns = {
-        column.raw
-        for column in (*recipes.get("ebnerd").schema().dense, *recipes.get("ebnerd").schema().features)
+        column.raw for column in (*recipes.get("ebnerd").schema().dense, *recipes.get("ebnerd").schema().features)
     }
     assert not columns & {"next_read_time", "next_scroll_percentage", "read_time", "scroll_percentage"}
 

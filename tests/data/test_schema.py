@@ -88,9 +88,7 @@ def test_toml_yaml_and_python_agree(tmp_path: Path) -> None:
     assert schema.source.quote is None
     assert schema.label.parsed() == (">=", 4.0)
     assert [feature.table_name for feature in schema.features] == ["user", "items", "items"]
-    assert schema.dense[0] == DenseColumn(
-        name="price", fill="median", clip_min=0, transforms=("log1p", "zscore")
-    )
+    assert schema.dense[0] == DenseColumn(name="price", fill="median", clip_min=0, transforms=("log1p", "zscore"))
 
 
 def test_a_bare_label_and_a_quoted_rule() -> None:

@@ -118,9 +118,7 @@ def test_a_curve_of_forty_million_ids_is_small_and_ends_at_one() -> None:
     assert curve.shares[-1] == pytest.approx(1.0)
     sampler = synthetic.Sampler(curve)
     assert sampler(np.array([0.0, 1 - 2**-53])).tolist() == [0, 39_999_999]
-    assert float(sampler.share(np.arange(0, 2_000)).sum()) == pytest.approx(
-        curve.share_of_top(2_000), abs=1e-5
-    )
+    assert float(sampler.share(np.arange(0, 2_000)).sum()) == pytest.approx(curve.share_of_top(2_000), abs=1e-5)
 
 
 def test_a_measured_curve_gives_back_the_skew_it_was_measured_on(tmp_path: Path) -> None:
@@ -274,9 +272,7 @@ def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) ->
 @given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
 def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
     missing = np.arange(len(values)) % 3 == 1
-    block, _ = text.joined(
-        [text.whole(np.array(values), missing), text.cents(np.abs(np.array(values)))], "::"
-    )
+    block, _ = text.joined([text.whole(np.array(values), missing), text.cents(np.abs(np.array(values)))], "::")
     expected = "".join(
         f"{'' if gone else value}::{abs(value) // 100}.{abs(value) % 100:02d}\n"
         for value, gone in zip(values, missing, strict=True)
@@ -333,9 +329,7 @@ def test_a_prepared_dataset_is_whole_numbered_by_frequency_and_repeatable(tmp_pa
 
 
 def test_a_prepared_dataset_with_bags(tmp_path: Path) -> None:
-    made, _ = synthetic.dataset(
-        tmp_path / "a", rows=5_000, sizes=(300, 50), num_dense=0, sequences={"seen": ("C1", 7)}
-    )
+    made, _ = synthetic.dataset(tmp_path / "a", rows=5_000, sizes=(300, 50), num_dense=0, sequences={"seen": ("C1", 7)})
     assert made.verify() == 3
     assert [feature.name for feature in made.schema.features] == ["C1", "C2", "seen"]
     batch = next(iter(made.train.batches(5_000)))

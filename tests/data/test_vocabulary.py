@@ -27,9 +27,7 @@ def test_ints_are_numbered_by_count_then_value(blocks: list[dict[int, int]], min
     builder, total, refs = TableBuilder("int"), Counter[int](), []
     for block in blocks:
         total.update(block)
-        refs.append(
-            builder.add_ints(np.array(list(block), np.int64), np.array(list(block.values()), np.int64))
-        )
+        refs.append(builder.add_ints(np.array(list(block), np.int64), np.array(list(block.values()), np.int64)))
     done = builder.finish(min_count=min_count, missing=None, total=total.total())
     kept = sorted(((v, n) for v, n in total.items() if n >= min_count), key=lambda item: (-item[1], item[0]))
     assert list(done.frame.iter_rows()) == kept
@@ -74,9 +72,7 @@ def test_tables_grow_past_their_first_room() -> None:
         part = names[start : start + 1000]
         ends = np.cumsum([0, *(len(name) for name in part)], dtype=np.int64)
         texts.add_texts(np.frombuffer(b"".join(part), np.uint8), ends, np.ones(1000, np.int64))
-    assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == {
-        n.decode() for n in names
-    }
+    assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == {n.decode() for n in names}
 
 
 @pytest.mark.parametrize(("kind", "top"), [("hex", 2**64 - 1), ("int", -1)])

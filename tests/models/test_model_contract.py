@@ -63,8 +63,7 @@ def random_batch(spec: FeatureSpec, rows: int, seed: int = 0) -> Batch:
         for feature in spec.features
     ]
     flat = [
-        torch.randint(0, sizes[bag % len(sizes)], (length,), generator=generator)
-        for bag, length in enumerate(lengths)
+        torch.randint(0, sizes[bag % len(sizes)], (length,), generator=generator) for bag, length in enumerate(lengths)
     ]
     ids = torch.cat(flat)
     return Batch(
@@ -242,9 +241,7 @@ def test_seed_decides_the_start(case: Any) -> None:
     assert not torch.equal(build(case, DENSE, seed=1)(batch), build(case, DENSE, seed=2)(batch))
     state = torch.get_rng_state()
     build(case, DENSE)
-    assert torch.equal(torch.get_rng_state(), state), (
-        "building a model must not draw from the global generator"
-    )
+    assert torch.equal(torch.get_rng_state(), state), "building a model must not draw from the global generator"
 
 
 def test_checkpoint_round_trip(case: Any, spec: FeatureSpec, tmp_path: Path) -> None:

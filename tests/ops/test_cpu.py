@@ -142,9 +142,7 @@ def test_row_addresses_beyond_32_bits():
     assert weight[2**26 + 8].tolist() == [-4.0] * dim
     assert weight[1].tolist() == [-6.0] * dim
     # Where 32-bit arithmetic would have landed:
-    wrapped = (
-        ((rows - 1) * dim - 2**32) // dim if (rows - 1) * dim > 2**32 else ((rows - 1) * dim) % 2**31 // dim
-    )
+    wrapped = ((rows - 1) * dim - 2**32) // dim if (rows - 1) * dim > 2**32 else ((rows - 1) * dim) % 2**31 // dim
     assert weight[wrapped].abs().sum() == 0
     pooled = CPU.lookup(weight, space, Bags(ids))
     assert pooled[0, 1].tolist() == [-8.0] * dim
@@ -155,17 +153,15 @@ def test_kernels_are_kept_on_disk():
     code = (
         "import numba, torch; from numba.core import caching; saved = []\n"
         "real = caching.IndexDataCacheFile.save\n"
-        "caching.IndexDataCacheFile.save = lambda self, key, data: (saved.append(str(self._index_name)), real(self, key, data))\n"
+        "def save(self, key, data): saved.append(self._index_name); real(self, key, data)\n"
+        "caching.IndexDataCacheFile.save = save\n"
         "import stoker; from stoker.ops.interaction import dot_interaction\n"
         "t = stoker.EmbeddingTables([stoker.TableConfig(name='t', num_embeddings=9, embedding_dim=5)],"
         " optimizer=stoker.SGD(lr=0.1))\n"
         "out = dot_interaction(torch.zeros(3, 5), t(torch.zeros(3, 1, dtype=torch.int64)))\n"
         "out.sum().backward(); print('SAVED', saved)"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        for _ in range(2)
-    ]
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(2)]
     assert runs[1].returncode == 0, runs[1].stderr
     assert runs[1].stdout.strip().endswith("SAVED []")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from stoker.ops import reference
 from stoker.ops.arena import Arena
 from stoker.ops.interaction import dot_interaction
+from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp
 from stoker.ops.threads import Team
 
@@ -27,8 +29,7 @@ from stoker.ops.threads import Team
 def test_interaction_equals_the_reference(batch, features, dim, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = [
-        torch.randn(*shape, generator=generator, requires_grad=True)
-        for shape in ((batch, dim), (batch, features, dim))
+        torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((batch, dim), (batch, features, dim))
     ]
     out, expected = dot_interaction(*inputs), reference.dot_interaction(*inputs)
     grad = torch.randn(expected.shape, generator=generator)
@@ -59,7 +60,7 @@ def test_interaction_is_exact_on_integers():
 @pytest.mark.parametrize("batch", [1, 33])
 def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch):
     torch.manual_seed(0)
-    layers = [nn.Linear(i, o) for i, o in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Linear(i, o) for i, o in itertools.pairwise(sizes)]
     x = torch.randn(batch, sizes[0], requires_grad=True)
     expected = x
     for index, layer in enumerate(layers):
@@ -87,9 +88,7 @@ def test_layer_chain_in_bfloat16_is_autocasts():
     for ours in (True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if ours:
-                out = mlp(
-                    x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=False
-                )
+                out = mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=False)
             else:
                 out = layers[2](layers[1](layers[0](x).relu()).relu())
         assert out.dtype == torch.bfloat16
@@ -139,3 +138,18 @@ def test_team_runs_everything_and_passes_errors_on():
         team.run(work, [(0,), (1,), (2,)])
     assert team.run(work, [(0,), (4,)]) == [0, 40]  # the team survives
     assert sorted(seen) == [0, 0, 0, 1, 1, 2, 3, 4]
+
+
+@given(
+    values=st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=50),
+    labels=st.lists(st.sampled_from([0.0, 1.0]), min_size=50, max_size=50),
+)
+def test_loss_equals_torchs(values, labels):
+    logits = torch.tensor(values, requires_grad=True)
+    target = torch.tensor(labels[: len(values)])
+    ours = binary_cross_entropy(logits, target)
+    theirs = nn.functional.binary_cross_entropy_with_logits(logits, target)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(3 * ours, logits)[0], torch.autograd.grad(3 * theirs, logits)[0], rtol=1e-5, atol=1e-7
+    )

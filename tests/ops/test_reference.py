@@ -17,9 +17,7 @@ from stoker.ops import reference
 def bags_of(lengths: list[int], rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, rows, (sum(lengths),), generator=generator)
-    return ids, torch.tensor(
-        [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int64
-    )
+    return ids, torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int64)
 
 
 @settings(deadline=None, max_examples=60)
@@ -99,9 +97,7 @@ def test_lazy_adam_equals_sparse_adam_but_for_where_epsilon_stands():
     for tick in range(6):
         rows = torch.randperm(9)[:4].sort().values
         grad = torch.randn(4, 4)
-        parameter.grad = torch.sparse_coo_tensor(
-            rows.unsqueeze(0), grad, parameter.shape, check_invariants=False
-        )
+        parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), grad, parameter.shape, check_invariants=False)
         textbook.step()
         reference.update_rows(weight, state, rows, grad.clone(), own.rule(tick))
     torch.testing.assert_close(weight, parameter.detach())
@@ -151,9 +147,7 @@ def test_initial_rows_are_uniform():
     assert values.abs().max() <= 0.5
     histogram = torch.histc(values, bins=20, min=-0.5, max=0.5)
     expected = values.numel() / 20
-    assert (
-        (histogram - expected) ** 2 / expected
-    ).sum() < 50  # chi-square, 19 degrees of freedom, p > 0.0001
+    assert ((histogram - expected) ** 2 / expected).sum() < 50  # chi-square, 19 degrees of freedom, p > 0.0001
     correlation = torch.corrcoef(torch.stack([values[:-1].flatten(), values[1:].flatten()]))[0, 1]
     assert abs(correlation) < 0.01
 
@@ -170,11 +164,7 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
 
 
 def test_random_keys_differ_by_purpose():
-    keys = {
-        reference.derive_key(seed, *labels)
-        for seed in (0, 1)
-        for labels in (("a",), ("b",), ("a", 1), ("a1",))
-    }
+    keys = {reference.derive_key(seed, *labels) for seed in (0, 1) for labels in (("a",), ("b",), ("a", 1), ("a1",))}
     assert len(keys) == 8
     assert reference.derive_key(0, "x") == reference.derive_key(0, "x")
 

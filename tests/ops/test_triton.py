@@ -47,9 +47,7 @@ def on_device(function: Any) -> Any:
     """Run in the interpreter's process, and natively where there is a GPU."""
     if INTERPRETED:
         return function
-    return pytest.mark.gpu(
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(function)
-    )
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(function))
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -156,12 +154,8 @@ def both_update(
 
 @on_device
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    DIMS, DTYPES, LAYOUTS, st.sampled_from([torch.int32, torch.int64]), st.integers(0, 40), st.integers(1, 5)
-)
-def test_lookup(
-    dim: int, dtype: torch.dtype, layout: str, index: torch.dtype, batch: int, small: int
-) -> None:
+@given(DIMS, DTYPES, LAYOUTS, st.sampled_from([torch.int32, torch.int64]), st.integers(0, 40), st.integers(1, 5))
+def test_lookup(dim: int, dtype: torch.dtype, layout: str, index: torch.dtype, batch: int, small: int) -> None:
     g = torch.Generator().manual_seed(batch)
     space = space_of(small, 30)
     weight = make_table(space, dim, dtype, g)
@@ -293,9 +287,7 @@ def test_id_outside_its_table(bad: int, layout: str) -> None:
         backend.lookup(weight, space, bags)
     assert str(found.value) == str(expected.value)
     with pytest.raises(IndexError):
-        backend.update(
-            weight, {}, space, bags, torch.ones(20, 3, 16, device=DEVICE), RowRule("sgd", 1.0), Rounding(())
-        )
+        backend.update(weight, {}, space, bags, torch.ones(20, 3, 16, device=DEVICE), RowRule("sgd", 1.0), Rounding(()))
     same(weight, before)
 
 

@@ -21,9 +21,7 @@ from stoker.ops import Bags, Rounding, RowRule
 from stoker.ops.space import make_space
 
 # A fused multiply-add, an approximate division or square root, or flushing of tiny numbers to zero.
-INEXACT = re.compile(
-    r"\b(?:fma\.\w+(?:\.ftz)?\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|\w+\.(?:rn\.)?ftz\.f32)"
-)
+INEXACT = re.compile(r"\b(?:fma\.\w+(?:\.ftz)?\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|\w+\.(?:rn\.)?ftz\.f32)")
 _TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 _STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 

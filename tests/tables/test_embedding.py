@@ -46,8 +46,7 @@ def test_equals_embedding_bags_with_sgd_exactly_on_integers(backend, sizes, batc
     )
     start = integer_rows(tables, seed)
     bags = [
-        nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum", include_last_offset=True)
-        for w in start.values()
+        nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum", include_last_offset=True) for w in start.values()
     ]
     textbook = torch.optim.SGD([bag.weight for bag in bags], lr=1.0)
     for _ in range(steps):
@@ -56,13 +55,9 @@ def test_equals_embedding_bags_with_sgd_exactly_on_integers(backend, sizes, batc
             if jagged
             else torch.ones(batch, len(sizes)).long()
         )
-        columns = [
-            torch.randint(0, n, (int(lengths[:, i].sum()),), generator=generator) for i, n in enumerate(sizes)
-        ]
+        columns = [torch.randint(0, n, (int(lengths[:, i].sum()),), generator=generator) for i, n in enumerate(sizes)]
         grad = torch.randint(-3, 4, (batch, len(sizes), 4), generator=generator).float()
-        ends = [
-            torch.cat([torch.zeros(1, dtype=torch.int64), lengths[:, i].cumsum(0)]) for i in range(len(sizes))
-        ]
+        ends = [torch.cat([torch.zeros(1, dtype=torch.int64), lengths[:, i].cumsum(0)]) for i in range(len(sizes))]
         expected = torch.stack([bag(ids, off) for bag, ids, off in zip(bags, columns, ends, strict=True)], 1)
         expected.backward(grad)
         textbook.step()
@@ -122,9 +117,7 @@ def test_per_sample_weights_get_their_gradient(backend):
         optimizer=stoker.SGD(lr=0.1),
         backend=backend,
     )
-    bag = nn.EmbeddingBag.from_pretrained(
-        tables.rows("t"), freeze=False, mode="sum", include_last_offset=True
-    )
+    bag = nn.EmbeddingBag.from_pretrained(tables.rows("t"), freeze=False, mode="sum", include_last_offset=True)
     ids, offsets = torch.randint(0, 20, (9,)), torch.tensor([0, 2, 2, 9])
     ours, theirs = (torch.linspace(-1, 1, 9).requires_grad_() for _ in range(2))
     grad = torch.randn(3, 8)
@@ -162,9 +155,7 @@ def test_mixed_widths_poolings_and_types_in_feature_order(backend):
 
 
 def test_one_hot_of_some_features_only():
-    configs = [
-        stoker.TableConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4 + 4 * (i % 2)) for i in range(4)
-    ]
+    configs = [stoker.TableConfig(name=f"t{i}", num_embeddings=9, embedding_dim=4 + 4 * (i % 2)) for i in range(4)]
     tables = stoker.EmbeddingTables(configs, optimizer=stoker.SGD(lr=1.0))
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     expected = torch.cat([tables.rows(f"t{i}")[ids[:, i]] for i in range(4)], 1)
@@ -187,11 +178,7 @@ def test_same_start_whatever_the_grouping_order_or_back_end():
 def test_bfloat16_training_is_seeded_and_unbiased():
     def run(seed: int) -> torch.Tensor:
         tables = stoker.EmbeddingTables(
-            [
-                stoker.TableConfig(
-                    name="t", num_embeddings=4000, embedding_dim=8, dtype="bfloat16", init_scale=0.0
-                )
-            ],
+            [stoker.TableConfig(name="t", num_embeddings=4000, embedding_dim=8, dtype="bfloat16", init_scale=0.0)],
             optimizer=stoker.SGD(lr=1.0),
             seed=seed,
         )
@@ -205,9 +192,7 @@ def test_bfloat16_training_is_seeded_and_unbiased():
     assert abs(first.mean().item() - (1 + 16 * 2.0**-12)) < 2e-4  # rounding to nearest would leave exactly 1
 
 
-@pytest.mark.parametrize(
-    "optimizer", [stoker.Adam(lr=0.1), stoker.RowWiseAdagrad(lr=0.1)], ids=["adam", "rowwise"]
-)
+@pytest.mark.parametrize("optimizer", [stoker.Adam(lr=0.1), stoker.RowWiseAdagrad(lr=0.1)], ids=["adam", "rowwise"])
 def test_state_dict_carries_rows_state_and_step(optimizer):
     def build(seed: int) -> nn.Module:
         configs = [stoker.TableConfig(name="t", num_embeddings=20, embedding_dim=4)]
@@ -288,9 +273,7 @@ def test_wrong_configurations_are_refused():
         stoker.EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), features=["u"])
     mean = stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2, pooling="mean")
     with pytest.raises(ValueError, match="sum pooling"):
-        stoker.EmbeddingTables([mean], optimizer=stoker.SGD(lr=0.1))(
-            torch.zeros(1, 1).long(), None, torch.ones(1)
-        )
+        stoker.EmbeddingTables([mean], optimizer=stoker.SGD(lr=0.1))(torch.zeros(1, 1).long(), None, torch.ones(1))
 
 
 def test_moving_the_module_keeps_the_rows_dtype():

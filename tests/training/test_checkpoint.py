@@ -52,9 +52,7 @@ def steps(model: DLRM, dense: torch.optim.Optimizer, seeds: range) -> None:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
-    }
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.fixture
@@ -113,9 +111,7 @@ def test_the_files_say_nothing_of_place_and_time(saved: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_damage_is_named_and_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_damage_is_named_and_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("damage")
     path = stoker.save(folder / "a", build(), shard_bytes=500)
     victim = data.draw(st.sampled_from([name for name in files(path) if name != "manifest.json"]))
@@ -161,9 +157,7 @@ def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
     model = build()
     with pytest.raises(CheckpointError, match="'Adam', not 'SGD'"):
         stoker.load(saved, model, torch.optim.SGD(model.dense_parameters(), lr=0.1))
-    other = DLRM(
-        FeatureSpec.from_sizes(2, [40, 7, 301]), embedding_dim=4, bottom=(4,), top=(5,), backend="reference"
-    )
+    other = DLRM(FeatureSpec.from_sizes(2, [40, 7, 301]), embedding_dim=4, bottom=(4,), top=(5,), backend="reference")
     with pytest.raises(CheckpointError, match="table sizes differ"):
         stoker.load(saved, other)
 
@@ -231,9 +225,7 @@ def test_a_kill_while_writing_never_leaves_half_a_checkpoint(
     newest, problems = run.newest_whole()
     assert not problems
     assert newest in (first, run.checkpoint(2))
-    assert (newest == run.checkpoint(2)) == (
-        survives >= 9 or (tmp_path / "checkpoints" / "step_000000002").exists()
-    )
+    assert (newest == run.checkpoint(2)) == (survives >= 9 or (tmp_path / "checkpoints" / "step_000000002").exists())
     run.prune(5, None)
     assert not list(run.checkpoints.glob("*.tmp*"))
 

@@ -52,9 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
-    }
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -66,9 +64,7 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_learns_and_leaves_a_run(data: Dataset, tmp_path: Path, model: str, backend: Any) -> None:
     settings = {**SMALL, "model_options": {}, "backend": backend}
-    result = stoker.train(
-        data, out=tmp_path / "run", model=model, epochs=4, eval_every=25, log_every=10, **settings
-    )
+    result = stoker.train(data, out=tmp_path / "run", model=model, epochs=4, eval_every=25, log_every=10, **settings)
     assert result.step == 200
     assert result.test["auc"] is not None
     assert result.test["auc"] > 0.85
@@ -196,9 +192,7 @@ def test_resuming_with_more_epochs_equals_a_longer_run(data: Dataset, tmp_path: 
     for kind in ("train", "valid"):
         ours, theirs = (records(tmp_path / name, kind) for name in ("short", "long"))
         keep = ("step", "loss", "auc", "log_loss", "epoch")
-        assert [[line.get(k) for k in keep] for line in ours] == [
-            [line.get(k) for k in keep] for line in theirs
-        ]
+        assert [[line.get(k) for k in keep] for line in ours] == [[line.get(k) for k in keep] for line in theirs]
 
 
 SCRIPT = """
@@ -225,11 +219,7 @@ def run_script(data: Dataset, out: Path, *, resume: bool, kill: int | None = Non
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         if kill is not None:
             deadline = time.monotonic() + 60
-            while (
-                not (out / "metrics.jsonl").exists()
-                and process.poll() is None
-                and time.monotonic() < deadline
-            ):
+            while not (out / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(after)
             process.send_signal(kill)
@@ -244,9 +234,7 @@ def run_script(data: Dataset, out: Path, *, resume: bool, kill: int | None = Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(
-    data: Dataset, tmp_path: Path
-) -> None:
+def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: Dataset, tmp_path: Path) -> None:
     assert run_script(data, tmp_path / "whole", resume=False) == 0
     chance = random.Random(0)
     ends = []
@@ -258,18 +246,14 @@ def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(
         assert run_script(data, out, resume=True) == 0
         assert files(out / "checkpoints") == files(tmp_path / "whole" / "checkpoints")
         ours, theirs = (records(path, "train") for path in (out, tmp_path / "whole"))
-        assert [(line["step"], line["loss"]) for line in ours] == [
-            (line["step"], line["loss"]) for line in theirs
-        ]
+        assert [(line["step"], line["loss"]) for line in ours] == [(line["step"], line["loss"]) for line in theirs]
     assert -signal.SIGKILL in ends, "no run was killed in time: make the runs longer"
     assert 128 + signal.SIGTERM in ends, "no run was stopped in time: make the runs longer"
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_with_a_checkpoint(
-    data: Dataset, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     timer = threading.Timer(0.7, os.kill, (os.getpid(), number))
     timer.start()
@@ -402,9 +386,7 @@ def test_ids_of_another_vocabulary_are_refused(data: Dataset, tmp_path: Path) ->
     entry = {"bytes": 0, "sha256": "0" * 64}
     (other.path / "vocab").mkdir()
     (other.path / "vocab" / "C1.parquet").write_bytes(b"")
-    write_manifest(
-        other.path, {**other.manifest, "files": {**other.manifest["files"], "vocab/C1.parquet": entry}}
-    )
+    write_manifest(other.path, {**other.manifest, "files": {**other.manifest["files"], "vocab/C1.parquet": entry}})
     with pytest.raises(ConfigError, match="another schema or vocabulary"):
         stoker.train(Dataset(other.path), resume=tmp_path / "run", epochs=2, display="quiet")
 
@@ -471,9 +453,7 @@ def test_compiling_without_a_compiler_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["rich", "plain", "json"])
-def test_every_display_shows_a_run(
-    data: Dataset, tmp_path: Path, mode: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_every_display_shows_a_run(data: Dataset, tmp_path: Path, mode: Any, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {**SMALL, "display": mode}
     with make_display(mode) as shown:
         if mode == "plain":

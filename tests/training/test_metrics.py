@@ -39,9 +39,7 @@ def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, boo
     exact = np.logaddexp(0, np.where(truth == 1, -logits.double().numpy(), logits.double().numpy())).mean()
     assert found["log_loss"] == pytest.approx(exact, rel=1e-12, abs=1e-300)
     if abs(logits).max() < 15:
-        assert found["log_loss"] == pytest.approx(
-            sk.log_loss(truth, scores, labels=[0, 1]), rel=1e-9, abs=1e-12
-        )
+        assert found["log_loss"] == pytest.approx(sk.log_loss(truth, scores, labels=[0, 1]), rel=1e-9, abs=1e-12)
     assert found["accuracy"] == pytest.approx(sk.accuracy_score(truth, logits.numpy() >= 0), rel=1e-12)
     mean = truth.mean()
     if 0 < mean < 1:
@@ -60,9 +58,7 @@ def test_equals_scikit_learn_however_the_rows_arrive(rows: list[tuple[float, boo
 
 @settings(max_examples=100, deadline=None)
 @given(ROWS, st.integers(0, 20))
-def test_counting_in_bins_stays_within_the_error_it_reports(
-    rows: list[tuple[float, bool]], kept: int
-) -> None:
+def test_counting_in_bins_stays_within_the_error_it_reports(rows: list[tuple[float, bool]], kept: int) -> None:
     logits = torch.tensor([logit for logit, _ in rows])
     labels = torch.tensor([float(label) for _, label in rows])
     exact = stream(logits, labels, [])

@@ -52,9 +52,7 @@ def _register_missing(app: typer.Typer, name: str, error: ImportError) -> None:
     def refuse() -> None:
         from stoker.errors import DependencyError
 
-        raise DependencyError(
-            f"stoker {name} needs {package}, which is not installed. Run: pip install {package}"
-        )
+        raise DependencyError(f"stoker {name} needs {package}, which is not installed. Run: pip install {package}")
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=f"(needs {package}, which is not installed)", context_settings=settings)(refuse)
@@ -79,9 +77,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", help="Print the version.", callback=_version, is_eager=True
-    ),
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks. May stand anywhere in the line."),
 ) -> None:
     """Trains recommendation models from raw click logs.

@@ -90,9 +90,7 @@ def _kind(path: Path) -> str:
             f"{path} looks like a dataset whose preparation was interrupted: it has no manifest.json. "
             "Run the same stoker prepare command again; finished parts are kept."
         )
-    raise DataError(
-        f"{path} is neither a dataset nor a checkpoint nor a run: it has no manifest.json or config.json."
-    )
+    raise DataError(f"{path} is neither a dataset nor a checkpoint nor a run: it has no manifest.json or config.json.")
 
 
 def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -246,9 +244,7 @@ def _show_machine(console: Console, found: dict[str, Any]) -> None:
         "processor",
         f"{system['cpu']}, {system['cores']} cores, {' '.join(system['simd']) or 'SIMD unknown'}",
     )
-    memory = [
-        format_size(system[key]) if system[key] else "unknown" for key in ("memory", "memory_available")
-    ]
+    memory = [format_size(system[key]) if system[key] else "unknown" for key in ("memory", "memory_available")]
     _line(
         console,
         "memory",

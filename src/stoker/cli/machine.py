@@ -60,9 +60,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
     gpus = _gpus()
     for name, use in _PACKAGES.items():
         if packages[name] is None and use and (name != "triton" or gpus):
-            advice.append(
-                f"{name} is missing, it is needed for {use}: pip install {_PIP_NAMES.get(name, name)}"
-            )
+            advice.append(f"{name} is missing, it is needed for {use}: pip install {_PIP_NAMES.get(name, name)}")
     if packages["numba"] is not None and (error := _import_error("numba")):
         advice.append(f"numba is installed but does not load ({error}): pip install --upgrade numba")
     backends = {"cpu": _backend("cpu")} | ({"cuda": _backend("cuda")} if gpus else {})

@@ -51,9 +51,7 @@ def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to make.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Preset of the recipe; the first one if left out.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
     max_bad: Annotated[str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%.")] = None,
     min_count: Annotated[
@@ -88,9 +86,7 @@ def prepare(
         _show(report)
 
 
-def _with_min_count(
-    recipe: str, preset: str | None, min_count: int | None
-) -> tuple[str | Recipe | Schema, str | None]:
+def _with_min_count(recipe: str, preset: str | None, min_count: int | None) -> tuple[str | Recipe | Schema, str | None]:
     """The recipe with another minimum count in every column that has a vocabulary."""
     if min_count is None:
         return recipe, preset
@@ -200,9 +196,7 @@ def _show(report: PrepareReport) -> None:
     console.print("; ".join(parts))
     if report.bad:
         bad_share = report.bad / max(report.lines, 1)
-        console.print(
-            f"{report.bad:,} bad lines ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
-        )
+        console.print(f"{report.bad:,} bad lines ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}")
     else:
         console.print("no bad lines")
 

@@ -14,9 +14,7 @@ __all__ = ["register"]
 
 
 def _synthetic(
-    recipe: Annotated[
-        str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")
-    ],
+    recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
     rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
     out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
     seed: Annotated[int, typer.Option(help="Another seed, another log.")] = 0,
@@ -25,14 +23,10 @@ def _synthetic(
         str | None,
         typer.Option(help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."),
     ] = None,
-    drift: Annotated[
-        float, typer.Option(help="Share of the frequency ranks that change hands over the log.")
-    ] = 0.0,
+    drift: Annotated[float, typer.Option(help="Share of the frequency ranks that change hands over the log.")] = 0.0,
     bad: Annotated[str, typer.Option(help="Share of lines to spoil, such as 0.1%.")] = "0",
     scale: Annotated[float, typer.Option(help="Factor on the number of distinct ids.")] = 1.0,
-    base_rate: Annotated[
-        float | None, typer.Option(help="Share of positives; default: that of the real log.")
-    ] = None,
+    base_rate: Annotated[float | None, typer.Option(help="Share of positives; default: that of the real log.")] = None,
     signal: Annotated[float, typer.Option(help="Spread of the true logit; 0 plants nothing.")] = 1.3,
     as_json: Annotated[bool, typer.Option("--json", help="Print the planted truth as JSON.")] = False,
 ) -> None:

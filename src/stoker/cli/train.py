@@ -49,38 +49,26 @@ def train(
     model_option: Annotated[
         list[str] | None, _option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
     ] = None,
-    pooling: Annotated[
-        str | None, _option(_MODEL, "Of sequence features: mean or sum. (default: mean)")
-    ] = None,
+    pooling: Annotated[str | None, _option(_MODEL, "Of sequence features: mean or sum. (default: mean)")] = None,
     dtype: Annotated[str | None, _option(_MODEL, "Of the tables: float32 or bfloat16.")] = None,
     dense_dtype: Annotated[str | None, _option(_MODEL, "Of the dense part: float32 or bfloat16.")] = None,
-    compile: Annotated[
-        bool | None, _option(_MODEL, "Compile the dense part.", "--compile/--no-compile")
-    ] = None,
+    compile: Annotated[bool | None, _option(_MODEL, "Compile the dense part.", "--compile/--no-compile")] = None,
     batch_size: Annotated[int | None, _option(_OPTIMIZER, "Examples. (default: 2048)")] = None,
     epochs: Annotated[int | None, _option(_OPTIMIZER, "Passes over the data. (default: 1)")] = None,
     steps: Annotated[int | None, _option(_OPTIMIZER, "Batches in all, instead of epochs.")] = None,
     seed: Annotated[int | None, _option(_OPTIMIZER, "Of initial values and order. (default: 0)")] = None,
-    shuffle_memory: Annotated[
-        str | None, _option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)")
-    ] = None,
+    shuffle_memory: Annotated[str | None, _option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)")] = None,
     row_optimizer: Annotated[
         str | None, _option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")
     ] = None,
     row_lr: Annotated[float | None, _option(_OPTIMIZER, "Learning rate of the rows.")] = None,
     row_weight_decay: Annotated[float | None, _option(_OPTIMIZER, "L2 of touched rows.")] = None,
-    row_clip_value: Annotated[
-        float | None, _option(_OPTIMIZER, "Largest element of a row's gradient.")
-    ] = None,
+    row_clip_value: Annotated[float | None, _option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
     row_clip_norm: Annotated[float | None, _option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
-    dense_optimizer: Annotated[
-        str | None, _option(_OPTIMIZER, "sgd, adagrad or adam. (default: adam)")
-    ] = None,
+    dense_optimizer: Annotated[str | None, _option(_OPTIMIZER, "sgd, adagrad or adam. (default: adam)")] = None,
     dense_lr: Annotated[float | None, _option(_OPTIMIZER, "Learning rate of the dense part.")] = None,
     dense_weight_decay: Annotated[float | None, _option(_OPTIMIZER, "L2 of the dense part.")] = None,
-    dense_clip_norm: Annotated[
-        float | None, _option(_OPTIMIZER, "Largest norm of the dense gradient.")
-    ] = None,
+    dense_clip_norm: Annotated[float | None, _option(_OPTIMIZER, "Largest norm of the dense gradient.")] = None,
     schedule: Annotated[
         str | None, _option(_OPTIMIZER, "constant, linear, cosine, polynomial or step. (default: constant)")
     ] = None,
@@ -89,16 +77,10 @@ def train(
     eval_every: Annotated[int | None, _option(_RUN, "Steps between evaluations. (default: an epoch)")] = None,
     valid_rows: Annotated[int | None, _option(_RUN, "First so many validation rows only.")] = None,
     metric: Annotated[str | None, _option(_RUN, "What is best: auc or log_loss. (default: auc)")] = None,
-    patience: Annotated[
-        int | None, _option(_RUN, "Evaluations without a better metric before stopping.")
-    ] = None,
-    save_every: Annotated[
-        int | None, _option(_RUN, "Steps between checkpoints. (default: eval-every)")
-    ] = None,
+    patience: Annotated[int | None, _option(_RUN, "Evaluations without a better metric before stopping.")] = None,
+    save_every: Annotated[int | None, _option(_RUN, "Steps between checkpoints. (default: eval-every)")] = None,
     keep_last: Annotated[int | None, _option(_RUN, "Checkpoints kept beside the best. (default: 2)")] = None,
-    log_every: Annotated[
-        int | None, _option(_RUN, "Steps between lines of metrics.jsonl. (default: 50)")
-    ] = None,
+    log_every: Annotated[int | None, _option(_RUN, "Steps between lines of metrics.jsonl. (default: 50)")] = None,
     tensorboard: Annotated[
         bool | None, _option(_RUN, "Write TensorBoard events.", "--tensorboard/--no-tensorboard")
     ] = None,
@@ -120,9 +102,7 @@ def train(
     for name in ("dataset", "out", "resume", "json_lines", "bottom", "top", "hidden", "model_option"):
         given.pop(name)
     settings = {name: value for name, value in given.items() if value is not None}
-    options = {
-        name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value
-    }
+    options = {name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value}
     options |= dict(_name_value(text) for text in model_option or [])
     if options:
         settings["model_options"] = options
@@ -131,9 +111,7 @@ def train(
     from stoker.training import train as run_training
 
     try:
-        result = run_training(
-            dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings
-        )
+        result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
     except Interrupted as stopped:
         typer.secho(str(stopped), err=True, fg="yellow")
         raise typer.Exit(stopped.exit_code) from None
@@ -265,9 +243,7 @@ def predict(
     loaded, dataset = _open(run, data, device, backend, threads)
     count = run_prediction(loaded.model, dataset.split(split), out, rows=rows, batch_size=batch_size)
     if as_json:
-        print(
-            json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count})
-        )
+        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
     else:
         typer.echo(f"{count:,} scores of {loaded.path} in {out}")
 

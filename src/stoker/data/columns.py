@@ -91,9 +91,7 @@ class Block:
     row_line: npt.NDArray[np.int64]  # [rows] line within the block
     bad: list[BadLine] = field(default_factory=list)
 
-    def drop(
-        self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], text: Callable[[int], str]
-    ) -> None:
+    def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], text: Callable[[int], str]) -> None:
         """Move the rows that ``wrong`` marks to the bad lines."""
         for row in np.flatnonzero(wrong).tolist():
             self.bad.append(BadLine(line=int(self.row_line[row]), reason=reason(row), text=text(row)))
@@ -206,9 +204,7 @@ class TextParser:
         text_of = raw.tobytes if num_bad else bytes
         original = text_of()
         bad_lines = [
-            BadLine(
-                line=line, reason=self._reason(reason, where, original, at), text=_line_text(original, at)
-            )
+            BadLine(line=line, reason=self._reason(reason, where, original, at), text=_line_text(original, at))
             for line, at, reason, where in bad[:num_bad].tolist()
         ]
         block = Block(rows=rows, lines=lines, columns={}, row_line=row_line[:rows], bad=bad_lines)
@@ -230,9 +226,7 @@ class TextParser:
             slot = self._outputs[index, kind]
             if kind == kernels.TEXT:
                 text_column = RawColumn(data=data, starts=starts[slot, :rows], lengths=lengths[slot, :rows])
-                block.columns[item] = (
-                    text_column if item.separator is None else split_list(text_column, item, wrong)
-                )
+                block.columns[item] = text_column if item.separator is None else split_list(text_column, item, wrong)
             elif kind == kernels.FLOAT:
                 block.columns[item] = RawColumn(values=floats[slot, :rows])
             else:

@@ -95,8 +95,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     path = directory / _MANIFEST
     if not directory.is_dir():
         raise DataError(
-            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out "
-            f"{directory}"
+            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {directory}"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -144,8 +143,7 @@ class Dataset:
             }
         except (KeyError, TypeError, AttributeError, SchemaError) as error:
             raise DataError(
-                f"{self.path / _MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset "
-                "again."
+                f"{self.path / _MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
             ) from error
         for file, expected in self._files():
             self._check_size(file, int(expected["bytes"]))
@@ -229,9 +227,7 @@ class Dataset:
         return checked
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
-        shards = [
-            (shard["file"], shard) for split in self._splits.values() for shard in split.entry["shards"]
-        ]
+        shards = [(shard["file"], shard) for split in self._splits.values() for shard in split.entry["shards"]]
         return shards + list(self.manifest.get("files", {}).items())
 
     def _check_size(self, file: str, expected: int) -> None:

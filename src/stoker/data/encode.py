@@ -101,11 +101,7 @@ def build_table(
         chosen = train_rows(part)
         with open_part(part) as arrays:
             for index, column in zip(features, columns, strict=True):
-                size = (
-                    arrays.size(f"ends.{index}")
-                    if column.type == "string"
-                    else arrays.size(f"values.{index}") + 1
-                )
+                size = arrays.size(f"ends.{index}") if column.type == "string" else arrays.size(f"values.{index}") + 1
                 counts = np.zeros(size, np.int64)
                 if chosen is not None:
                     codes, lengths = feature_codes(arrays, layout, index)
@@ -116,9 +112,7 @@ def build_table(
                     missing_other += int(counts[0])
                 total += int(counts.sum())
                 if column.type == "string":
-                    refs.append(
-                        builder.add_texts(arrays[f"bytes.{index}"], arrays[f"ends.{index}"], counts[1:])
-                    )
+                    refs.append(builder.add_texts(arrays[f"bytes.{index}"], arrays[f"ends.{index}"], counts[1:]))
                 else:
                     refs.append(builder.add_ints(arrays[f"values.{index}"], counts[1:]))
     own = any(column.missing == "category" for column in columns)
@@ -323,9 +317,7 @@ class Encoder:
         columns = [values[:, index] for index in range(values.shape[1])]
         return dense_values(self.layout.schema.dense, columns, len(values), self._fit)
 
-    def _bags(
-        self, arrays: PartFile, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array
-    ) -> Array:
+    def _bags(self, arrays: PartFile, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
         layout = self.layout
         slots = np.array(
             [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)

@@ -111,9 +111,7 @@ class Fitting:
             vocabulary = self.task.out / "vocab" / f"{name}.parquet"
             if done is not None and (not done.get("vocab") or same_file(vocabulary, done["vocab"])):
                 return name, done, True
-            record = build_table(
-                name, self.task.layout, self.parts, self.open, self.train_rows, path, vocabulary
-            )
+            record = build_table(name, self.task.layout, self.parts, self.open, self.train_rows, path, vocabulary)
             if vocabulary.exists():
                 record["vocab"] = describe_file(vocabulary)
             return name, record, False

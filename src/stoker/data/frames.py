@@ -54,9 +54,7 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
 
 
 def _frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
-    block = Block(
-        rows=frame.height, lines=frame.height, columns={}, row_line=np.arange(frame.height, dtype=np.int64)
-    )
+    block = Block(rows=frame.height, lines=frame.height, columns={}, row_line=np.arange(frame.height, dtype=np.int64))
     wrong: dict[int, str] = {}
     for item in fields:
         series = frame.get_column(item.column)
@@ -125,9 +123,7 @@ def _text_column(series: pl.Series) -> RawColumn:
     array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
     _, offsets, data = array.buffers()
     n = len(series)
-    ends = (
-        np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
-    )
+    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
     size = int(ends[-1])
     held = np.zeros(size + 1, np.uint8)  # the number scanners look one byte past a text
     if size:
@@ -168,15 +164,12 @@ def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
         records, positions, bad = _careful_json(lines, filled)
         frame = pl.DataFrame(
             {name: [_json_text(record.get(name)) for record in records] for name in types},
-            schema={
-                name: pl.List(pl.String) if isinstance(schema[name], pl.List) else pl.String for name in types
-            },
+            schema={name: pl.List(pl.String) if isinstance(schema[name], pl.List) else pl.String for name in types},
         )
         block = _frame_block(frame, fields)
     block.row_line = positions[block.row_line]
     moved = [
-        BadLine(line=int(positions[b.line]), reason=b.reason, text=_cut(lines[positions[b.line]]))
-        for b in block.bad
+        BadLine(line=int(positions[b.line]), reason=b.reason, text=_cut(lines[positions[b.line]])) for b in block.bad
     ]
     block.bad = sorted([*moved, *bad], key=lambda item: item.line)
     block.lines = len(lines)
@@ -248,9 +241,7 @@ def _strings(column: RawColumn) -> pl.Series:
     ends = np.empty(n + 1, np.int64)
     gather_bytes(column.data, column.starts, lengths, gathered, ends)
     validity = pa.py_buffer(np.packbits(~absent, bitorder="little")) if absent.any() else None
-    array = pa.Array.from_buffers(
-        pa.large_string(), n, [validity, pa.py_buffer(ends), pa.py_buffer(gathered)]
-    )
+    array = pa.Array.from_buffers(pa.large_string(), n, [validity, pa.py_buffer(ends), pa.py_buffer(gathered)])
     return pl.Series(pl.from_arrow(array))
 
 
@@ -259,6 +250,5 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> 
     missing = [name for name in wanted if name not in present]
     if missing:
         raise DataError(
-            f"{path} has no column {missing[0]!r}. It has: {', '.join(present)}."
-            + near(missing[0], list(present))
+            f"{path} has no column {missing[0]!r}. It has: {', '.join(present)}." + near(missing[0], list(present))
         )

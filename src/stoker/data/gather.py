@@ -91,11 +91,7 @@ class NumpyGather:
             assert shard.row_offsets is not None
             lengths[where] = shard.lengths[local]
             spans[where] = np.stack((shard.row_offsets[local], shard.row_offsets[local + 1]), axis=1)
-            good = (
-                (lengths[where] >= 0).all(axis=1)
-                & (spans[where, 0] >= 0)
-                & (spans[where, 1] <= len(shard.ids))
-            )
+            good = (lengths[where] >= 0).all(axis=1) & (spans[where, 0] >= 0) & (spans[where, 1] <= len(shard.ids))
             good &= spans[where, 1] - spans[where, 0] == lengths[where].sum(axis=1)
             if not good.all():
                 raise _disagree(self._shards, self._starts.tolist(), int(rows[where][np.argmin(good)]))
@@ -140,14 +136,11 @@ class NumbaGather:
         """See :class:`Gather`."""
         count = len(rows)
         tensors = {
-            name: allocate(name, (count, *columns), self._types[name])
-            for name, columns in self._columns.items()
+            name: allocate(name, (count, *columns), self._types[name]) for name, columns in self._columns.items()
         }
         targets = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
         scratch = np.empty((len(targets), count), np.int64)
-        self._kernels.copy_rows(
-            rows, self._starts, self._biggest, self._sources, self._widths, targets, scratch
-        )
+        self._kernels.copy_rows(rows, self._starts, self._biggest, self._sources, self._widths, targets, scratch)
         if self._features:
             offsets = allocate("offsets", (count * self._features + 1,), torch.int64)
             scratch = np.empty((2, count), np.int64)

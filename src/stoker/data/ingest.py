@@ -23,9 +23,7 @@ from stoker.errors import DataError
 __all__ = ["IngestedBlock", "Source", "ingest", "ordered_map"]
 
 PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part
-Sink = Callable[
-    [Block, str, Path], Mapping[str, Any]
-]  # writes a block to a path; returns the journal's record
+Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -225,9 +223,7 @@ def ingest(
     if not any(block.rows for block in finished):
         reason = f" All {limit.bad:,} lines are bad, the first: {limit.first}." if limit.bad else ""
         names = ", ".join(source.path.name for source in sources[:3])
-        raise DataError(
-            f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
-        )
+        raise DataError(f"there is no usable row in {names}.{reason} Check the files, the separator and the columns.")
     return finished, reused
 
 

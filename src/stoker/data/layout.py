@@ -81,9 +81,7 @@ class Layout:
         columns = [block.columns[item] for item in self.dense]
         values = [column.values for column in columns if column.values is not None]
         out["dense"] = (
-            raw_dense(values, block.rows)
-            if self.fitted
-            else dense_values(self.schema.dense, values, block.rows)
+            raw_dense(values, block.rows) if self.fitted else dense_values(self.schema.dense, values, block.rows)
         )
         codes = np.empty((len(self.one_hot), block.rows), np.uint32)
         for slot, index in enumerate(self.one_hot):
@@ -113,9 +111,7 @@ class Layout:
         if isinstance(operand, str):
             same = text_equals(column, operand)
             return (same if operator == "==" else ~same).astype(np.float32)
-        result: npt.NDArray[np.float32] = _COMPARE[operator](np.asarray(column.values), operand).astype(
-            np.float32
-        )
+        result: npt.NDArray[np.float32] = _COMPARE[operator](np.asarray(column.values), operand).astype(np.float32)
         return result
 
     def _times(self, block: Block) -> npt.NDArray[np.int64] | None:
@@ -128,15 +124,11 @@ class Layout:
 
         texts = spans_to_strings(column)
         series = pl.Series(texts, dtype=pl.String)
-        moments = series.str.to_datetime(
-            self.schema.timestamp.format, strict=False, time_unit="us", time_zone="UTC"
-        )
+        moments = series.str.to_datetime(self.schema.timestamp.format, strict=False, time_unit="us", time_zone="UTC")
         wrong = moments.is_null().to_numpy()
         if wrong.any():
             name = self.time.column
-            block.drop(
-                wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time", lambda row: ""
-            )
+            block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time", lambda row: "")
         return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
 
     def _encode(self, index: int, column: RawColumn, codes: Array, out: dict[str, Array]) -> None:
@@ -221,9 +213,7 @@ def block_dictionary_of_texts(column: RawColumn, codes: Array, out: dict[str, Ar
     assert column.lengths is not None
     n = len(column.starts)
     first = _scratch("distinct", n, np.int64)
-    found = dictionary_kernels.block_texts(
-        column.data, column.starts, column.lengths, codes, first, _table(n)
-    )
+    found = dictionary_kernels.block_texts(column.data, column.starts, column.lengths, codes, first, _table(n))
     starts, lengths = column.starts[first[:found]], column.lengths[first[:found]]
     gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
     ends = np.empty(found + 1, np.int64)

@@ -137,9 +137,7 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def load_recipe(
-    recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None
-) -> tuple[Recipe, Schema]:
+def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
     """The recipe with its preset chosen, and its schema; an own schema becomes a recipe of its own."""
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.data import recipes

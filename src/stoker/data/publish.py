@@ -43,9 +43,7 @@ class _Publisher:
         self._wide = any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
 
     def run(self) -> dict[str, Any]:
-        encoder = Encoder(
-            self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide
-        )
+        encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
         counts = self._table_counts(encoder)
         self._check_room()
         jobs = [job for number in range(3) for job in self._shards(number)]
@@ -61,9 +59,7 @@ class _Publisher:
             )
             return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
 
-        splits: dict[str, dict[str, Any]] = {
-            name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS
-        }
+        splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
         features = [column.name for column in self.layout.features]
         unknown = {name: {feature: [0, 0] for feature in features} for name in SPLITS}  # zero ids, all ids
         for file, record, reused in ordered_map(work, jobs, self.task.threads):
@@ -147,9 +143,7 @@ class _Publisher:
         unknown: dict[str, dict[str, list[int]]],
     ) -> dict[str, Any]:
         bad_blocks = [
-            (block.source.path.name, block.lines_before, block.bad_path)
-            for block in self.rows.raw
-            if block.bad
+            (block.source.path.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad
         ]
         bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
         files = {"quarantine.jsonl": stored.describe_file(self.out / "quarantine.jsonl")}
@@ -172,9 +166,7 @@ class _Publisher:
             "schema": schema,
             "schema_hash": stored.hash_schema(schema),
             "features": features.to_dict(),
-            "dense_stats": {
-                c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)
-            },
+            "dense_stats": {c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)},
             "splits": splits,
             "unknown": unknown,
             "files": files,

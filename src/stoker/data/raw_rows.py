@@ -102,21 +102,14 @@ def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
     return path
 
 
-def _raw_frame(
-    task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path]
-) -> pl.LazyFrame:
+def _raw_frame(task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path]) -> pl.LazyFrame:
     parquet = [path for path in paths if source_kind(path, raw.format.kind) == "parquet"]
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
         return pl.scan_parquet(parquet)
-    fields = [
-        Field(column=column, kind=kind, required=column in raw.required)
-        for column, kind in raw.columns.items()
-    ]
-    sources = [
-        Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths
-    ]
+    fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
+    sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
     blocks = _ingest(task, sources, f"raw-{name}", _raw_sink, task.limit)
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
@@ -138,9 +131,7 @@ def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, 
         left = [path for path in left if path not in matched[name]]
     if left:
         patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
-        raise DataError(
-            f"recipe {recipe.name} has no use for {left[0].name}. It reads: {', '.join(patterns)}."
-        )
+        raise DataError(f"recipe {recipe.name} has no use for {left[0].name}. It reads: {', '.join(patterns)}.")
     for name, raw in recipe.inputs.items():
         if not matched[name] and not raw.optional:
             raise DataError(

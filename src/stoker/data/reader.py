@@ -171,9 +171,7 @@ class BatchStream:
             CheckpointError: the state belongs to other data or to another way of cutting it into batches.
         """
         if state.get("kind") != _KIND:
-            raise CheckpointError(
-                "this is not the state of a batch stream: it has no kind 'stoker.BatchStream'."
-            )
+            raise CheckpointError("this is not the state of a batch stream: it has no kind 'stoker.BatchStream'.")
         mine = self.state_dict()
         remedies = {
             "schema_hash": "another dataset (its schema differs). Open the one that the run started on",
@@ -230,9 +228,7 @@ class BatchStream:
             tensors = gather(order.take(start, stop), allocate)
             yield Batch(step=step, **tensors)
 
-    def _allocate(
-        self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not self._reuse:
             return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
         size = prod(shape)
@@ -262,9 +258,7 @@ class _Pages:
             elif self._pool < 0 and order.seed is not None:
                 self._ask(pool, 0, len(order.blocks_of(pool)))
             self._pool, self._asked = pool, 0
-        if (
-            pool + 1 < order.pools and order.seed is not None
-        ):  # in file order the kernel reads ahead by itself
+        if pool + 1 < order.pools and order.seed is not None:  # in file order the kernel reads ahead by itself
             begin, end = int(order.pool_starts[pool]), int(order.pool_starts[pool + 1])
             blocks = len(order.blocks_of(pool + 1))
             # Evenly over the pool, so that no single batch waits for the asking.

@@ -44,9 +44,7 @@ class RawInput:
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():
             if kind not in RAW_TYPES:
-                raise SchemaError(
-                    f"raw column {name!r}: type {kind!r} is not one of: {', '.join(RAW_TYPES)}."
-                )
+                raise SchemaError(f"raw column {name!r}: type {kind!r} is not one of: {', '.join(RAW_TYPES)}.")
         unknown = sorted(set(self.required) - set(self.columns))
         if unknown:
             raise SchemaError(f"required columns {unknown} are not among the raw columns.")

@@ -136,9 +136,7 @@ class DenseColumn:
     fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
     clip_min: float | None = None
     clip_max: float | None = None
-    transforms: tuple[
-        str, ...
-    ] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
+    transforms: tuple[str, ...] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", tuple(self.transforms))
@@ -160,9 +158,7 @@ class DenseColumn:
     @property
     def fitted(self) -> bool:
         """Whether training rows must be seen before a value can be written."""
-        return isinstance(self.fill, str) or bool(
-            self.transforms and self.transforms[-1] in FITTED_TRANSFORMS
-        )
+        return isinstance(self.fill, str) or bool(self.transforms and self.transforms[-1] in FITTED_TRANSFORMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +177,7 @@ class CategoricalColumn:
     modulo: int | None = None  # int and hex: the value modulo this, before the vocabulary
     hash_buckets: int | None = None
     oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
-    missing: str = (
-        "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
-    )
+    missing: str = "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
     fill: int | float | str | None = None  # instead: an empty field is this value
 
     def __post_init__(self) -> None:
@@ -240,9 +234,7 @@ class SplitRule:
     test: float = 0.1
     runs: int = 7  # runs: equal runs of lines; the last is halved in file order, first test then validation
     column: str | None = None  # hash: None hashes the row number; leave_last_out, last_touch: the user
-    values: Mapping[str, str] = field(
-        default_factory=dict
-    )  # column: raw value -> train | valid | test | drop
+    values: Mapping[str, str] = field(default_factory=dict)  # column: raw value -> train | valid | test | drop
     files: Mapping[str, str] = field(default_factory=dict)  # files: name pattern -> as above, or halves
     min_rows: int = 3  # leave_last_out: users with fewer rows only train
     seed: int = 0  # hash
@@ -276,9 +268,7 @@ class Schema:
     split: SplitRule = field(default_factory=SplitRule)
     source: SourceFormat = field(default_factory=SourceFormat)
     timestamp: Timestamp | None = None
-    negative_keep: float = (
-        1.0  # share of the rows with label 0 that is kept, in every split, before the split
-    )
+    negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
     seed: int = 0  # of that choice
     name: str = "custom"
 
@@ -286,15 +276,11 @@ class Schema:
         for key in ("dense", "categorical", "sequence"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
         if not (self.dense or self.categorical or self.sequence):
-            raise SchemaError(
-                "the schema has no feature. Add at least one dense, categorical or sequence column."
-            )
+            raise SchemaError("the schema has no feature. Add at least one dense, categorical or sequence column.")
         names = [column.name for column in self.dense] + [column.name for column in self.features]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise SchemaError(
-                f"columns {twice} are named twice. Rename one and point `source` at the raw column."
-            )
+            raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
         if not 0 < self.negative_keep <= 1:
             fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
         if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:

@@ -92,9 +92,7 @@ def build_schema(
         elif key in ("dense", "categorical", "sequence"):
             if not isinstance(value, list | tuple):
                 raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
-            built[key] = tuple(
-                _build(part, item, f"{where}: {key}[{index}]") for index, item in enumerate(value)
-            )
+            built[key] = tuple(_build(part, item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
         else:
             if key == "label" and isinstance(value, str):
                 value = {"column": value}
@@ -115,16 +113,13 @@ def _check_rule_keys(value: Mapping[str, Any], where: str, rule_keys: Mapping[st
     foreign = sorted((set(value) & all_keys) - set(rule_keys[rule]))
     if foreign:
         raise SchemaError(
-            f"{where}: {foreign[0]} does not belong to rule {rule!r}, "
-            f"which takes: {', '.join(rule_keys[rule])}."
+            f"{where}: {foreign[0]} does not belong to rule {rule!r}, which takes: {', '.join(rule_keys[rule])}."
         )
 
 
 def _build(cls: type[Any], value: Any, where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise SchemaError(
-            f"{where}: must be a table with the keys {', '.join(_names(cls))}; found {value!r}."
-        )
+        raise SchemaError(f"{where}: must be a table with the keys {', '.join(_names(cls))}; found {value!r}.")
     _check_keys(cls, value, where)
     _check_types(cls, value, where)
     return _construct(cls, value, where)
@@ -145,9 +140,7 @@ def _check_keys(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
     allowed = _names(cls)
     for key in values:
         if key not in allowed:
-            raise SchemaError(
-                f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}.{near(key, allowed)}"
-            )
+            raise SchemaError(f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}.{near(key, allowed)}")
     for item in fields(cls):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise SchemaError(f"{where}: the key {item.name!r} is missing.")

@@ -121,16 +121,12 @@ def write_shard(
     if lengths is not None and row_offsets is not None:
         arrays |= {"lengths": lengths, "row_offsets": row_offsets}
     elif lengths is not None or row_offsets is not None:
-        raise DataError(
-            f"shard {path.name}: lengths and row_offsets belong together; one of them is missing."
-        )
+        raise DataError(f"shard {path.name}: lengths and row_offsets belong together; one of them is missing.")
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     if problem := _problem(shapes):
         raise DataError(f"shard {path.name}: {problem}.")
     if row_offsets is not None and lengths is not None and len(labels):
-        if row_offsets[0] != 0 or not np.array_equal(
-            np.diff(row_offsets), lengths.sum(axis=1, dtype=np.int64)
-        ):
+        if row_offsets[0] != 0 or not np.array_equal(np.diff(row_offsets), lengths.sum(axis=1, dtype=np.int64)):
             raise DataError(f"shard {path.name}: row_offsets are not the running sum of the lengths.")
         if row_offsets[-1] != len(ids):
             raise DataError(
@@ -158,9 +154,7 @@ def write_shard(
                 digest.update(view[start : start + _CHUNK])
                 file.write(view[start : start + _CHUNK])
             size += len(view)
-    return ShardInfo(
-        file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest()
-    )
+    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> Any:
@@ -232,17 +226,13 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     """
     path = Path(path)
     if sys.byteorder != "little":
-        raise DataError(
-            "Stoker's shards are little-endian and mapped as they lie; this machine is big-endian."
-        )
+        raise DataError("Stoker's shards are little-endian and mapped as they lie; this machine is big-endian.")
     try:
         with path.open("rb") as file:
             extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
     except ValueError as error:
-        raise DataError(
-            f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again."
-        ) from error
+        raise DataError(f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}.") from error
     try:

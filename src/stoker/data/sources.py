@@ -60,11 +60,7 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
         path = Path(pattern)
         if path.is_dir():
             raise DataError(f"{path} is a directory. Name its files, for example '{path}/*'.")
-        found = (
-            [path]
-            if path.exists()
-            else sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
-        )
+        found = [path] if path.exists() else sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
         found = [item for item in found if not item.is_dir()]
         if not found:
             raise DataError(f"there is no file {str(pattern)!r}. Check the path or the pattern.")

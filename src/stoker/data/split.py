@@ -30,9 +30,7 @@ _CHECKED = 2**16  # rows looked at together
 class Split:
     """The rows of one split. ``len(split)`` is their number."""
 
-    def __init__(
-        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str
-    ) -> None:
+    def __init__(self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str) -> None:
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards
         self.schema = schema

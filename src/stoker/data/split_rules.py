@@ -62,9 +62,7 @@ def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
     """What the rule "files" makes of each file; the first pattern that matches decides."""
     targets = []
     for name in names:
-        target = next(
-            (t for pattern, t in schema.split.files.items() if fnmatch.fnmatch(name, pattern)), None
-        )
+        target = next((t for pattern, t in schema.split.files.items() if fnmatch.fnmatch(name, pattern)), None)
         if target is None:
             patterns = list(schema.split.files)
             raise DataError(
@@ -85,9 +83,7 @@ class Splitter:
         open_part: opens the arrays of a part.
     """
 
-    def __init__(
-        self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str], open_part: Open
-    ) -> None:
+    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str], open_part: Open) -> None:
         self.schema, self.rule, self.parts, self._open = schema, schema.split, list(parts), open_part
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
         self._kept_before = [part.start for part in self.parts]  # kept rows in the parts before
@@ -187,9 +183,7 @@ class Splitter:
         for part in self.parts:
             with self._open(part) as arrays:
                 ends = arrays["ends.user"]
-                self._refs.append(
-                    builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64))
-                )
+                self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
         users = builder.entries
         del builder
         times = np.full((2, users), np.iinfo(np.int64).min)

@@ -76,16 +76,13 @@ class Task:
         present = {entry.name for entry in self.out.iterdir()} if self.out.exists() else set()
         if "manifest.json" in present:
             if not overwrite:
-                raise DataError(
-                    f"{self.out} already holds a dataset. Choose another --out, or pass --overwrite."
-                )
+                raise DataError(f"{self.out} already holds a dataset. Choose another --out, or pass --overwrite.")
             (self.out / "manifest.json").unlink()  # from here on nobody takes the old files for a dataset
             shutil.rmtree(self.out / ".work", ignore_errors=True)
         elif present and ".work" not in present and not present <= set(_OURS):
             foreign = sorted(present - set(_OURS))
             raise DataError(
-                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). "
-                "Choose another --out."
+                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). Choose another --out."
             )
         self.out.mkdir(parents=True, exist_ok=True)
 

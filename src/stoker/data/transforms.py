@@ -18,9 +18,7 @@ from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
 __all__ = ["DenseFit", "dense_values", "fit_dense", "raw_dense", "select_rank"]
 
 Array = npt.NDArray[Any]
-Passes = Callable[
-    [], Iterator[npt.NDArray[np.float64]]
-]  # training rows [n, D] part by part, as often as needed
+Passes = Callable[[], Iterator[npt.NDArray[np.float64]]]  # training rows [n, D] part by part, as often as needed
 _jit: Any = nb.njit(nogil=True, cache=True)
 _BINS = 2**16
 
@@ -78,9 +76,7 @@ def fit_dense(columns: Sequence[DenseColumn], passes: Passes) -> list[DenseFit]:
     """Fit every column on training rows: first the fills, then the scales of filled, clipped values."""
     fills = _fit_fills(columns, passes)
     plain = [DenseFit(fill=fill) for fill in fills]
-    wanted = [
-        c.transforms[-1] if c.transforms and c.transforms[-1] in FITTED_TRANSFORMS else "" for c in columns
-    ]
+    wanted = [c.transforms[-1] if c.transforms and c.transforms[-1] in FITTED_TRANSFORMS else "" for c in columns]
     if not any(wanted):
         return plain
     total = 0

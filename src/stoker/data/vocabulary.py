@@ -69,9 +69,7 @@ class TableBuilder:
         """Add a dictionary of numbers with their training counts; returns the entry of each value."""
         self._make_room(len(values))
         refs = np.empty(len(values), np.int32)
-        self.entries = kernels.insert_ints(
-            self._slots, values, counts, self._values, self._counts, self.entries, refs
-        )
+        self.entries = kernels.insert_ints(self._slots, values, counts, self._values, self._counts, self.entries, refs)
         return refs
 
     def add_texts(self, data: Array, ends: Array, counts: Array) -> npt.NDArray[np.int32]:
@@ -90,8 +88,7 @@ class TableBuilder:
         needed = self.entries + more
         if needed > _MAX_ENTRIES:
             raise DataError(
-                f"a table has more than {_MAX_ENTRIES:,} distinct values. "
-                "Give its columns hash_buckets or modulo."
+                f"a table has more than {_MAX_ENTRIES:,} distinct values. Give its columns hash_buckets or modulo."
             )
         if needed > len(self._counts):
             size = max(needed, len(self._counts) * 3 // 2)

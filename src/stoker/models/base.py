@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stoker.data.batch import Batch
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
 from stoker.ops import BackendName
+from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, TableConfig, tables_for
 
@@ -123,7 +123,7 @@ class RecModel(nn.Module, ABC):
         if batch.labels is None:
             raise ValueError(f"batch {batch.step} has no labels, so it has no loss. Use predict instead.")
         logits = self(batch)
-        return F.binary_cross_entropy_with_logits(logits, batch.labels.to(logits.device))
+        return binary_cross_entropy(logits, batch.labels.to(logits.device))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Tensor:

@@ -26,9 +26,7 @@ class Cross(nn.Module):
     def __init__(self, width: int, rank: int | None, generator: torch.Generator) -> None:
         super().__init__()
         self.down = (
-            None
-            if rank is None
-            else normal(rank, width, std=math.sqrt(2.0 / (rank + width)), generator=generator)
+            None if rank is None else normal(rank, width, std=math.sqrt(2.0 / (rank + width)), generator=generator)
         )
         self.up = linear(width if rank is None else rank, width, generator)
 
@@ -63,9 +61,7 @@ class DCN(RecModel):
     ) -> None:
         super().__init__(spec, **settings)
         if cross_layers < 1 or (rank is not None and rank < 1):
-            raise ConfigError(
-                f"DCN with cross_layers={cross_layers} and rank={rank}: both must be at least 1."
-            )
+            raise ConfigError(f"DCN with cross_layers={cross_layers} and rank={rank}: both must be at least 1.")
         if structure not in ("parallel", "stacked"):
             raise ConfigError(f"DCN structure {structure!r} is unknown. Choose 'parallel' or 'stacked'.")
         width = len(spec.dense) + len(spec.features) * self.embedding_dim

@@ -34,9 +34,7 @@ class DeepFM(RecModel):
 
     name: ClassVar[str] = "deepfm"
 
-    def __init__(
-        self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Any
-    ) -> None:
+    def __init__(self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Any) -> None:
         super().__init__(spec, **settings)
         if self.embedding_dim < 2:
             raise ConfigError(

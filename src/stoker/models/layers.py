@@ -43,14 +43,10 @@ class MLP(nn.Module):
         last_relu: whether the last layer has a ReLU too.
     """
 
-    def __init__(
-        self, inputs: int, sizes: Sequence[int], *, generator: torch.Generator, last_relu: bool
-    ) -> None:
+    def __init__(self, inputs: int, sizes: Sequence[int], *, generator: torch.Generator, last_relu: bool) -> None:
         super().__init__()
         if not sizes or min(sizes) < 1:
-            raise ConfigError(
-                f"an MLP of sizes {tuple(sizes)} cannot be: give at least one layer, each at least 1."
-            )
+            raise ConfigError(f"an MLP of sizes {tuple(sizes)} cannot be: give at least one layer, each at least 1.")
         self.last_relu = last_relu
         self.layers = nn.ModuleList(
             linear(before, size, generator) for before, size in zip((inputs, *sizes), sizes, strict=False)

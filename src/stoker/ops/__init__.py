@@ -39,9 +39,7 @@ def _load(name: str) -> Backend:
         return CpuBackend()
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
-            raise DependencyError(
-                "backend 'triton' needs triton, which is not installed. Run: pip install triton"
-            )
+            raise DependencyError("backend 'triton' needs triton, which is not installed. Run: pip install triton")
         from stoker.ops.triton_backend import TritonBackend
 
         backend: Backend = TritonBackend()
@@ -60,9 +58,7 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
         package, wanted = ("triton", "triton") if device.type == "cuda" else ("numba", "cpu")
         return _load(wanted if importlib.util.find_spec(package) is not None else "reference")
     if name == "cpu" and device.type != "cpu":
-        raise ConfigError(
-            f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'."
-        )
+        raise ConfigError(f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'.")
     if name == "triton" and device.type != "cuda":
         backend = _load(name)
         from stoker.ops.triton_backend import interpreted

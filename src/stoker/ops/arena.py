@@ -1,7 +1,8 @@
 """Buffers that are used again once nobody refers to them.
 
-Fresh large buffers cost more than a gather: the kernel zeroes every page anew, and the C library gives them back at every
-free. A tensor from an arena returns its memory when its last reference dies, not before, so holding on to it is safe.
+Fresh large buffers cost more than a gather: the kernel zeroes every page anew, and the C library gives them
+back at every free. A tensor from an arena returns its memory when its last reference dies, not before, so
+holding on to it is safe.
 """
 
 from __future__ import annotations

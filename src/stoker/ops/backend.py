@@ -73,12 +73,14 @@ class Backend:
             values = reference.init_rows(key, start + begin, start + stop, out.shape[1], scale)
             out[begin:stop] = values.to(out.dtype)
 
+    def synchronize(self) -> None:
+        """Raise what a device found out late, such as an id outside its table; where nothing is late, nothing."""
+        return None
+
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         """Gradient of the per-sample weights [L]."""
         rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
-        return reference.per_sample_weight_gradient(
-            weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1])
-        )
+        return reference.per_sample_weight_gradient(weight, rows, bags.offsets, grad.reshape(-1, weight.shape[1]))
 
 
 class ReferenceBackend(Backend):

@@ -37,6 +37,15 @@ def _flat(tensor: Tensor) -> np.ndarray:
     return array
 
 
+def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
+    """The memory of a gradient [B, F, D] from its first element on, and its strides by example and by feature."""
+    if grad.stride(2) != 1 and grad.shape[2] > 1:
+        grad = grad.contiguous()
+    batch, features, dim = grad.shape
+    extent = (batch - 1) * grad.stride(0) + (features - 1) * grad.stride(1) + dim
+    return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
+
+
 class _Layout:
     """Tables and their features as arrays, largest table first, for one address space."""
 
@@ -146,17 +155,13 @@ class CpuBackend(Backend):
         )
         weighted = bags.weights is not None
         mean = bags.mean and bags.offsets is not None
-        kernel = kernels.update_kernel(
-            dim, bags.offsets is not None, weighted, mean, _RULES[rule.kind], flags
-        )
+        kernel = kernels.update_kernel(dim, bags.offsets is not None, weighted, mean, _RULES[rule.kind], flags)
         if bags.offsets is None:
             offsets, occurrences = _NO_OFFSETS, layout.per_table * batch
         else:
             offsets = bags.offsets.contiguous().numpy()
             lengths = np.diff(offsets).reshape(-1, count).sum(0)
-            occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(
-                np.int64
-            )
+            occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(np.int64)
         threads = torch.get_num_threads()
         # Few tables and several threads: split each table's rows, so that every thread has work.
         parts = 1 if len(layout.items) >= 4 * threads or threads == 1 else 4 * threads
@@ -188,7 +193,7 @@ class CpuBackend(Backend):
                 bags.ids.contiguous().reshape(-1).numpy(),
                 offsets,
                 _flat(bags.weights.to(torch.float32)) if bags.weights is not None else _NO_FLOATS,
-                _flat(grad.to(torch.float32).contiguous()),
+                *_strided(grad.to(torch.float32)),
                 layout.start,
                 layout.features,
                 layout.first_row,

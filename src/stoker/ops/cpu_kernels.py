@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+
 from stoker.ops.llvm_rows import (
     fetch_add,
     prefetch,
@@ -87,9 +88,7 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
                         return
                     to = (b * features + f) * dim
                     if weighted:
-                        row_accumulate(
-                            dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f]
-                        )
+                        row_accumulate(dim, scaled, 1, out, to, weight, (bases[f] + i) * dim, scale[b * features + f])
                     else:
                         row_copy(dim, out, to, weight, (bases[f] + i) * dim)
 
@@ -165,6 +164,8 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             offsets,
             scale,
             grad,
+            example_stride,
+            feature_stride,
             table_start,
             table_features,
             first_row,
@@ -182,9 +183,8 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
         me = thread_index(p)
         keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
         features = len(table_features)
-        bags = len(offsets) - 1 if jagged else len(ids)
-        batch = bags // features
-        ahead = examples_ahead * features
+        batch = (len(offsets) - 1 if jagged else len(ids)) // features
+        ahead = examples_ahead
         lr, eps, share = constants[0], constants[1], constants[2]
         while True:
             item = fetch_add(cursor, 1)
@@ -205,9 +205,10 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
-                    if bag + ahead < bags:
-                        # One table's gradients lie a whole example apart: too far for the processor to guess.
-                        at = (bag + ahead) * dim
+                    source = b * example_stride + table_features[owned] * feature_stride
+                    if b + ahead < batch:
+                        # One table's gradients may lie a whole example apart: too far for the processor to guess.
+                        at = source + ahead * example_stride
                         for line in range(0, dim, _LINE):
                             prefetch(grad, at + line)
                     begin, end = bag, bag + 1
@@ -225,9 +226,7 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                         while keys[h] != row and keys[h] >= 0:
                             h = (h + 1) & mask
                         if keys[h] == row:
-                            row_accumulate(
-                                dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, bag * dim, one
-                            )
+                            row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
                         else:
                             keys[h] = row
                             slots[h] = count
@@ -235,12 +234,12 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                             at = (first + row) * dim
                             for line in range(0, dim, _LINE):
                                 prefetch(weight, at + line)
-                            if rule == ADAGRAD or rule == ADAM:
+                            if rule in (ADAGRAD, ADAM):
                                 for line in range(0, dim, _LINE):
                                     prefetch(state, at + line)
                             elif rule == ROWWISE_ADAGRAD:
                                 prefetch(state, first + row)
-                            row_accumulate(dim, scaled, 1, buffer, count * dim, grad, bag * dim, one)
+                            row_accumulate(dim, scaled, 1, buffer, count * dim, grad, source, one)
                             count += 1
             salt = rounding[table]
             for u in range(count):
@@ -256,9 +255,7 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                 elif rule == ADAGRAD:
                     row_adagrad(dim, weight, at, state, buffer, g, lr, eps, salt, local * dim)
                 elif rule == ROWWISE_ADAGRAD:
-                    row_rowwise_adagrad(
-                        dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim
-                    )
+                    row_rowwise_adagrad(dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim)
                 else:
                     row_adam(dim, weight, at, state, state2, buffer, g, constants[6:], salt, local * dim)
 

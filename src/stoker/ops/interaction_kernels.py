@@ -59,8 +59,8 @@ def backward_kernel(dim: int) -> Kernel:
     """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
 
     def backward(p):
-        dense, embedded, grad, grad_dense, grad_embedded, features, batch, cursor, block, all_rows = (
-            arguments(p)
+        dense, embedded, grad, grad_dense, grad_embedded, stride, features, batch, cursor, block, all_rows = arguments(
+            p
         )
         rows = all_rows[thread_index(p)]
         vectors = features + 1
@@ -77,12 +77,10 @@ def backward_kernel(dim: int) -> Kernel:
                 row_copy(dim, grad_dense, b * dim, grad, b * width)
                 weighted_rows(dim, 0, grad_dense, b * dim, rows, dim, features, grad, triangle, 1, 1)
                 for v in range(1, vectors):
-                    to = (b * features + v - 1) * dim
+                    to = (v - 1) * stride + b * dim
                     across = triangle + v * (v - 1) // 2
                     down = triangle + v * (v + 1) // 2 + v
                     weighted_rows(dim, 1, grad_embedded, to, rows, 0, v, grad, across, 1, 0)
-                    weighted_rows(
-                        dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1
-                    )
+                    weighted_rows(dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1)
 
     return Kernel(backward)

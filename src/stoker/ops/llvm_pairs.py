@@ -26,17 +26,13 @@ def _data(context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value) -> 
 def _splat(b: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
     kind = ir.VectorType(_F32, width)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(
-        one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, width), [0] * width)
-    )
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, width), [0] * width))
 
 
 def _multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     kind = z.type
     name = f"llvm.fmuladd.v{kind.count}f32"
-    return b.call(
-        cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name), [x, y, z]
-    )
+    return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(kind, [kind] * 3), name), [x, y, z])
 
 
 @intrinsic
@@ -101,9 +97,7 @@ def dots(typingctx, dim, row, row_at, columns, columns_at, stride, out, out_at):
 
 
 @intrinsic(prefer_literal=True)
-def weighted_rows(
-    typingctx, dim, fresh, out, out_at, rows, rows_at, count, weights, weights_at, step, growth
-):
+def weighted_rows(typingctx, dim, fresh, out, out_at, rows, rows_at, count, weights, weights_at, step, growth):
     """``out (+)= sum over j < count of weights[w_j] * rows[j]``, with w_0 = weights_at.
 
     w_{j+1} = w_j + step, and step grows by ``growth`` each time: walks a row (1, 0) or a column (k, 1) of a triangle

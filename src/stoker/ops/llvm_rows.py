@@ -85,9 +85,7 @@ class _Vec:
 def _splat(b: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
     kind = ir.VectorType(scalar.type, width)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return b.shuffle_vector(
-        one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, width), [0] * width)
-    )
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, width), [0] * width))
 
 
 def _sqrt(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -118,9 +116,7 @@ def _bits(b: ir.IRBuilder, key: ir.Value, counter: ir.Value, start: int, width: 
 class _Row:
     """One row in memory: ``dim`` elements of a float32 array, or of a uint16 array that holds bfloat16."""
 
-    def __init__(
-        self, context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value, offset: ir.Value
-    ) -> None:
+    def __init__(self, context: Any, b: ir.IRBuilder, kind: types.Array, array: ir.Value, offset: ir.Value) -> None:
         data = context.make_array(kind)(context, b, array).data
         self.b, self.half = b, kind.dtype == types.uint16
         self.pointer = b.gep(data, [offset])
@@ -136,9 +132,7 @@ class _Row:
         raw = b.shl(raw, ir.Constant(raw.type, [16] * width))
         return _Vec(b, b.bitcast(raw, ir.VectorType(_F32, width)))
 
-    def store(
-        self, start: int, vec: _Vec, key: ir.Value | None = None, counter: ir.Value | None = None
-    ) -> None:
+    def store(self, start: int, vec: _Vec, key: ir.Value | None = None, counter: ir.Value | None = None) -> None:
         b, width = self.b, vec.width
         if not self.half:
             b.store(vec.value, self._at(start, vec.value.type), align=4)
@@ -310,9 +304,7 @@ def row_condition(typingctx, dim, flags, grad, grad_at, row, row_at, clip_value,
             parts = [part.clamp(args[6]) for part in parts]
         if flags & CLIP_NORM:
             norm = _sqrt(b, _norm_squared(b, parts))
-            scale = b.select(
-                b.fcmp_ordered(">", norm, args[7]), b.fdiv(args[7], norm), ir.Constant(_F32, 1.0)
-            )
+            scale = b.select(b.fcmp_ordered(">", norm, args[7]), b.fdiv(args[7], norm), ir.Constant(_F32, 1.0))
             parts = [part * scale for part in parts]
         for (start, width), part in zip(chunks, parts, strict=True):
             if flags & DECAY:
@@ -360,9 +352,7 @@ def row_adagrad(typingctx, dim, row, row_at, total, grad, grad_at, lr, eps, key,
 
 
 @intrinsic(prefer_literal=True)
-def row_rowwise_adagrad(
-    typingctx, dim, row, row_at, total, index, grad, grad_at, lr, eps, share, key, counter
-):
+def row_rowwise_adagrad(typingctx, dim, row, row_at, total, index, grad, grad_at, lr, eps, share, key, counter):
     """``total[index] += mean(grad**2); row -= lr / (sqrt(total[index]) + eps) * grad``; ``share`` is 1/dim."""
     f32 = types.float32
     signature = types.void(
@@ -388,9 +378,7 @@ def row_rowwise_adagrad(
 @intrinsic(prefer_literal=True)
 def row_adam(typingctx, dim, row, row_at, mean, square, grad, grad_at, constants, key, counter):
     """Adam; ``constants`` is a float32 array [beta1, 1 - beta1, beta2, 1 - beta2, lr/bias1, 1/sqrt(bias2), eps]."""
-    signature = types.void(
-        dim, row, types.intp, mean, square, grad, types.intp, constants, types.int64, types.int64
-    )
+    signature = types.void(dim, row, types.intp, mean, square, grad, types.intp, constants, types.int64, types.int64)
 
     def codegen(context, b, signature, args):
         kinds = signature.args
@@ -399,9 +387,7 @@ def row_adam(typingctx, dim, row, row_at, mean, square, grad, grad_at, constants
         square = _Row(context, b, kinds[4], args[4], args[2])
         grad = _Row(context, b, kinds[5], args[5], args[6])
         data = context.make_array(kinds[7])(context, b, args[7]).data
-        beta1, rest1, beta2, rest2, step, root, eps = (
-            b.load(b.gep(data, [ir.Constant(_I64, i)])) for i in range(7)
-        )
+        beta1, rest1, beta2, rest2, step, root, eps = (b.load(b.gep(data, [ir.Constant(_I64, i)])) for i in range(7))
         for start, width in _chunks(kinds[0].literal_value):
             g = grad.load(start, width)
             m = mean.load(start, width) * beta1 + g * rest1

@@ -1,9 +1,10 @@
 """A chain of linear layers with ReLU between them, on the fastest matrix products the processor has.
 
-torch sends float32 products on the CPU to MKL, which uses half-width vectors on processors that are not Intel's; oneDNN
-lies beside it in the same package and uses what the processor has (2.4 times as fast on a Zen 5). Under bfloat16 autocast
-the same chain runs in bfloat16 with float32 weights, each cast once a step. Results agree within rounding. Elsewhere
-(GPU, other types, inside ``torch.compile``) this is ``F.linear`` and ReLU.
+torch sends float32 products on the CPU to MKL, which uses half-width vectors on processors that are not
+Intel's; oneDNN lies beside it in the same package and uses what the processor has (2.4 times as fast on a Zen
+5). Under bfloat16 autocast the same chain runs in bfloat16 with float32 weights, each cast once a step.
+Results agree within rounding. Elsewhere (GPU, other types, inside ``torch.compile``) this is ``F.linear`` and
+ReLU.
 
 Legend: B examples, L layers.
 """

@@ -1,12 +1,13 @@
 """Runs a Numba kernel on torch's own OpenMP threads.
 
-A second thread pool beside torch's starves: between two matrix products torch's workers spin on the very cores that the
-pool's threads want (measured: a second thread of ours gained nothing inside a training step). So where torch's OpenMP is
-GNU's, kernels are handed to it; elsewhere to a :class:`stoker.ops.threads.Team`. Numba's own ``parallel=True`` is not used:
-its pools are a third set of threads, and unsafe next to torch's.
+A second thread pool beside torch's starves: between two matrix products torch's workers spin on the very
+cores that the pool's threads want (measured: a second thread of ours gained nothing inside a training step).
+So where torch's OpenMP is GNU's, kernels are handed to it; elsewhere to a :class:`stoker.ops.threads.Team`.
+Numba's own ``parallel=True`` is not used: its pools are a third set of threads, and unsafe next to torch's.
 
-A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may ask ``thread_index(p)``;
-all threads run it with the same arguments and share work through a cursor array, so it works with any number of threads.
+A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may ask
+``thread_index(p)``; all threads run it with the same arguments and share work through a cursor array, so it
+works with any number of threads.
 """
 
 from __future__ import annotations
@@ -114,9 +115,7 @@ class Kernel:
 
     def run(self, *values: Any, threads: int | None = None) -> None:
         """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous."""
-        key = tuple(
-            (v.dtype.num, v.ndim, v.flags.writeable) if isinstance(v, np.ndarray) else type(v) for v in values
-        )
+        key = tuple((v.dtype.num, v.ndim, v.flags.writeable) if isinstance(v, np.ndarray) else type(v) for v in values)
         known = self._entries.get(key)
         if known is None:
             kind = types.Tuple([typeof(value) for value in values])

@@ -107,9 +107,7 @@ def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean
         return values * weights.to(values.dtype).unsqueeze(1)
     if mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(
-            1
-        )
+        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(1)
     return values
 
 
@@ -164,9 +162,7 @@ def row_norm_squared(values: Tensor) -> Tensor:
     """
     squares = values * values
     pad = -squares.shape[1] % _LANES
-    squares = torch.nn.functional.pad(squares, (0, pad)).view(
-        len(values), (values.shape[1] + pad) // _LANES, _LANES
-    )
+    squares = torch.nn.functional.pad(squares, (0, pad)).view(len(values), (values.shape[1] + pad) // _LANES, _LANES)
     lanes = torch.zeros(len(values), _LANES, dtype=values.dtype, device=values.device)
     for chunk in range(squares.shape[1]):
         lanes = lanes + squares[:, chunk]

@@ -22,9 +22,7 @@ class AddressSpace:
     rows: tuple[int, ...]  # [T] rows of each table
     features: tuple[str, ...]  # [F] feature names in batch order
     table_of: tuple[int, ...]  # [F] position of each feature's table
-    first_row: np.ndarray = field(
-        init=False
-    )  # [T + 1] int64, first address of each table; the last is the total
+    first_row: np.ndarray = field(init=False)  # [T + 1] int64, first address of each table; the last is the total
     bases: Tensor = field(init=False)  # [F] int64, first address of each feature's table
     limits: Tensor = field(init=False)  # [F] int64, rows of each feature's table
 
@@ -67,16 +65,13 @@ class AddressSpace:
         if offsets is None:
             bag = position
         else:
-            bag = (
-                int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True))
-                - 1
-            )
+            bag = int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True)) - 1
         example, feature = divmod(bag, len(self.features))
         table = self.table_of[feature]
         raise IndexError(
-            f"example {example} has id {int(ids.reshape(-1)[position])} in feature {self.features[feature]!r}, but table "
-            f"{self.names[table]!r} holds the ids 0 to {self.rows[table] - 1:,}. Map unseen values to id 0, or build "
-            "the table with more rows."
+            f"example {example} has id {int(ids.reshape(-1)[position])} in feature {self.features[feature]!r}, but "
+            f"table {self.names[table]!r} holds the ids 0 to {self.rows[table] - 1:,}. Map unseen values to id 0, "
+            "or build the table with more rows."
         )
 
 

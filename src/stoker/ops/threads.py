@@ -18,9 +18,7 @@ __all__ = ["Team", "team"]
 class _Helper(threading.Thread):
     def __init__(self, index: int) -> None:
         super().__init__(name=f"stoker-kernel-{index}", daemon=True)
-        self.jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], list[Any], threading.Lock]] = (
-            SimpleQueue()
-        )
+        self.jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], list[Any], threading.Lock]] = SimpleQueue()
         self.start()
 
     def run(self) -> None:

@@ -57,9 +57,7 @@ class _Segments(NamedTuple):
 
     rows: Tensor  # [L] row addresses, rising
     segments: Tensor  # [L] int64, running number of the distinct row, from 1
-    starts: (
-        Tensor  # [L + 1] int64, where each distinct row begins; the number of rows is not known on the host
-    )
+    starts: Tensor  # [L + 1] int64, where each distinct row begins; the number of rows is not known on the host
     sources: Tensor  # [L] int64, bag of each occurrence
     scales: Tensor | None  # [L] float32, factor of each occurrence's gradient
 
@@ -357,9 +355,7 @@ def _bag_of(bags: Bags) -> Tensor | None:
         return None
     lengths = bag_lengths(bags.offsets)
     bag = torch.arange(len(lengths), device=lengths.device)
-    return torch.repeat_interleave(
-        bag, lengths, output_size=bags.ids.numel()
-    )  # with the size given, no waiting
+    return torch.repeat_interleave(bag, lengths, output_size=bags.ids.numel())  # with the size given, no waiting
 
 
 def _bits(weight: Tensor) -> Tensor:

@@ -127,9 +127,7 @@ def lookup_bags_kernel(
             inside = here & (row >= 0) & (row < limit)
             outside = here & ((row < 0) | (row >= limit))
             worst = tl.minimum(worst, tl.where(outside, at, _NONE))
-            values = read_rows(
-                weight, (base + row)[:, None] * D + column[None, :], inside[:, None] & within, BF16
-            )
+            values = read_rows(weight, (base + row)[:, None] * D + column[None, :], inside[:, None] & within, BF16)
             if SCALED:
                 values = values * tl.load(scales + at, mask=here, other=0.0)[:, None]
             # A finished bag adds +0.0, which changes nothing: a sum that began at +0.0 is never -0.0.

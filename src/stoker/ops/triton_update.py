@@ -200,15 +200,11 @@ def update_kernel(
     short = tl.where(live & (end - begin <= LONG), end - begin, 0)
 
     place = tl.load(sources + begin, mask=live, other=0)
-    g = tl.load(
-        totals + (begin // LONG)[:, None] * D + column[None, :], mask=long[:, None] & within, other=0.0
-    )
+    g = tl.load(totals + (begin // LONG)[:, None] * D + column[None, :], mask=long[:, None] & within, other=0.0)
     for first in range(0, tl.max(short, axis=0), UNROLL):
         for step in tl.static_range(UNROLL):
             more = first + step < short
-            width = tl.where(
-                more, D, 0
-            )  # Triton 3.6 fails to compile the plain mask, more & within, for small D
+            width = tl.where(more, D, 0)  # Triton 3.6 fails to compile the plain mask, more & within, for small D
             source = tl.load(sources + begin + first + step, mask=more, other=0)
             values = tl.load(
                 grad + source[:, None] * D + column[None, :], mask=column[None, :] < width[:, None], other=0.0

@@ -34,14 +34,10 @@ class TableConfig:
     name: str
     num_embeddings: int  # rows
     embedding_dim: int  # columns
-    features: tuple[
-        str, ...
-    ] = ()  # features that look rows up here; empty means one feature named like the table
+    features: tuple[str, ...] = ()  # features that look rows up here; empty means one feature named like the table
     pooling: Literal["sum", "mean"] = "sum"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; optimizer state is always float32
-    init_scale: float | None = (
-        None  # rows start uniform in [-init_scale, init_scale); None means sqrt(1 / rows)
-    )
+    init_scale: float | None = None  # rows start uniform in [-init_scale, init_scale); None means sqrt(1 / rows)
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -50,13 +46,9 @@ class TableConfig:
                 "both must be at least 1."
             )
         if self.pooling not in ("sum", "mean"):
-            raise ConfigError(
-                f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum' or 'mean'."
-            )
+            raise ConfigError(f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum' or 'mean'.")
         if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"table {self.name!r}: dtype {self.dtype!r} is unknown. Choose one of {sorted(DTYPES)}."
-            )
+            raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r} is unknown. Choose one of {sorted(DTYPES)}.")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
 

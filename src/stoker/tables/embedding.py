@@ -111,9 +111,7 @@ class EmbeddingTables(nn.Module):
                 )
             )
             whole = tuple(mine) == self.features
-            self._columns.append(
-                None if whole else torch.tensor([self.features.index(name) for name in mine])
-            )
+            self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
         self._group_of = {table.name: group for group in self.groups for table in group.tables}
 
     @property
@@ -176,8 +174,8 @@ class EmbeddingTables(nn.Module):
         if offsets is None:
             if ids.dim() != 2 or ids.shape[1] != count:
                 raise ValueError(
-                    f"ids have shape {tuple(ids.shape)}; without offsets they must be [B, {count}], one id for each of the "
-                    f"features {', '.join(self.features[:4])}{', ...' if count > 4 else ''}."
+                    f"ids have shape {tuple(ids.shape)}; without offsets they must be [B, {count}], one id for each "
+                    f"of the features {', '.join(self.features[:4])}{', ...' if count > 4 else ''}."
                 )
         else:
             if ids.dim() != 1:
@@ -186,16 +184,14 @@ class EmbeddingTables(nn.Module):
                 offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
             if (len(offsets) - 1) % count or len(offsets) < 1:
                 raise ValueError(
-                    f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, plus "
-                    "one for the end."
+                    f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
+                    "plus one for the end."
                 )
             if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((bag_lengths(offsets) < 0).any()):
                 raise ValueError(f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not.")
         if weights is not None:
             if weights.numel() != ids.numel():
-                raise ValueError(
-                    f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each."
-                )
+                raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
             if any(group.mean for group in self.groups):
                 raise ValueError(
                     "per-sample weights need sum pooling, as in nn.EmbeddingBag; a table here pools by mean."
@@ -276,13 +272,9 @@ class EmbeddingTables(nn.Module):
             wanted = (table.num_embeddings, table.embedding_dim)
             weight = state_dict[keys["weight"]]
             if tuple(weight.shape) != wanted:
-                error_msgs.append(
-                    f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected."
-                )
+                error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
                 continue
-            group.write(
-                table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state})
-            )
+            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state}))
         if f"{prefix}tick" in state_dict:
             self.tick = int(state_dict[f"{prefix}tick"])
         else:

@@ -102,6 +102,7 @@ class TableGroup:
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
         """The rows of one table in chunks of (first row within the table, rows)."""
+        self.backend.synchronize()  # rows are leaving the device: a late complaint must come before them
         begin, stop = self.space.table_range(self.table_index(name))
         for start in range(begin, stop, chunk_rows):
             yield start - begin, self.storage.read(start, min(start + chunk_rows, stop))

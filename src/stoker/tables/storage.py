@@ -17,9 +17,7 @@ __all__ = ["DeviceRows", "Rows", "Storage", "allocate"]
 _NUMPY = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
 
-def allocate(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, fill: float | None
-) -> Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, fill: float | None) -> Tensor:
     """A tensor for rows; on the CPU from NumPy, which asks the kernel for huge pages.
 
     Random row access is bound by address translation; with 4 KiB pages nearly every row costs a page walk.
@@ -92,9 +90,7 @@ class DeviceRows(Storage):
     ) -> None:
         self.weight = allocate((num_rows, dim), dtype, device, fill=None)
         self.state = {
-            name: allocate(
-                (num_rows, dim) if kind == "row" else (num_rows,), torch.float32, device, fill=state_fill
-            )
+            name: allocate((num_rows, dim) if kind == "row" else (num_rows,), torch.float32, device, fill=state_fill)
             for name, kind in state.items()
         }
 
@@ -103,9 +99,7 @@ class DeviceRows(Storage):
         return self.weight.shape[0]
 
     def read(self, start: int, stop: int) -> Rows:
-        return Rows(
-            self.weight[start:stop], {name: tensor[start:stop] for name, tensor in self.state.items()}
-        )
+        return Rows(self.weight[start:stop], {name: tensor[start:stop] for name, tensor in self.state.items()})
 
     def write(self, start: int, rows: Rows) -> None:
         stop = start + len(rows.weight)

@@ -113,8 +113,7 @@ def save(
         (beside / "tables").mkdir(parents=True)
         files: dict[str, Any] = {}
         tables = [
-            _save_table(beside, index, model, files, shard_bytes, require_finite)
-            for index in range(len(model.tables))
+            _save_table(beside, index, model, files, shard_bytes, require_finite) for index in range(len(model.tables))
         ]
         tensors, optimizer = _dense_tensors(model, dense_optimizer)
         if require_finite:
@@ -249,9 +248,7 @@ def _dense_tensors(
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    raise CheckpointError(
-        f"the dense optimizer has a setting of type {type(value).__name__}, which cannot be saved."
-    )
+    raise CheckpointError(f"the dense optimizer has a setting of type {type(value).__name__}, which cannot be saved.")
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -288,9 +285,7 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
     for name, expected in manifest["files"].items():
         path = directory / name
         if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing; the manifest lists it with {expected['bytes']:,} bytes."
-            )
+            raise CheckpointError(f"{path} is missing; the manifest lists it with {expected['bytes']:,} bytes.")
         if path.stat().st_size != expected["bytes"]:
             raise CheckpointError(
                 f"{path} has {path.stat().st_size:,} bytes, the manifest says {expected['bytes']:,}: it was "
@@ -299,8 +294,7 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
         digest = hash_file(path)[1]
         if digest != expected["sha256"]:
             raise CheckpointError(
-                f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says "
-                f"{expected['sha256'][:16]}..."
+                f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
             )
     return len(manifest["files"])
 
@@ -341,9 +335,7 @@ def load(
                 "stoker.models.MODELS."
             )
         spec = FeatureSpec.from_dict(manifest["features"])
-        model = MODELS[kind].from_config(
-            spec, manifest["model"], optimizer=optimizer, device=device, backend=backend
-        )
+        model = MODELS[kind].from_config(spec, manifest["model"], optimizer=optimizer, device=device, backend=backend)
     else:
         _check_same(directory, manifest, model)
     for entry in manifest["tables"]:
@@ -368,9 +360,7 @@ def _check_same(directory: Path, manifest: Mapping[str, Any], model: RecModel) -
     differ = [name for name in sorted({*saved, *mine}) if saved.get(name) != mine.get(name)]
     if differ:
         shown = "; ".join(
-            f"{name}: saved {saved.get(name)}, given {mine.get(name)}"
-            for name in differ
-            if name != "features"
+            f"{name}: saved {saved.get(name)}, given {mine.get(name)}" for name in differ if name != "features"
         )
         raise CheckpointError(
             f"{directory} holds another model: {shown or 'its columns or table sizes differ'}. Leave the "
@@ -378,18 +368,14 @@ def _check_same(directory: Path, manifest: Mapping[str, Any], model: RecModel) -
         )
     kinds = manifest["row_optimizer"]["kind"], model.embeddings.optimizer.kind
     if kinds[0] != kinds[1]:
-        raise CheckpointError(
-            f"{directory} holds the state of row optimizer {kinds[0]!r}, the model has {kinds[1]!r}."
-        )
+        raise CheckpointError(f"{directory} holds the state of row optimizer {kinds[0]!r}, the model has {kinds[1]!r}.")
 
 
 def _load_table(directory: Path, entry: Mapping[str, Any], model: RecModel) -> None:
     done = 0
     for shard in entry["shards"]:
         if shard["start"] != done:
-            raise CheckpointError(
-                f"{directory}: table {entry['name']!r} has no rows {done:,} to {shard['start']:,}."
-            )
+            raise CheckpointError(f"{directory}: table {entry['name']!r} has no rows {done:,} to {shard['start']:,}.")
         try:
             with safe_open(directory / shard["file"], framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -423,12 +409,9 @@ def _load_dense(
         raise CheckpointError(f"{directory} was saved without a dense optimizer, so it has no state for one.")
     if values["kind"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{directory} holds the state of dense optimizer {values['kind']!r}, not "
-            f"{type(optimizer).__name__!r}."
+            f"{directory} holds the state of dense optimizer {values['kind']!r}, not {type(optimizer).__name__!r}."
         )
-    state: dict[int, dict[str, Any]] = {
-        int(index): dict(entries) for index, entries in values["state"].items()
-    }
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in values["state"].items()}
     for name in sorted(names):
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)

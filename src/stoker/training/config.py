@@ -29,9 +29,7 @@ from stoker.optim import (
 
 __all__ = ["RESUMABLE", "TrainConfig"]
 
-_ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)
-}
+_ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
@@ -56,9 +54,7 @@ class TrainConfig:
 
     model: str = "dlrm"  # a name in stoker.models.MODELS
     embedding_dim: int = 16  # columns of every table
-    model_options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the model's own, e.g. {"bottom": (64, 16)}
+    model_options: Mapping[str, Any] = field(default_factory=dict)  # the model's own, e.g. {"bottom": (64, 16)}
     pooling: Literal["sum", "mean"] = "mean"  # of sequence features
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the tables
     dense_dtype: Literal["float32", "bfloat16"] = "float32"  # of the dense part (bfloat16: autocast)
@@ -79,20 +75,14 @@ class TrainConfig:
     dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad, 1e-3 for adam
     dense_weight_decay: float = 0.0  # L2
     dense_clip_norm: float | None = None  # largest norm over all dense gradients
-    schedule: Literal["constant", "linear", "cosine", "polynomial", "step"] = (
-        "constant"  # of both learning rates
-    )
+    schedule: Literal["constant", "linear", "cosine", "polynomial", "step"] = "constant"  # of both learning rates
     warmup: int = 0  # steps of linear warm-up
-    decay_steps: int | None = (
-        None  # length of the decay, or steps between two drops; None means to the end, or a third
-    )
+    decay_steps: int | None = None  # length of the decay, or steps between two drops; None means to the end, or a third
 
     eval_every: int | None = None  # steps; None means at the end of every epoch
     valid_rows: int | None = None  # the first so many rows of the validation split; None means all
     metric: Literal["auc", "log_loss"] = "auc"  # what decides which checkpoint is best
-    patience: int | None = (
-        None  # evaluations in a row without a better metric before stopping; None means never
-    )
+    patience: int | None = None  # evaluations in a row without a better metric before stopping; None means never
     save_every: int | None = None  # steps; None means at every evaluation
     keep_last: int = 2  # checkpoints kept beside the best one
     log_every: int = 50  # steps between two lines of metrics.jsonl

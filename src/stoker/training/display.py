@@ -74,8 +74,7 @@ class PlainLines(Display):
             self._last = time.monotonic()
             rate = values["samples_per_second"]
             self.note(
-                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  "
-                f"{format_count(rate)} samples/s"
+                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
             )
         else:
             self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")

@@ -140,9 +140,7 @@ def predict(
         return pa.table(
             {
                 "row": pa.array(range(start, start + len(scores)), pa.int64()),
-                "label": pa.array(torch.cat(labels).numpy())
-                if labels
-                else pa.nulls(len(scores), pa.float32()),
+                "label": pa.array(torch.cat(labels).numpy()) if labels else pa.nulls(len(scores), pa.float32()),
                 "score": pa.array(scores),
             },
             schema=schema,

@@ -20,9 +20,7 @@ class Interrupted(KeyboardInterrupt):
         self.run = run
         self.exit_code = 128 + number
         saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
-        super().__init__(
-            f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {run}"
-        )
+        super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {run}")
 
 
 class StopSignals:

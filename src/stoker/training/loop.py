@@ -297,9 +297,7 @@ def _finish(
         test=test,
         samples_per_second=clock.examples / clock.seconds if clock.examples else None,
     )
-    run.write(
-        "report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")}
-    )
+    run.write("report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")})
     return result
 
 

@@ -72,9 +72,7 @@ class StreamingMetrics:
             ValueError: shapes differ, or a label is neither 0 nor 1.
         """
         if logits.shape != labels.shape or logits.dim() != 1:
-            raise ValueError(
-                f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must both be [B]."
-            )
+            raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must both be [B].")
         logits, labels = logits.detach().cpu(), labels.detach().cpu()
         positive = labels == 1
         found = int(positive.sum())
@@ -83,9 +81,7 @@ class StreamingMetrics:
         wide = logits.double()
         self.rows += len(labels)
         self.positives += found
-        self._loss += float(
-            torch.nn.functional.softplus(torch.where(positive, -wide, wide), threshold=40.0).sum()
-        )
+        self._loss += float(torch.nn.functional.softplus(torch.where(positive, -wide, wide), threshold=40.0).sum())
         self._right += int(((wide >= 0) == positive).sum())
         self._predicted += float(torch.sigmoid(wide).sum())
         scores = logits.float()

@@ -88,9 +88,7 @@ def explain(
     """The error for the user: where, with which learning rates, what is left, what to do."""
     factor = schedule.factor(step)
     steps = run.steps()
-    kept = (
-        f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
-    )
+    kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
     row_lr, dense_lr = model.embeddings.optimizer.lr * factor, dense.param_groups[0]["initial_lr"] * factor
     return StokerError(
         f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "

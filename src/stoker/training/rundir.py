@@ -47,11 +47,7 @@ class RunDirectory:
         """
         run = cls(path)
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            hint = (
-                f"Continue it with --resume {path}, or choose"
-                if (run.path / "config.json").exists()
-                else "Choose"
-            )
+            hint = f"Continue it with --resume {path}, or choose" if (run.path / "config.json").exists() else "Choose"
             raise ConfigError(f"{path} exists and is not empty. {hint} another --out.")
         run.checkpoints.mkdir(parents=True)
         run.write("config.json", config)

@@ -64,9 +64,7 @@ def avazu(preset: str = "fae") -> Recipe:
         presets={"fae": _fae, "elrec": _elrec},
         preset=preset,
         inputs={
-            "log": RawInput(
-                format=SourceFormat(kind="csv", separator=","), columns=types, required=("click", "hour")
-            )
+            "log": RawInput(format=SourceFormat(kind="csv", separator=","), columns=types, required=("click", "hour"))
         },
         derive=_derive,
         example="stoker prepare avazu train.gz --out data/avazu",

@@ -104,9 +104,7 @@ def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: int) ->
         row = np.repeat(np.arange(part.height), shown)
         article = part["article_ids_inview"].explode().cast(pl.Int64)
         when = second[start:stop][row]
-        flat, lengths = _histories(
-            past, part["user_id"].cast(pl.Int64).to_numpy()[row], week[start:stop][row], most
-        )
+        flat, lengths = _histories(past, part["user_id"].cast(pl.Int64).to_numpy()[row], week[start:stop][row], most)
         clicked = pl.DataFrame({"item": article, "clicked": part["article_ids_clicked"].gather(row)})
         clock = part["impression_time"].dt
         return pl.DataFrame(
@@ -143,9 +141,7 @@ def _impressions(inputs: Mapping[str, pl.LazyFrame]) -> pl.DataFrame:
     ]
     for part in parts:
         if part.collect_schema()["article_ids_inview"].base_type() is not pl.List:
-            raise DataError(
-                "article_ids_inview is no list column. EB-NeRD's behaviours come as Parquet files."
-            )
+            raise DataError("article_ids_inview is no list column. EB-NeRD's behaviours come as Parquet files.")
     log = (
         pl.concat(parts)
         .filter(pl.col("article_ids_inview").list.len() > 0)

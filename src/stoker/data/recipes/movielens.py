@@ -72,9 +72,9 @@ def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
         pl.col("genres").str.split("|"),
         year=pl.col("title").str.extract(r"\((\d{4})\)\s*$").cast(pl.Int64),
     )
-    return rows.join(
-        about_user.unique("user", keep="first"), on="user", how="left", maintain_order="left"
-    ).join(about_movie.unique("movie", keep="first"), on="movie", how="left", maintain_order="left")
+    return rows.join(about_user.unique("user", keep="first"), on="user", how="left", maintain_order="left").join(
+        about_movie.unique("movie", keep="first"), on="movie", how="left", maintain_order="left"
+    )
 
 
 def movielens(preset: str = "random") -> Recipe:

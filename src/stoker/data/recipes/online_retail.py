@@ -196,9 +196,7 @@ def _codes(values: pl.Series) -> tuple[pl.Series, NDArray[np.int64]]:
     return names, np.asarray(names.search_sorted(values).to_numpy(), dtype=np.int64)
 
 
-def _derive(
-    inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, history: int, seed: int
-) -> pl.LazyFrame:
+def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, history: int, seed: int) -> pl.LazyFrame:
     """Purchases in order of time, each followed by its negatives. Memory: 200 bytes a purchase."""
     log = _read(inputs["invoices"])
     preset = schema.name.partition("/")[2]
@@ -250,9 +248,7 @@ def _training_prices(log: _Log) -> NDArray[np.float64]:
     return np.where(times > 0, total / np.maximum(times, 1), np.nan)
 
 
-def _negatives(
-    log: _Log, positives: NDArray[np.int64], count: int, seed: int, *, evenly: bool
-) -> NDArray[np.int64]:
+def _negatives(log: _Log, positives: NDArray[np.int64], count: int, seed: int, *, evenly: bool) -> NDArray[np.int64]:
     """Items on sale at each positive's time, never bought by its customer, [P, count]; -1: none found."""
     times_sold = np.bincount(log.item, minlength=len(log.items)).astype(np.float64)
     shares = np.cumsum(np.ones_like(times_sold) if evenly else times_sold**0.75)

@@ -46,9 +46,7 @@ class _Chooser:
         self.per_slot = max(2, num_items // slots)
         self.sampler = make_sampler(self.per_slot, options.alpha, options.curve)
 
-    def __call__(
-        self, rows: NDArray[np.int64], users: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> _Shown:
+    def __call__(self, rows: NDArray[np.int64], users: NDArray[np.int64], counts: NDArray[np.int64]) -> _Shown:
         key = draw.key_of
         seed, slots = self.options.seed, self.slots
         cells = (rows[:, None] * slots + np.arange(slots)).ravel()
@@ -116,9 +114,7 @@ def trivago(options: Options) -> Source:
         fields += [text.whole(1_541_030_408 + rows * 518_000 // max(options.rows, 1))]
         fields += [text.whole(step[rows % length]), text.chosen(("clickout item", *_ACTIONS), action)]
         fields += [text.whole(1 + reference)]
-        fields += [
-            text.chosen(("AU", "BR", "DE", "FR", "IT", "JP", "UK", "US"), _of(seed, "platform", session, 8))
-        ]
+        fields += [text.chosen(("AU", "BR", "DE", "FR", "IT", "JP", "UK", "US"), _of(seed, "platform", session, 8))]
         quoted = [f'"{city}"' for city in cities]
         fields += [text.chosen(quoted, _of(seed, "city", session, len(cities)))]
         fields += [text.chosen(("mobile", "desktop", "tablet"), _of(seed, "device", session, 3))]

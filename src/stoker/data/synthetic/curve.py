@@ -37,12 +37,7 @@ class Curve:
     def __post_init__(self) -> None:
         ranks, shares = np.array(self.ranks), np.array(self.shares)
         fits = len(ranks) == len(shares) > 0 and ranks[0] >= 1 and ranks[-1] == self.num_ids
-        if (
-            not fits
-            or np.any(np.diff(ranks) <= 0)
-            or np.any(np.diff(shares) < 0)
-            or abs(shares[-1] - 1) > 1e-9
-        ):
+        if not fits or np.any(np.diff(ranks) <= 0) or np.any(np.diff(shares) < 0) or abs(shares[-1] - 1) > 1e-9:
             raise ConfigError(
                 f"curve {self.name!r} is not a cumulative share by rank: {len(ranks)} ranks must rise "
                 f"to num_ids={self.num_ids:,}, with as many shares rising to 1. Use measure_curve()."
@@ -65,9 +60,7 @@ class Curve:
         ranks = _knots(num_ids, ratio=1.02, exact=256)
         shares = self.cumulative(ranks * (self.num_ids / num_ids))
         shares[-1] = 1.0
-        return Curve(
-            name=self.name, num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist())
-        )
+        return Curve(name=self.name, num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist()))
 
     def save(self, path: str | Path) -> None:
         """Write the curve as JSON."""
@@ -96,9 +89,7 @@ class Curve:
                 shares=shares,
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise DataError(
-                f"{source} is no frequency curve ({error!r}). Write one with Curve.save()."
-            ) from error
+            raise DataError(f"{source} is no frequency curve ({error!r}). Write one with Curve.save().") from error
 
 
 def zipf(alpha: float, num_ids: int) -> Curve:
@@ -116,9 +107,7 @@ def zipf(alpha: float, num_ids: int) -> Curve:
         else:
             mass[beyond] += (high ** (1 - alpha) - low ** (1 - alpha)) / (1 - alpha)
     shares = mass / mass[-1]
-    return Curve(
-        name=f"zipf-{alpha:g}", num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist())
-    )
+    return Curve(name=f"zipf-{alpha:g}", num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist()))
 
 
 def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") -> Curve:
@@ -150,9 +139,7 @@ class Sampler:
         fine = _knots(curve.num_ids, ratio=1.02, exact=256)
         cumulative = np.concatenate([[0.0], curve.cumulative(fine.astype(np.float64))])
         self.num_ids = curve.num_ids
-        self._low = np.concatenate([[0], fine]).astype(
-            np.float64
-        )  # segment i is the ranks low[i]..low[i + 1] - 1
+        self._low = np.concatenate([[0], fine]).astype(np.float64)  # segment i is the ranks low[i]..low[i + 1] - 1
         self._cumulative = cumulative
         widths = np.diff(cumulative)
         # Ranks of an empty stretch are never drawn: the search cannot land there.

@@ -76,13 +76,10 @@ def dataset(
     splits = {"train": parse_count(rows), "valid": parse_count(valid_rows), "test": parse_count(test_rows)}
     splits = {name: count for name, count in splits.items() if count or name == "train"}
     if splits["train"] < 1 or min(sizes) < 1:
-        raise ConfigError(
-            f"a dataset needs training rows and tables, not rows={rows} and sizes {tuple(sizes)}."
-        )
+        raise ConfigError(f"a dataset needs training rows and tables, not rows={rows} and sizes {tuple(sizes)}.")
     generator = _Generator(
         ids=[
-            IdColumn(name=f"C{i + 1}", num_ids=max(1, round(n * scale)), missing=missing)
-            for i, n in enumerate(sizes)
+            IdColumn(name=f"C{i + 1}", num_ids=max(1, round(n * scale)), missing=missing) for i, n in enumerate(sizes)
         ],
         numbers=[NumberColumn(name=f"I{i + 1}") for i in range(num_dense)],
         sequences=dict(sequences or {}),
@@ -168,9 +165,7 @@ class _Generator:
                 raise ConfigError(
                     f"sequence {name!r}, up to {longest} ids of table {table!r}: tables are C1..C{len(ids)}."
                 )
-        self._samplers = {
-            table: make_sampler(self.sizes[table], alpha, curve) for table, _ in sequences.values()
-        }
+        self._samplers = {table: make_sampler(self.sizes[table], alpha, curve) for table, _ in sequences.values()}
         self._occurrences: dict[str, NDArray[np.int64]] = {}  # by generated id, the last one counts missing
         self._id_of: dict[str, NDArray[np.int32]] = {}  # generated id -> row of the table, the last one -> 0
 
@@ -213,9 +208,7 @@ class _Generator:
             columns = np.stack(ids, axis=1)
             lengths = None
             if self.sequences:
-                columns, lengths = self._jagged(
-                    columns, np.arange(start + first, start + last, dtype=np.uint64)
-                )
+                columns, lengths = self._jagged(columns, np.arange(start + first, start + last, dtype=np.uint64))
             return block, columns, lengths, matrix.astype(np.float32)
 
         shards: list[dict[str, object]] = []
@@ -277,9 +270,7 @@ class _Generator:
 def _write(path: Path, held: list[tuple[NDArray, NDArray, NDArray, NDArray | None]]) -> dict[str, object]:
     dense, labels, ids, lengths = zip(*held, strict=True)
     if lengths[0] is None:
-        info = write_shard(
-            path, dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids)
-        )
+        info = write_shard(path, dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids))
         return info.to_dict()
     sizes = np.concatenate(lengths)
     info = write_shard(

@@ -73,14 +73,10 @@ class Part:
 class Source:
     """One synthetic log: its files and how to render any rows of them."""
 
-    files: Mapping[
-        str, tuple[int, Callable[[int, int], Part]]
-    ]  # "" is the log itself, else a name inside OUT
+    files: Mapping[str, tuple[int, Callable[[int, int], Part]]]  # "" is the log itself, else a name inside OUT
     task: str
     header: Mapping[str, str] = field(default_factory=dict)  # file -> header line
-    spoil: Mapping[str, int] = field(
-        default_factory=dict
-    )  # kind of bad line -> the field it spoils (file "" only)
+    spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
 
 
 def criteo(options: Options) -> Source:
@@ -88,9 +84,7 @@ def criteo(options: Options) -> Source:
     # Shares of empty fields and of negative counts of the order seen in the public logs.
     empty = (0.45, 0.0, 0.21, 0.22, 0.03, 0.22, 0.04, 0.001, 0.04, 0.45, 0.04, 0.76, 0.22)
     numbers = [
-        NumberColumn(
-            name=f"I{i + 1}", largest=(65_000, 20_000, 1_000)[i % 3], missing=share, negative=0.1 * (i == 1)
-        )
+        NumberColumn(name=f"I{i + 1}", largest=(65_000, 20_000, 1_000)[i % 3], missing=share, negative=0.1 * (i == 1))
         for i, share in enumerate(empty)
     ]
     gaps = {3: 0.03, 4: 0.03, 6: 0.12, 12: 0.03, 16: 0.03, 19: 0.44, 20: 0.44, 22: 0.76, 25: 0.44, 26: 0.44}
@@ -167,9 +161,7 @@ def avazu(options: Options) -> Source:
         return _lines(fields, ",", block)
 
     spoil = {"columns": 6, "label": 1, "number": 2, "utf8": 12}
-    return Source(
-        files={"": (options.rows, render)}, task="one log line", header={"": _AVAZU_COLUMNS}, spoil=spoil
-    )
+    return Source(files={"": (options.rows, render)}, task="one log line", header={"": _AVAZU_COLUMNS}, spoil=spoil)
 
 
 _GENRES = (

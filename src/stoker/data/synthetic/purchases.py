@@ -49,9 +49,7 @@ class _Taste:
 
     def _logit(self, items: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.float64]:
         chance = (1 - self.loyalty) * self.anywhere.share(items)
-        chance = chance + np.where(
-            items % _GROUPS == group, self.loyalty * self.own.share(items // _GROUPS), 0.0
-        )
+        chance = chance + np.where(items % _GROUPS == group, self.loyalty * self.own.share(items // _GROUPS), 0.0)
         return np.asarray(np.log(np.maximum(chance * self.num_items, 1e-9)))
 
     def _drifted(self, items: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -132,9 +130,7 @@ def online_retail(options: Options) -> Source:
             np.char.mod("%d", 10_000 + items),
         )
         number = np.char.mod("%d", 536_365 + invoice)
-        country = np.array(_COUNTRIES)[
-            np.minimum(draw.integers(draw.key_of(seed, "country"), customer, 60), 6)
-        ]
+        country = np.array(_COUNTRIES)[np.minimum(draw.integers(draw.key_of(seed, "country"), customer, 60), 6)]
         minutes = (seconds // 60 * 60).astype("datetime64[s]")
         columns = {
             "InvoiceNo": np.where(cancelled, np.char.add("C", number), number),
@@ -148,8 +144,7 @@ def online_retail(options: Options) -> Source:
         }
         empty = {"CustomerID": unknown}
         arrays = {
-            name: pa.array(values.tolist(), pa.large_string(), mask=empty.get(name))
-            for name, values in columns.items()
+            name: pa.array(values.tolist(), pa.large_string(), mask=empty.get(name)) for name, values in columns.items()
         }
         use = ~(cancelled | unknown | service)
         logits, labels = _pairs(best[use], other[use])

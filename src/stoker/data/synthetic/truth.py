@@ -71,9 +71,7 @@ class TruthMeter:
         self._add(logits.astype(np.float64), y, 1.0 - y, len(y))
 
     def _add(self, z: NDArray, positive: NDArray, negative: NDArray, examples: int) -> None:
-        bins = ((np.clip(z, -self.RANGE, self.RANGE) + self.RANGE) * (self.BINS / (2 * self.RANGE))).astype(
-            np.int64
-        )
+        bins = ((np.clip(z, -self.RANGE, self.RANGE) + self.RANGE) * (self.BINS / (2 * self.RANGE))).astype(np.int64)
         np.minimum(bins, self.BINS - 1, out=bins)
         self._positive += np.bincount(bins, weights=positive, minlength=self.BINS)
         self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)

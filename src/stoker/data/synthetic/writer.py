@@ -103,9 +103,7 @@ def write(
         out.mkdir(parents=True, exist_ok=True)
     meter, spoiled = TruthMeter(), 0
     for name, (count, render) in source.files.items():
-        spoiled += _write_file(
-            out / name if name else out, source, name, count, render, share, seed, meter, workers
-        )
+        spoiled += _write_file(out / name if name else out, source, name, count, render, share, seed, meter, workers)
     truth = SyntheticTruth(
         recipe=recipe,
         rows=total,
@@ -218,9 +216,7 @@ def _text_sink(path: Path) -> Iterator[BinaryIO]:
             try:
                 import zstandard
             except ImportError as error:
-                raise DependencyError(
-                    f"{path.name} needs the package zstandard. Install it, or write .gz."
-                ) from error
+                raise DependencyError(f"{path.name} needs the package zstandard. Install it, or write .gz.") from error
             out = stack.enter_context(zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False))
         elif path.suffix == ".parquet":
             raise ConfigError(
