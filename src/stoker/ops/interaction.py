@@ -112,7 +112,7 @@ def _opaque(dense: Tensor, embedded: Tensor) -> Tensor:
 @torch.library.custom_op("stoker::dot_interaction_backward", mutates_args=())
 def _opaque_backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_dense, grad_embedded = _backward(dense.contiguous(), embedded.contiguous(), grad)
-    return grad_dense.clone(), grad_embedded.clone()
+    return grad_dense.clone(), grad_embedded.clone(memory_format=torch.contiguous_format)
 
 
 @_opaque.register_fake
