@@ -7,6 +7,7 @@ defined once, in :mod:`stoker.ops.reference`; all constants are rounded to float
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(ABC):
     """A factor on the learning rate as a function of the step, so that resuming needs no state."""
 
     kind: ClassVar[str]
@@ -40,9 +41,9 @@ class Schedule:
             return (step + 1) / self.warmup
         return self.decay(step - self.warmup)
 
+    @abstractmethod
     def decay(self, step: int) -> float:
         """The factor ``step`` steps after the warm-up."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

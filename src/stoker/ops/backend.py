@@ -6,6 +6,7 @@ address space of the group's tables.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -39,19 +40,20 @@ class Rounding:
     keys: tuple[int, ...]  # [T] signed 64-bit
 
 
-class Backend:
+class Backend(ABC):
     """Forward and fused backward of a group. Subclasses equal :class:`ReferenceBackend` to the bit on one device."""
 
     name = "abstract"
 
+    @abstractmethod
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         """Pooled rows [B, F, D] float32.
 
         Raises:
             IndexError: an id lies outside its table.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def update(
         self,
         weight: Tensor,
@@ -63,7 +65,6 @@ class Backend:
         rounding: Rounding,
     ) -> None:
         """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place."""
-        raise NotImplementedError
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         """Fill ``out`` [rows, D] with rows ``start..`` of a fresh table (:func:`stoker.ops.reference.init_rows`)."""
