@@ -72,8 +72,8 @@ def bar(optimizer: str, against: str, run: Run) -> Outcome:
     timings, workload = measure(optimizer, peers, run)
     cases = {f"batch {batch}": batch for batch in POOL}
     title = f"Embedding step, {NAMES[optimizer]}, 26 tables, 5 M rows, D 16, Zipf 1.05, fp32"
-    # The bar names plain PyTorch's form: the stacked sparse EmbeddingBag with its optimizer, or, where torch has no such
-    # optimizer, unique + index_add_. The forms written by hand for this benchmark are measured and shown beside it.
+    # The bar names plain PyTorch's form: the stacked sparse EmbeddingBag with its optimizer, or, where torch has no
+    # such optimizer, unique + index_add_. The forms written by hand for this benchmark are measured and shown beside it.
     deciding = peers if against == "fbgemm" else peers[:1]
     value, table, ratios = compare(timings, OURS.label, [peer.label for peer in deciding], cases, title)
     tables = [table]
@@ -106,7 +106,7 @@ def bars() -> list[Bar]:
     ]
     libraries = {
         "fbgemm": "FBGEMM on CPU",
-        "torch": "plain PyTorch (stacked sparse EmbeddingBag; forms written by hand beside it)",
+        "torch": "plain PyTorch (one stacked table)",
     }
     return [
         Bar(
