@@ -185,7 +185,7 @@ def check_model(
     reference = workload.reference(optimizer, batch)
     relative, absolute = TOLERANCE[dtype]
     if optimizer == "rowwise_adagrad":
-        # A first step divides the gradient by its own size, so a row whose gradient is all rounding moves as far as any.
+        # A first step divides the gradient by its own size, so rounding alone moves a row as far as any.
         relative, absolute = 10 * relative, 10 * absolute
     found = dict(np.load(results / f"{case}.npz"))
     worst = float(np.abs(found["logits"].reshape(-1) - reference["logits"]).max())

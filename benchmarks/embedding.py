@@ -73,7 +73,7 @@ def bar(optimizer: str, against: str, run: Run) -> Outcome:
     cases = {f"batch {batch}": batch for batch in POOL}
     title = f"Embedding step, {NAMES[optimizer]}, 26 tables, 5 M rows, D 16, Zipf 1.05, fp32"
     # The bar names plain PyTorch's form: the stacked sparse EmbeddingBag with its optimizer, or, where torch has no
-    # such optimizer, unique + index_add_. The forms written by hand for this benchmark are measured and shown beside it.
+    # such optimizer, unique + index_add_. The forms written by hand for this benchmark are shown beside it.
     deciding = peers if against == "fbgemm" else peers[:1]
     value, table, ratios = compare(timings, OURS.label, [peer.label for peer in deciding], cases, title)
     tables = [table]
