@@ -45,7 +45,9 @@ def test_memory() -> None:
     assert 2**28 < available <= total
     assert 2**20 < resident < peak < total
     assert device.device_memory("cpu")[1] == total
-    with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:  # not from the C library, which may still hold memory that was freed
+    with mmap.mmap(
+        -1, 2**26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    ) as block:  # not from the C library, which may still hold memory that was freed
         block.write(b"x" * 2**26)
         assert device.resident_memory() - resident > 0.9 * 2**26
 
