@@ -7,10 +7,10 @@ import time
 import numpy as np
 import torch
 from dlrm_tools import case_name, dlrm_case, initial_rows, start_of
-from torch.nn import functional as F
 from worker_tools import argument, say, versions
 
 from stoker import DLRM, Batch, FeatureSpec, optim
+from stoker.ops.loss import binary_cross_entropy
 from stoker.tables.storage import Rows
 
 config = argument()
@@ -66,7 +66,7 @@ def shares(model, dense, pool, batch, kind):
         clock.append(time.perf_counter())
         logits = model.dense_part(batch_.dense, embedded)
         clock.append(time.perf_counter())
-        loss = F.binary_cross_entropy_with_logits(logits, batch_.labels)
+        loss = binary_cross_entropy(logits, batch_.labels)
         (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
         clock.append(time.perf_counter())
         logits.backward(grad)
