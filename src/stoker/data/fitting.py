@@ -116,7 +116,7 @@ class Fitting:
                 record["vocab"] = describe_file(vocabulary)
             return name, record, False
 
-        for number, (name, record, reused) in enumerate(ordered_map(work, names, self.task.threads)):
+        for number, (name, record, reused) in enumerate(ordered_map(work, names, self.task.threads, ahead=len(names))):
             self.tables[name] = record if reused else self.task.journal.add(f"table {name}", record)
             self.task.reused += reused
             self.task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))

@@ -227,14 +227,19 @@ def ingest(
     return finished, reused
 
 
-def ordered_map(work: Callable[[T], R], jobs: Iterable[T], threads: int) -> Iterator[R]:
-    """Results of ``work`` in the order of ``jobs``, which are drawn as threads come free."""
+def ordered_map(work: Callable[[T], R], jobs: Iterable[T], threads: int, *, ahead: int | None = None) -> Iterator[R]:
+    """Results of ``work`` in the order of ``jobs``, which are drawn as threads come free.
+
+    ``ahead``: results that may wait for an earlier one (None: one more than threads). Small results of unequal jobs
+    should wait without limit, lest a long job keep the other threads idle.
+    """
+    most = threads + 1 if ahead is None else ahead
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="stoker-prepare") as pool:
         try:
             for job in jobs:
                 waiting.append(pool.submit(work, job))
-                if len(waiting) > threads + 1:
+                if len(waiting) > most:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -13,6 +13,8 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from stoker.data.word_kernels import few_decimals, hex_digits
+
 __all__ = [
     "FLOAT",
     "HEX",
@@ -40,26 +42,15 @@ _jit: Any = nb.njit(nogil=True, cache=True)
 _inline: Any = nb.njit(nogil=True, cache=True, inline="always")
 
 _POWERS = np.array([10.0**i for i in range(23)])
-_HEX = np.full(256, 255, np.uint8)
-for _i, _c in enumerate(b"0123456789abcdef"):
-    _HEX[_c] = _i
-for _i, _c in enumerate(b"ABCDEF"):
-    _HEX[_c] = 10 + _i
 
 
 @_jit
 def _scan_hex(data, at):  # type: ignore[no-untyped-def]
     """Value bits, position after the digits, status."""
-    value = np.uint64(0)
-    start = at
-    digit = _HEX[data[at]]
-    while digit < 16:
-        value = (value << np.uint64(4)) | np.uint64(digit)
-        at += 1
-        digit = _HEX[data[at]]
-    count = at - start
+    value, stop = hex_digits(data, at)
+    count = stop - at
     status = _OK if 0 < count <= 16 else (_MISSING if count == 0 else _SLOW)
-    return np.int64(value), at, status
+    return np.int64(value), stop, status
 
 
 @_jit
@@ -134,6 +125,79 @@ def _is_null(data, start, stop, nulls, ends):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def _plain_line(  # type: ignore[no-untyped-def]
+    data, at, sep, quote, kinds, slots, row, floats, ints, absent, starts, lengths
+):
+    """Read a line without quotes, careful values or mistakes; returns where its newline is, or -1.
+
+    ``kinds[j]``: what field j is read as, -1 for a field that is skipped; ``slots[j]``: its row of the output.
+    """
+    last = kinds.size - 1
+    for field in range(kinds.size):
+        kind, slot = kinds[field], slots[field]
+        here = at
+        if data[at] == quote:
+            return -1
+        if kind == HEX:
+            bits, here = hex_digits(data, at)
+            if here - at > 16:
+                return -1
+            ints[slot, row] = np.int64(bits)
+            absent[slot, row] = here == at
+        elif kind in (FLOAT, INT):
+            negative = data[at] == 45
+            begin = at + negative
+            if begin + 8 > data.size:
+                return -1
+            value, digits = few_decimals(data, begin)
+            here = begin + digits
+            if digits == 0:
+                if negative or data[here] == 46:
+                    return -1
+                if kind == FLOAT:
+                    floats[slot, row] = np.nan
+                else:
+                    ints[slot, row] = 0
+                    absent[slot, row] = True
+            elif digits < 8 and data[here] != 46:
+                value = -value if negative else value
+                if kind == FLOAT:
+                    floats[slot, row] = -0.0 if negative and value == 0 else float(value)
+                else:
+                    ints[slot, row] = value
+                    absent[slot, row] = False
+            elif kind == FLOAT:
+                number, here, status = _scan_float(data, at)
+                if status != _OK:
+                    return -1
+                floats[slot, row] = number
+            else:
+                value, here, status = _scan_int(data, at)
+                if status != _OK:
+                    return -1
+                ints[slot, row] = value
+                absent[slot, row] = False
+        else:
+            while data[here] != sep and data[here] != _NL:
+                here += 1
+            if kind == TEXT:
+                size = here - at
+                if data[here] == _NL and size > 0 and data[here - 1] == _CR:
+                    size -= 1
+                starts[slot, row] = at
+                lengths[slot, row] = size if size > 0 else -1
+        if field < last:
+            if data[here] != sep:
+                return -1
+            at = here + 1
+        else:
+            if data[here] == _CR:
+                here += 1
+            return here if data[here] == _NL else -1
+    return -1
+
+
+@_jit
 def parse_block(  # type: ignore[no-untyped-def]
     data,  # [bytes] uint8, ends with a newline; quoted text with doubled quotes is unescaped in place
     sep,  # uint8
@@ -158,6 +222,13 @@ def parse_block(  # type: ignore[no-untyped-def]
     """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays."""
     rows, lines, num_bad, num_slow, next_forced = 0, 0, 0, 0, 0
     at, size = 0, data.size
+    plain = null_ends.size == 0
+    kinds, slots = np.full(fields, -1, np.int64), np.zeros(fields, np.int64)
+    for j in range(fields):
+        first, last = plan_start[j], plan_start[j + 1]
+        plain = plain and last - first <= 1
+        if last > first:
+            kinds[j], slots[j] = plan_kind[first], plan_slot[first]
     while at < size:
         line_start = at
         reason, where = 0, 0
@@ -171,6 +242,15 @@ def parse_block(  # type: ignore[no-untyped-def]
         if next_forced < forced.size and forced[next_forced] == line_start:
             reason = REASON_UTF8
             next_forced += 1
+        elif plain:
+            stop = _plain_line(data, at, sep, quote, kinds, slots, rows, floats, ints, absent, starts, lengths)
+            if stop >= 0:
+                row_line[rows] = lines
+                row_at[rows] = line_start
+                rows += 1
+                lines += 1
+                at = stop + 1
+                continue
         field = 0
         ended = False
         while reason == 0 and not ended:
@@ -178,100 +258,76 @@ def parse_block(  # type: ignore[no-untyped-def]
             quoted = quote >= 0 and data[at] == quote
             if quoted:
                 start += 1
-            stop = -1
             first, last = plan_start[field], plan_start[field + 1]
-            # Fast way: read digits, and if they reach the end of the field that was all of it.
-            if last - first == 1 and plan_kind[first] != TEXT and null_ends.size == 0:
-                kind, slot = plan_kind[first], plan_slot[first]
-                if kind == HEX:
-                    bits, here, status = _scan_hex(data, start)
-                    ints[slot, rows] = bits
-                    absent[slot, rows] = status == _MISSING
-                elif kind == INT:
-                    bits, here, status = _scan_int(data, start)
-                    ints[slot, rows] = bits
-                    absent[slot, rows] = status == _MISSING
-                else:
-                    number, here, status = _scan_float(data, start)
-                    floats[slot, rows] = number
-                if status != _SLOW and not quoted:
-                    c = data[here]
-                    if c in (sep, _NL) or (c == _CR and data[here + 1] == _NL):
-                        stop = here
-            if stop < 0:
-                # Find the end of the field.
-                stop = start
-                doubled = 0
-                if quoted:
-                    while data[stop] != _NL:
-                        if data[stop] == quote:
-                            if data[stop + 1] == quote:
-                                doubled += 1
-                                stop += 1
-                            else:
-                                break
-                        stop += 1
-                    after = stop + 1
-                    if data[stop] == _NL:
-                        reason, where = REASON_QUOTE, field
-                        break
-                    if data[after] == _CR and data[after + 1] == _NL:
-                        after += 1
-                    if data[after] != sep and data[after] != _NL:
-                        reason, where = REASON_QUOTE, field
-                        break
-                    at = after
-                    if doubled > 0:
-                        write = start
-                        read = start
-                        while read < stop:
-                            data[write] = data[read]
-                            read += 2 if data[read] == quote else 1
-                            write += 1
-                        stop = write
-                else:
-                    while data[stop] != sep and data[stop] != _NL:
-                        stop += 1
-                    at = stop
-                    if data[stop] == _NL and stop > start and data[stop - 1] == _CR:
-                        stop -= 1
-                null = stop == start or (null_ends.size > 0 and _is_null(data, start, stop, nulls, null_ends))
-                for output in range(first, last):
-                    kind, slot = plan_kind[output], plan_slot[output]
-                    status, here = _MISSING, stop
-                    if kind == TEXT:
-                        starts[slot, rows] = start
-                        lengths[slot, rows] = -1 if null else stop - start
-                        continue
-                    if kind == FLOAT:
-                        number = np.nan
-                        if not null:
-                            number, here, status = _scan_float(data, start)
-                        floats[slot, rows] = number
-                    else:
-                        bits = np.int64(0)
-                        if not null and kind == HEX:
-                            bits, here, status = _scan_hex(data, start)
-                        elif not null:
-                            bits, here, status = _scan_int(data, start)
-                        ints[slot, rows] = bits
-                        absent[slot, rows] = null
-                    if not null and (status != _OK or here != stop):
-                        if kind == HEX:
-                            reason, where = REASON_VALUE, field
+            # Find the end of the field.
+            stop = start
+            doubled = 0
+            if quoted:
+                while data[stop] != _NL:
+                    if data[stop] == quote:
+                        if data[stop + 1] == quote:
+                            doubled += 1
+                            stop += 1
                         else:
-                            if num_slow < slow.shape[0]:
-                                slow[num_slow, 0] = rows
-                                slow[num_slow, 1] = output
-                                slow[num_slow, 2] = start
-                                slow[num_slow, 3] = stop
-                            num_slow += 1
-                if reason != 0:
+                            break
+                    stop += 1
+                after = stop + 1
+                if data[stop] == _NL:
+                    reason, where = REASON_QUOTE, field
                     break
+                if data[after] == _CR and data[after + 1] == _NL:
+                    after += 1
+                if data[after] != sep and data[after] != _NL:
+                    reason, where = REASON_QUOTE, field
+                    break
+                at = after
+                if doubled > 0:
+                    write = start
+                    read = start
+                    while read < stop:
+                        data[write] = data[read]
+                        read += 2 if data[read] == quote else 1
+                        write += 1
+                    stop = write
             else:
+                while data[stop] != sep and data[stop] != _NL:
+                    stop += 1
                 at = stop
-                if data[at] == _CR:
-                    at += 1
+                if data[stop] == _NL and stop > start and data[stop - 1] == _CR:
+                    stop -= 1
+            null = stop == start or (null_ends.size > 0 and _is_null(data, start, stop, nulls, null_ends))
+            for output in range(first, last):
+                kind, slot = plan_kind[output], plan_slot[output]
+                status, here = _MISSING, stop
+                if kind == TEXT:
+                    starts[slot, rows] = start
+                    lengths[slot, rows] = -1 if null else stop - start
+                    continue
+                if kind == FLOAT:
+                    number = np.nan
+                    if not null:
+                        number, here, status = _scan_float(data, start)
+                    floats[slot, rows] = number
+                else:
+                    bits = np.int64(0)
+                    if not null and kind == HEX:
+                        bits, here, status = _scan_hex(data, start)
+                    elif not null:
+                        bits, here, status = _scan_int(data, start)
+                    ints[slot, rows] = bits
+                    absent[slot, rows] = null
+                if not null and (status != _OK or here != stop):
+                    if kind == HEX:
+                        reason, where = REASON_VALUE, field
+                    else:
+                        if num_slow < slow.shape[0]:
+                            slow[num_slow, 0] = rows
+                            slow[num_slow, 1] = output
+                            slow[num_slow, 2] = start
+                            slow[num_slow, 3] = stop
+                        num_slow += 1
+            if reason != 0:
+                break
             field += 1
             if data[at] == _NL:
                 ended = True

@@ -23,6 +23,8 @@ __all__ = ["TableBuilder", "Vocabulary", "read_vocabulary"]
 Array = npt.NDArray[Any]
 _LOAD = 0.6
 _MAX_ENTRIES = 2**31 - 2
+_VIEWS: dict[str, Any] = {"hex": np.uint64, "float": np.float64}  # what the 64 bits of a value mean
+_CAP = 2**16 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,18 +120,37 @@ class TableBuilder:
         self._slots = np.zeros((0, 2), np.int64)  # the hash is not needed for sorting, which needs room
         counts = self._counts[: self.entries]
         kept = np.flatnonzero(counts >= min_count) if min_count > 1 else np.flatnonzero(counts)
-        frame = pl.DataFrame({"value": self._series(kept), "count": counts[kept], "entry": kept})
+        order = self._order(kept, counts[kept])
+        frame = pl.DataFrame({"value": self._series(order), "count": counts[order]})
+        numbers = np.arange(1, len(order) + 1)
+        missing_id = 0
         if missing is not None and missing >= min_count:
-            own = pl.DataFrame({"value": [None], "count": [missing], "entry": [-1]}, schema=frame.schema)
-            frame = pl.concat([own, frame])
-        frame = frame.sort("count", "value", descending=[True, False], nulls_last=False)
-        order = frame["entry"].to_numpy()
-        frame = frame.drop("entry")
-        ids = np.zeros(self.entries + 1, np.int64)
-        ids[order] = np.arange(1, len(order) + 1)
-        missing_id = int(ids[-1])
+            # Among equal counts an empty field comes first.
+            place = int(np.count_nonzero(counts[order] > missing))
+            own = pl.DataFrame({"value": [None], "count": [missing]}, schema=frame.schema)
+            frame = pl.concat([frame[:place], own, frame[place:]]).rechunk()
+            numbers[place:] += 1
+            missing_id = place + 1
+        ids = np.zeros(self.entries, np.int64)
+        ids[order] = numbers
         unknown = total - int(frame["count"].sum() or 0)
-        return Vocabulary(frame=frame, ids=ids[:-1], missing_id=missing_id, unknown=unknown)
+        return Vocabulary(frame=frame, ids=ids, missing_id=missing_id, unknown=unknown)
+
+    def _order(self, kept: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The entries ``kept`` by falling count, ties by rising value."""
+        import polars as pl
+
+        if self.kind == "string":
+            frame = pl.DataFrame({"value": self._series(kept), "count": counts, "entry": kept})
+            sorted_: npt.NDArray[np.int64] = frame.sort("count", "value", descending=[True, False])["entry"].to_numpy()
+            return sorted_
+        by_value = np.argsort(self._values[kept].view(_VIEWS.get(self.kind, np.int64)))
+        # Nearly all counts are small: a stable sort of 16 bits is a radix sort; the few large ones are sorted anew.
+        capped = (_CAP - np.minimum(counts[by_value], _CAP)).astype(np.uint16)
+        order = by_value[np.argsort(capped, kind="stable")]
+        large = int(np.count_nonzero(capped == 0))
+        order[:large] = order[:large][np.argsort(-counts[order[:large]], kind="stable")]
+        return kept[order]
 
     def _series(self, kept: npt.NDArray[np.int64]) -> Any:
         import polars as pl
@@ -142,10 +163,9 @@ class TableBuilder:
             buffers = [None, pa.py_buffer(ends), pa.py_buffer(np.ascontiguousarray(self._arena[:size]))]
             texts = pa.Array.from_buffers(pa.large_string(), self.entries, buffers)
             series = pl.Series(pl.from_arrow(texts))
-            return series.gather(kept) if len(kept) < self.entries else series
+            return series.gather(kept)
         values = self._values[kept]
-        view = {"hex": np.uint64, "float": np.float64}.get(self.kind, np.int64)
-        return pl.Series(values.view(view))
+        return pl.Series(values.view(_VIEWS.get(self.kind, np.int64)))
 
 
 def _grown(array: Array, size: int) -> Array:
