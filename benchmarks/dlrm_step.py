@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.dlrm_workload import DlrmWorkload, check_model, dense_flops
-from benchmarks.harness import Bar, Outcome, Run, Table
+from benchmarks.harness import Bar, NotRun, Outcome, Run, Table
 from benchmarks.machine import limits
 from benchmarks.rounds import Contestant, Timings, compare, play
 from benchmarks.workload import POOL
+from stoker.device import has_bf16_products
 
 __all__ = ["bars"]
 
@@ -145,6 +146,8 @@ def step_share(run: Run) -> Outcome:
 
 
 def step_bf16(run: Run) -> Outcome:
+    if not has_bf16_products():
+        raise NotRun("a processor with bf16 products (this one would emulate them)")
     forms = [ours("bfloat16")]
     if shutil.which("g++") or shutil.which("clang++"):
         forms.append(ours("bfloat16", compiled=True))

@@ -48,7 +48,8 @@ def describe() -> dict[str, Any]:
         "cores": cores,
         "memory": f"{kibibytes / 2**20:.1f} GiB",
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
-        "slug": f"{slug}-{cores}c",
+        # Processors of one name differ by more than any optimisation: the widest vectors belong to the name.
+        "slug": "-".join([slug, f"{cores}c", *vectors[-1:]]).replace("_", "-"),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
     }
 

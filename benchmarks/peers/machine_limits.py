@@ -56,8 +56,11 @@ def product(a, b):
     """``a @ b.T`` by torch.mm or oneDNN: torch's default is not the faster one on every CPU."""
     out = torch.mm(a, b.T)
     forms = [lambda: torch.mm(a, b.T, out=out)]
-    if torch.backends.mkldnn.is_available():
+    try:
+        torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         forms.append(lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
+    except (AttributeError, RuntimeError):  # no oneDNN, or none for this type on this processor
+        pass
     return min(forms, key=seconds)
 
 

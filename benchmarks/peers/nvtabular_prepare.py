@@ -23,7 +23,9 @@ def job(log, rows, out):
         "part_size": "64MB",
         "cpu": True,
     }
-    categories = CATEGORICAL >> ops.Categorify(out_path=str(out / "vocabularies"))
+    # A path of its own for each job: Dask workers keep vocabularies in memory by path, also those of the warm-up.
+    vocabularies = out / f"vocabularies_{sum(rows.values())}"
+    categories = CATEGORICAL >> ops.Categorify(out_path=str(vocabularies))
     numbers = DENSE >> ops.FillMissing(0) >> ops.Clip(min_value=0) >> ops.LogOp()
     workflow = nvt.Workflow(categories + numbers + ["label"])
     files = {split: nvt.Dataset(str(log.parent / f"{split}.tsv"), **options) for split in rows}

@@ -16,6 +16,7 @@ __all__ = [
     "cpu_count",
     "cpu_model",
     "device_memory",
+    "has_bf16_products",
     "huge_pages",
     "keep_freed_memory",
     "peak_memory",
@@ -36,6 +37,7 @@ _SIMD = (
     "avx512bw",
     "avx512_bf16",
     "amx_bf16",
+    "bf16",
     "asimd",
     "sve",
 )
@@ -128,6 +130,12 @@ def simd_flags() -> tuple[str, ...]:
             flags = set(line.partition(":")[2].split())
             return tuple(name for name in _SIMD if name in flags)
     return ()
+
+
+def has_bf16_products() -> bool:
+    """Whether the processor multiplies bfloat16 itself; where not, a bfloat16 dense part is slower than float32."""
+    flags = simd_flags()
+    return not flags or any(name in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def huge_pages() -> str | None:

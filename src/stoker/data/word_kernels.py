@@ -63,7 +63,7 @@ def _trailing_zeros(typingctx, word):
 
 
 @_jit
-def hex_digits(data, at):  # type: ignore[no-untyped-def]
+def hex_digits(data, at):
     """Value of the digits from ``at`` on (uint64, the last 16 of them) and the position after them.
 
     ``data`` ends with a byte that is no digit.
@@ -91,7 +91,7 @@ def hex_digits(data, at):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def few_decimals(data, at):  # type: ignore[no-untyped-def]
+def few_decimals(data, at):
     """Value and number of the up to seven decimal digits from ``at`` on; number 8: there are more.
 
     ``data`` has eight bytes from ``at`` on.

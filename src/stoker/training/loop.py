@@ -14,7 +14,7 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
-from stoker.device import keep_freed_memory, resolve_device
+from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
 from stoker.errors import CheckpointError, ConfigError
 from stoker.models import RecModel
 from stoker.training import checkpoint
@@ -110,6 +110,8 @@ def train(
         log = RunLog(run, progress.step, tensorboard=config.tensorboard)
         try:
             shown.start(progress.step, total, _facts(model, data, config, total))
+            if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
+                shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
             try:
                 clock = _fit(model, dense, stream, data, config, total, progress, run, log, shown)
             except Diverged as error:
