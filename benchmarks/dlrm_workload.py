@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.harness import CACHE, WrongResult
-from benchmarks.workload import CHECKED_STEPS, DIM, EPS, POOL, EmbeddingWorkload
+from benchmarks.workload import CHECKED_STEPS, DIM, POOL, EmbeddingWorkload
 
 __all__ = ["BOTTOM", "LAYERS", "TOP", "DlrmWorkload", "check_model", "dense_flops", "layer_shapes"]
 
@@ -24,6 +24,9 @@ BOTTOM = (13, 512, 256, 64, 16)
 TOP = (512, 256, 1)
 LR = 0.1
 ROW_LR = {"sgd": 0.1, "rowwise_adagrad": 0.05}
+#: A first step of Adagrad divides the gradient by its own size, so that rounding alone would move a row whose gradient
+#: cancels out as far as any; an eps near the size of real gradients (1e-5 to 1e-4 here) keeps the check meaningful.
+EPS = 1e-5
 #: relative error of a change of weights (norms) and absolute error of a logit, by the type of the dense part
 TOLERANCE = {"float32": (2e-3, 2e-4), "bfloat16": (0.25, 0.05)}
 
@@ -63,7 +66,7 @@ class DlrmWorkload:
     def make(cls) -> DlrmWorkload:
         embedding = EmbeddingWorkload.make()
         made = cls(directory=CACHE / "dlrm", embedding=embedding)
-        stamp = {"sizes": embedding.sizes, "pool": {str(k): v for k, v in POOL.items()}, "version": 1}
+        stamp = {"sizes": embedding.sizes, "pool": {str(k): v for k, v in POOL.items()}, "version": 2}
         done = made.directory / "workload.json"
         if done.exists() and json.loads(done.read_text()) == stamp:
             return made
@@ -184,9 +187,6 @@ def check_model(
     """
     reference = workload.reference(optimizer, batch)
     relative, absolute = TOLERANCE[dtype]
-    if optimizer == "rowwise_adagrad":
-        # A first step divides the gradient by its own size, so rounding alone moves a row as far as any.
-        relative, absolute = 10 * relative, 10 * absolute
     found = dict(np.load(results / f"{case}.npz"))
     worst = float(np.abs(found["logits"].reshape(-1) - reference["logits"]).max())
     if not worst <= absolute:

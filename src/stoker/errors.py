@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "DependencyError", "SchemaError", "StokerError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DependencyError",
+    "HomeError",
+    "SchemaError",
+    "StokerError",
+]
 
 
 class StokerError(ValueError):
@@ -23,6 +31,10 @@ class DataError(StokerError):
 
 class CheckpointError(StokerError):
     """A checkpoint that is damaged, incomplete, or belongs to another model."""
+
+
+class HomeError(StokerError):
+    """A home of rows that fails while in use: its file shrank, its disk is full, its device reports an error."""
 
 
 class DependencyError(StokerError, ImportError):

@@ -5,11 +5,36 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stoker import TableConfig
+from stoker.ops import Bags
+from stoker.ops.space import make_space
+from stoker.tables.file_home import FileHome
+from stoker.tables.home import Initial, MemoryHome
+from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.transfer import DirectLink, QueuedLink
 
 STATE = {"exp_avg": "row", "sum": "scalar"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def slotted(kind, link, *, transient=False):
+    def build(rows, dim, dtype):
+        table = TableConfig(name="t", num_embeddings=rows, embedding_dim=dim, dtype=NAMES[dtype])
+        home = kind(Initial.of([table], 0), STATE)
+        space = make_space(["t"], [rows], [["t"]], ["t"])
+        return SlottedRows(
+            home, space, slots=max(1, rows // 3), device=torch.device("cpu"), transient=transient, link=link
+        )
+
+    return build
+
+
 STORAGES = {
     "DeviceRows": lambda rows, dim, dtype: DeviceRows(rows, dim, dtype, STATE, torch.device("cpu")),
+    "SlottedRows, memory": slotted(MemoryHome, DirectLink),
+    "SlottedRows, file": slotted(FileHome, QueuedLink),
+    "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
 }
 
 
@@ -66,3 +91,43 @@ def test_written_values_are_copied(make):
     before = rows.weight.clone()
     rows.weight.fill_(99.0)
     assert torch.equal(storage.read(0, 3).weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_worked_on_under_a_lease_read_back_wherever_they_lie(make, dtype):
+    """Weight and state that a kernel left in a row are what the next reader finds, after any number of moves."""
+    count, dim = 40, 3
+    storage: Storage = make(count, dim, dtype)
+    space = make_space(["t"], [count], [["t"]], ["t"])
+    expected = random_rows(count, dim, dtype, 5)
+    storage.write(0, expected)
+    expected = Rows(expected.weight.clone(), {name: tensor.clone() for name, tensor in expected.state.items()})
+    generator = torch.Generator().manual_seed(3)
+    for step in range(30):
+        ids = torch.randperm(count, generator=generator)[:7].view(-1, 1)
+        lease = storage.acquire(Bags(ids), space)
+        at = lease.bags.ids.reshape(-1).long()
+        if isinstance(storage, DeviceRows):
+            assert torch.equal(at, ids.reshape(-1))
+        assert torch.equal(storage.weight[at], expected.weight[ids.reshape(-1)])
+        storage.weight[at] += step
+        storage.state["sum"][at] += 1
+        expected.weight[ids.reshape(-1)] += step
+        expected.state["sum"][ids.reshape(-1)] += 1
+        lease.release(changed=True)
+        lease.release(changed=True)  # once is enough, twice does no harm
+    got = storage.read(0, count)
+    assert torch.equal(got.weight, expected.weight)
+    assert torch.equal(got.state["sum"], expected.state["sum"])
+    assert torch.equal(got.state["exp_avg"], expected.state["exp_avg"])
+    storage.close()
+
+
+def test_an_id_outside_its_table_is_refused_before_anything_moves(make):
+    storage: Storage = make(10, 2, torch.float32)
+    space = make_space(["t"], [10], [["t"]], ["t"])
+    if isinstance(storage, SlottedRows):
+        with pytest.raises(IndexError, match="id 10"):
+            storage.acquire(Bags(torch.tensor([[3], [10]])), space)
+        lease = storage.acquire(Bags(torch.tensor([[3], [9]])), space)
+        lease.release(changed=False)

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "stoker.cli.train",
     "evaluate": "stoker.cli.train",
     "predict": "stoker.cli.train",
+    "replay": "stoker.cli.replay",
     "inspect": "stoker.cli.inspect",
     "doctor": "stoker.cli.inspect",
 }

@@ -38,6 +38,8 @@ class Rounding:
     """Keys of the random bits for bfloat16 rows at one update: one per table, so that grouping does not matter."""
 
     keys: tuple[int, ...]  # [T] signed 64-bit
+    tables: Tensor | None = None  # [C] int64, table of the row in each slot; None where addresses are rows
+    rows: Tensor | None = None  # [C] int64, that row's number within its table
 
 
 class Backend(ABC):
@@ -112,9 +114,13 @@ class ReferenceBackend(Backend):
         )
         bits = None
         if weight.dtype == torch.bfloat16:
-            first = torch.from_numpy(space.first_row).to(weight.device)
-            table = torch.searchsorted(first, distinct, right=True) - 1
+            if rounding.tables is not None and rounding.rows is not None:
+                table, local = rounding.tables[distinct], rounding.rows[distinct]
+            else:
+                first = torch.from_numpy(space.first_row).to(weight.device)
+                table = torch.searchsorted(first, distinct, right=True) - 1
+                local = distinct - first[table]
             keys = torch.tensor(rounding.keys, dtype=torch.int64, device=weight.device)[table]
-            counter = (distinct - first[table]).unsqueeze(1) * dim + torch.arange(dim, device=weight.device)
+            counter = local.unsqueeze(1) * dim + torch.arange(dim, device=weight.device)
             bits = reference.counter_bits(keys.unsqueeze(1), counter)
         reference.update_rows(weight, state, distinct, total, rule, rounding=bits)

@@ -26,6 +26,7 @@ _RULES = {
 }
 _STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 _NO_OFFSETS = np.zeros(1, dtype=np.int64)
 
 
@@ -53,6 +54,7 @@ class _Layout:
         self.bases = space.bases.numpy()
         self.limits = space.limits.numpy()
         self.first_row = space.first_row
+        self.rows = np.asarray(space.rows, dtype=np.int64)
         tables = np.asarray(space.table_of, dtype=np.int64)
         self.table_of = tables
         self.features = np.argsort(tables, kind="stable").astype(np.int64)
@@ -197,11 +199,13 @@ class CpuBackend(Backend):
                 layout.start,
                 layout.features,
                 layout.first_row,
+                layout.rows,
                 layout.items,
                 parts,
                 occurrences,
                 constants,
                 np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
+                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(),
                 *self._scratch.arrays,
                 np.zeros(1, dtype=np.int64),
                 threads=threads,

@@ -169,11 +169,13 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             table_start,
             table_features,
             first_row,
+            table_rows,
             items,
             parts,
             occurrences,
             constants,
             rounding,
+            row_in_slot,
             all_keys,
             all_slots,
             all_places,
@@ -193,7 +195,7 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             table = items[item // parts]
             part = item % parts
             first = first_row[table]
-            rows = first_row[table + 1] - first
+            rows = table_rows[table]
             bits = np.int64(4)
             while (np.int64(1) << bits) < 2 * occurrences[table]:
                 bits += 1
@@ -248,6 +250,8 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                 keys[h] = -1
                 row = first + local
                 at, g = row * dim, u * dim
+                if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
+                    local = row_in_slot[row]
                 if flags:
                     row_condition(dim, flags, buffer, g, weight, at, constants[3], constants[4], constants[5])
                 if rule == SGD:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stoker.ops import reference
 
-__all__ = ["AddressSpace"]
+__all__ = ["AddressSpace", "SlotSpace", "make_space", "slot_space"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,29 @@ class AddressSpace:
             f"table {self.names[table]!r} holds the ids 0 to {self.rows[table] - 1:,}. Map unseen values to id 0, "
             "or build the table with more rows."
         )
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSpace(AddressSpace):
+    """The slots that the tables of a group share: an id is a slot, whatever its feature."""
+
+    slots: int = 0  # C
+
+    def __post_init__(self) -> None:
+        count, tables = len(self.features), len(self.names)
+        object.__setattr__(self, "rows", (self.slots,) * tables)
+        object.__setattr__(self, "first_row", np.zeros(tables + 1, dtype=np.int64))
+        object.__setattr__(self, "bases", torch.zeros(count, dtype=torch.int64))
+        object.__setattr__(self, "limits", torch.full((count,), self.slots, dtype=torch.int64))
+
+    @property
+    def num_rows(self) -> int:
+        return self.slots
+
+
+def slot_space(space: AddressSpace, slots: int) -> SlotSpace:
+    """The space of ``slots`` shared slots under the features of ``space``."""
+    return SlotSpace(names=space.names, rows=space.rows, features=space.features, table_of=space.table_of, slots=slots)
 
 
 def make_space(

@@ -152,6 +152,7 @@ def update_kernel(
     table_of,
     first_row,
     keys,
+    row_in_slot,
     count,
     missing,
     clip_value,
@@ -169,6 +170,7 @@ def update_kernel(
     D: tl.constexpr,
     RULE: tl.constexpr,
     BF16: tl.constexpr,
+    SLOTTED: tl.constexpr,
     SCALED: tl.constexpr,
     CLIP_VALUE: tl.constexpr,
     CLIP_NORM: tl.constexpr,
@@ -243,7 +245,11 @@ def update_kernel(
     if BF16:
         table = tl.load(table_of + place % F)
         key = tl.load(keys + table)
-        counter = (row - tl.load(first_row + table))[:, None] * D + column[None, :]
+        if SLOTTED:  # the random bits belong to the row, not to its slot
+            local = tl.load(row_in_slot + row, mask=live, other=0)
+        else:
+            local = row - tl.load(first_row + table)
+        counter = local[:, None] * D + column[None, :]
         tl.store(weight + at, _round_randomly(w, counter_bits(key[:, None], counter)), mask=mask)
     else:
         tl.store(weight + at, w, mask=mask)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from stoker.tables.config import Device, Strategy, TableConfig, tables_for
+from stoker.tables.config import Cached, Device, HostPipelined, Strategy, TableConfig, tables_for
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.stage import Stage, stage
 
-__all__ = ["Device", "EmbeddingTables", "Strategy", "TableConfig", "tables_for"]
+__all__ = [
+    "Cached",
+    "Device",
+    "EmbeddingTables",
+    "HostPipelined",
+    "Stage",
+    "Strategy",
+    "TableConfig",
+    "stage",
+    "tables_for",
+]

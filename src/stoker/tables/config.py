@@ -11,8 +11,9 @@ import torch
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
+from stoker.units import parse_size
 
-__all__ = ["Device", "Strategy", "TableConfig", "tables_for"]
+__all__ = ["Cached", "Device", "HostPipelined", "Slotted", "Strategy", "TableConfig", "tables_for"]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,6 +26,66 @@ class Strategy:
 @dataclass(frozen=True, kw_only=True)
 class Device(Strategy):
     """All rows on the device: as many slots as rows, and nobody leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slotted(Strategy):
+    """Rows at home in slow memory, some of them in slots of fast memory. Exactly one of the three sizes is given.
+
+    Tables of equal width, pooling, type and strategy share the slots.
+
+    Raises:
+        ConfigError: none or several sizes, or one out of its range.
+    """
+
+    slots: int | None = None  # rows in fast memory
+    fraction: float | None = None  # of the tables' rows, in (0, 1]
+    memory: int | str | None = None  # bytes for weights and optimizer state in fast memory, such as "4GiB"
+    home: Literal["memory", "file"] = "memory"  # where all rows lie
+    path: str | None = None  # directory of the home's file; None means the system's temporary one
+    direct: bool = False  # read and write the file past the page cache
+    spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: work in parts, or refuse it
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        given = [value for value in (self.slots, self.fraction, self.memory) if value is not None]
+        if len(given) != 1:
+            raise ConfigError(f"{name} needs one size: slots=, fraction= or memory=; {len(given)} were given.")
+        if self.slots is not None and self.slots < 1:
+            raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
+        if self.home not in ("memory", "file"):
+            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose 'memory' or 'file'.")
+        if self.spill not in ("parts", "refuse"):
+            raise ConfigError(f"{name}: spill {self.spill!r} is unknown. Choose 'parts' or 'refuse'.")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory))
+
+    def count_slots(self, rows: int, row_bytes: int) -> int:
+        """C, for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
+
+        Raises:
+            ConfigError: the memory does not hold one row.
+        """
+        if self.slots is not None:
+            return min(self.slots, rows)
+        if self.fraction is not None:
+            return max(1, min(rows, round(self.fraction * rows)))
+        slots = int(self.memory or 0) // row_bytes
+        if slots < 1:
+            raise ConfigError(f"{self.memory} bytes hold no row of {row_bytes} bytes. Give more memory.")
+        return min(slots, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cached(Slotted):
+    """A cache filled by looking ahead: the row whose next use is farthest leaves (cDLRM; exact, as in BagPipe)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPipelined(Slotted):
+    """Slots for batches in flight only: every row goes home after its last use in flight (EL-Rec's pipeline)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ Legend: B examples, F features, D columns, L ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Device, TableConfig, feature_order
+from stoker.tables.config import Device, Strategy, TableConfig, feature_order
 from stoker.tables.group import TableGroup
+from stoker.tables.lease import Lease
+from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import Rows
 
 __all__ = ["EmbeddingTables"]
@@ -31,21 +33,31 @@ class _Lookup(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         group: TableGroup,
+        lease: Lease | None,
         ids: Tensor,
         offsets: Tensor | None,
         weights: Tensor | None,
     ) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.lease = group, lease
         ctx.bags = Bags(ids, offsets, None if weights is None else weights.detach(), group.mean)
-        return group.lookup(ctx.bags)
+        return group.lookup(ctx.bags, lease)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group: TableGroup = ctx.group
-        wanted = group.weight_gradient(ctx.bags, grad) if ctx.needs_input_grad[4] else None
-        group.update(ctx.bags, grad)
-        return None, None, None, None, wanted
+        wanted = group.weight_gradient(ctx.bags, grad, ctx.lease) if ctx.needs_input_grad[5] else None
+        group.update(ctx.bags, grad, ctx.lease)
+        return None, None, None, None, None, wanted
+
+
+def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
+    """A strategy for each table."""
+    if placement is None or isinstance(placement, Strategy):
+        return [placement or Device()] * len(names)
+    if unknown := sorted(set(placement) - set(names)):
+        raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
+    return [placement.get(name, Device()) for name in names]
 
 
 class EmbeddingTables(nn.Module):
@@ -63,6 +75,7 @@ class EmbeddingTables(nn.Module):
         backend: kernels: "auto", "reference", "cpu" (Numba) or "triton".
         include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
             :mod:`stoker.data` do.
+        placement: where the rows lie: one strategy for all tables, or by table name; others lie on the device.
 
     Raises:
         ConfigError: no tables, two tables of one name, or a feature named twice.
@@ -78,6 +91,7 @@ class EmbeddingTables(nn.Module):
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
         include_last_offset: bool = True,
+        placement: Strategy | Mapping[str, Strategy] | None = None,
     ) -> None:
         super().__init__()
         if not tables:
@@ -93,10 +107,11 @@ class EmbeddingTables(nn.Module):
         self.groups: list[TableGroup] = []
         self._columns: list[Tensor | None] = []  # features of each group; None means all, in order
         self._anchor = torch.zeros((), requires_grad=True)
-        buckets: dict[tuple[int, str, str], list[TableConfig]] = {}
-        for table in tables:
-            buckets.setdefault((table.embedding_dim, table.pooling, table.dtype), []).append(table)
-        for members in buckets.values():
+        self._staged: dict[int, tuple[Tensor, tuple[Lease | None, ...]]] = {}  # by id of the ids tensor, kept alive
+        buckets: dict[tuple[int, str, str, Strategy], list[TableConfig]] = {}
+        for table, strategy in zip(tables, _strategies(names, placement), strict=True):
+            buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy), []).append(table)
+        for (_, _, _, strategy), members in buckets.items():
             owned = {feature for table in members for feature in table.features}
             mine = [feature for feature in self.features if feature in owned]
             self.groups.append(
@@ -104,7 +119,7 @@ class EmbeddingTables(nn.Module):
                     members,
                     mine,
                     optimizer=optimizer,
-                    strategy=Device(),
+                    strategy=strategy,
                     seed=seed,
                     device=torch.device(device),
                     backend=backend,
@@ -157,15 +172,55 @@ class EmbeddingTables(nn.Module):
         offsets = self._check(ids, offsets, weights)
         flat = None if weights is None else weights.reshape(-1)
         pooled: list[Tensor] = []
-        for group, columns in zip(self.groups, self._columns, strict=True):
-            part = (ids, offsets, flat) if columns is None else self._select(columns, ids, offsets, flat)
+        staged = self._take_staged(ids)
+        for index, group in enumerate(self.groups):
+            part = self.lookups(index, ids, offsets, flat)
+            bags = Bags(*part, group.mean)
+            lease = staged[index] if staged else None
+            if lease is None or lease.over:
+                lease = group.acquire(bags)
             if torch.is_grad_enabled():
-                pooled.append(_Lookup.apply(self._anchor, group, *part))  # type: ignore[no-untyped-call]
+                pooled.append(_Lookup.apply(self._anchor, group, lease, *part))  # type: ignore[no-untyped-call]
             else:
-                pooled.append(group.lookup(Bags(*part, group.mean)))
+                pooled.append(group.lookup(bags, lease))
+                if lease is not None:
+                    lease.release(changed=False)
         if len(pooled) == 1:
             return pooled[0]
         return self._join(pooled)
+
+    def lookups(
+        self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What group ``index`` looks up of a batch: (ids, offsets, flat weights)."""
+        columns = self._columns[index]
+        return (ids, offsets, weights) if columns is None else self._select(columns, ids, offsets, weights)
+
+    def hand_over(self, ids: Tensor, leases: Sequence[Lease | None]) -> None:
+        """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
+
+        Args:
+            leases: one for each group; None where the batch is fetched on demand.
+        """
+        self._staged[id(ids)] = (ids, tuple(leases))
+
+    def _take_staged(self, ids: Tensor) -> tuple[Lease | None, ...]:
+        _, leases = self._staged.pop(id(ids), (None, ()))
+        for group, lease in zip(self.groups, leases, strict=False):
+            if lease is not None and isinstance(group.storage, SlottedRows):
+                group.storage.hand_out(lease)
+        return leases
+
+    def withdraw(self, ids: Tensor) -> None:
+        """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""
+        for lease in self._take_staged(ids):
+            if lease is not None:
+                lease.release(changed=False)
+
+    def close(self) -> None:
+        """Bring all rows home and let go of files and threads. The tables are not used afterwards."""
+        for group in self.groups:
+            group.storage.close()
 
     def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
         count = len(self.features)

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from stoker.ops import AddressSpace, BackendName, Bags, Rounding, get_backend
+from stoker.ops import AddressSpace, BackendName, Bags, get_backend
 from stoker.ops.reference import derive_key
 from stoker.ops.space import make_space
 from stoker.optim import RowOptimizer
-from stoker.tables.config import DTYPES, Strategy, TableConfig
+from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
+from stoker.tables.lease import Lease
+from stoker.tables.parts import by_examples, by_rows
+from stoker.tables.slotted import TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Rows, Storage
 
 __all__ = ["TableGroup"]
@@ -49,51 +52,83 @@ class TableGroup:
             [table.features for table in tables],
             features,
         )
-        self.storage: Storage = DeviceRows(
-            self.space.num_rows, self.dim, DTYPES[first.dtype], dict(optimizer.state), device
-        )
+        self.storage: Storage = self._make_storage(optimizer, device)
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
-        for index, table in enumerate(tables):
+
+    def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
+        dtype = DTYPES[self.tables[0].dtype]
+        state: dict[str, str] = dict(optimizer.state)
+        if isinstance(self.strategy, Slotted):
+            return make_slotted(self.strategy, self.tables, self.space, self.seed, state, device)
+        storage = DeviceRows(self.space.num_rows, self.dim, dtype, state, device)
+        for index, table in enumerate(self.tables):
             begin, stop = self.space.table_range(index)
-            key = derive_key(seed, "init", table.name)
-            self.backend.init_rows(self.storage.weight[begin:stop], key, 0, table.scale)
+            key = derive_key(self.seed, "init", table.name)
+            self.backend.init_rows(storage.weight[begin:stop], key, 0, table.scale)
+        return storage
 
-    def lookup(self, bags: Bags) -> Tensor:
+    def acquire(self, bags: Bags) -> Lease | None:
+        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in parts.
+
+        Raises:
+            TooFewSlots: and the user chose to refuse such batches.
+        """
+        try:
+            return self.storage.acquire(bags, self.space)
+        except TooFewSlots:
+            if isinstance(self.strategy, Slotted) and self.strategy.spill == "parts":
+                return None
+            raise
+
+    def lookup(self, bags: Bags, lease: Lease | None) -> Tensor:
         """Pooled rows [B, F, D] float32."""
-        return self.backend.lookup(self.storage.weight, self.space, bags)
+        if lease is None:
+            return by_examples(self._lookup, self.storage, self.space, bags)
+        return self._lookup(lease)
 
-    def update(self, bags: Bags, grad: Tensor) -> None:
-        """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup."""
+    def _lookup(self, lease: Lease) -> Tensor:
+        return self.backend.lookup(self.storage.weight, lease.space, lease.bags)
+
+    def update(self, bags: Bags, grad: Tensor, lease: Lease | None) -> None:
+        """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup.
+
+        The lease is over afterwards.
+        """
         keys: tuple[int, ...] = ()
         if self.storage.weight.dtype == torch.bfloat16:
             keys = tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)
-        self.backend.update(
-            self.storage.weight,
-            self.storage.state,
-            self.space,
-            bags,
-            grad,
-            self.optimizer.rule(self.tick),
-            Rounding(keys),
-        )
+        rule = self.optimizer.rule(self.tick)
+
+        def work(lease: Lease) -> None:
+            self.backend.update(
+                self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
+            )
+
+        if lease is not None and lease.over:  # a second backward through the same graph
+            lease = self.acquire(bags)
+        if lease is None:
+            by_rows(work, self.storage, self.space, bags)
+        else:
+            work(lease)
+            lease.release(changed=True)
         self.tick += 1
 
-    def weight_gradient(self, bags: Bags, grad: Tensor) -> Tensor:
+    def weight_gradient(self, bags: Bags, grad: Tensor, lease: Lease | None) -> Tensor:
         """Gradient of the per-sample weights [L]."""
-        return self.backend.weight_gradient(self.storage.weight, self.space, bags, grad)
+
+        def work(lease: Lease, grad: Tensor) -> Tensor:
+            return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
+
+        if lease is None or lease.over:
+            return by_examples(work, self.storage, self.space, bags, grad)
+        return work(lease, grad)
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state starts anew unless the kind stays the same."""
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
         if not same:
-            fresh = DeviceRows(
-                0, self.dim, self.storage.weight.dtype, dict(optimizer.state), self.storage.weight.device
-            )
-            self.storage.state = {
-                name: torch.zeros((self.storage.num_rows, *tensor.shape[1:]), device=tensor.device)
-                for name, tensor in fresh.state.items()
-            }
+            self.storage.reset_state(dict(optimizer.state))
             self.tick = 0
 
     def table_index(self, name: str) -> int:

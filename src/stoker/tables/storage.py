@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.ops import AddressSpace, Bags
+from stoker.tables.lease import Lease
+
 __all__ = ["DeviceRows", "Rows", "Storage", "allocate"]
 
 _NUMPY = {torch.float32: np.float32, torch.bfloat16: np.uint16}
@@ -58,6 +61,19 @@ class Storage(ABC):
         """N."""
 
     @abstractmethod
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        """Make the rows of a batch resident, fetching what is not: the right to look them up and to update them.
+
+        Raises:
+            IndexError: an id lies outside its table.
+            TooFewSlots: the batch has more distinct rows than there are slots to give.
+        """
+
+    @abstractmethod
+    def reset_state(self, state: dict[str, str]) -> None:
+        """Begin anew with the optimizer state of another kind: name -> "row" ([N, D]) or "scalar" ([N])."""
+
+    @abstractmethod
     def read(self, start: int, stop: int) -> Rows:
         """The current rows ``start..stop`` in canonical order. May be views: copy before changing them."""
 
@@ -68,6 +84,10 @@ class Storage(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move the fast tier to ``device``."""
+
+    def close(self) -> None:
+        """Let go of files and threads; the storage is not used afterwards."""
+        return
 
     @property
     def fast_bytes(self) -> int:
@@ -89,14 +109,25 @@ class DeviceRows(Storage):
         state_fill: float = 0.0,
     ) -> None:
         self.weight = allocate((num_rows, dim), dtype, device, fill=None)
-        self.state = {
-            name: allocate((num_rows, dim) if kind == "row" else (num_rows,), torch.float32, device, fill=state_fill)
-            for name, kind in state.items()
-        }
+        self.state: dict[str, Tensor] = {}
+        self._fill = state_fill
+        self.reset_state(state)
 
     @property
     def num_rows(self) -> int:
         return self.weight.shape[0]
+
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        return Lease(bags, space)
+
+    def reset_state(self, state: dict[str, str]) -> None:
+        rows, dim = self.weight.shape
+        self.state = {
+            name: allocate(
+                (rows, dim) if kind == "row" else (rows,), torch.float32, self.weight.device, fill=self._fill
+            )
+            for name, kind in state.items()
+        }
 
     def read(self, start: int, stop: int) -> Rows:
         return Rows(self.weight[start:stop], {name: tensor[start:stop] for name, tensor in self.state.items()})

@@ -1,0 +1,299 @@
+"""``stoker.replay``: what cache strategies would do on a stream of ids, without training.
+
+Placement does not change the ids of a run, so its hits, misses and traffic follow from the ids alone. The strategies
+are defined in :mod:`stoker.placement.replay_reference`; here they run as Numba kernels.
+
+Legend: T steps, N rows of all tables, C slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.data.dataset import Dataset
+from stoker.errors import ConfigError, DependencyError
+from stoker.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
+from stoker.placement.id_trace import IdTrace, array_steps, dataset_space, dataset_steps, record
+from stoker.placement.replay_reference import CacheStrategy, Counts
+from stoker.tables.config import DTYPES, Cached
+from stoker.units import format_size, parse_share
+
+__all__ = ["STRATEGIES", "Replay", "StrategyFigures", "replay", "row_size", "simulate"]
+
+#: replayed unless others are asked for
+STRATEGIES = (
+    "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "host-pipelined",
+    "belady",
+)  # fmt: skip
+_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
+
+Int64 = npt.NDArray[np.int64]
+Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyFigures:
+    """One strategy over the whole trace. A row counts once per batch that needs it, however often it occurs there."""
+
+    strategy: str
+    hit_rate: float  # share of the batches' distinct rows that lay in a slot
+    lookup_hit_rate: float  # the same share of all lookups: frequent rows count as often as they occur
+    hits: int  # rows
+    misses: int  # rows fetched, the compulsory ones included
+    compulsory: int  # rows fetched because never used before: no strategy avoids them
+    written_back: int  # rows that left; all are dirty. What is resident at the end goes home with a checkpoint
+    mib_in_per_step: float  # MiB fetched per step, weights and optimizer state
+    mib_out_per_step: float  # MiB written back per step
+    above_belady: float | None  # misses over Belady's, minus 1; None if Belady's were not asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Figures of several strategies on one trace, best hit rate first."""
+
+    steps: int  # T
+    batch_size: int | None  # examples; None for a trace of arrays
+    in_flight: int  # batches whose rows may not leave
+    num_rows: int  # N
+    rows_used: int  # rows that occur in the trace
+    slots: int  # C
+    least_slots: int  # the most rows in flight at one step: with fewer slots no strategy works
+    row_bytes: int  # of a slot: weights and optimizer state
+    rows_needed: int  # distinct rows of each batch, over all batches: hits and misses together
+    lookups: int
+    strategies: tuple[StrategyFigures, ...]
+
+    def __getitem__(self, strategy: str) -> StrategyFigures:
+        """The figures of one strategy by name.
+
+        Raises:
+            KeyError: it was not asked for.
+        """
+        for figures in self.strategies:
+            if figures.strategy == strategy:
+                return figures
+        raise KeyError(f"{strategy!r} was not replayed, only {', '.join(f.strategy for f in self.strategies)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "rowwise_adagrad") -> int:
+    """Bytes of one row with its optimizer state.
+
+    Raises:
+        ConfigError: an unknown type or optimizer, or a dim under 1.
+    """
+    if dim < 1:
+        raise ConfigError(f"dim is {dim}; a row has at least 1 column.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(sorted(DTYPES))}.")
+    kind = optimizer if isinstance(optimizer, str) else optimizer.kind
+    if kind not in _OPTIMIZERS:
+        raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {', '.join(sorted(_OPTIMIZERS))}.")
+    state = sum(4 * dim if shape == "row" else 4 for shape in _OPTIMIZERS[kind].state.values())
+    return dim * DTYPES[dtype].itemsize + state
+
+
+def replay(
+    source: Dataset | str | Path | Iterable[Any],
+    *,
+    slots: int | None = None,
+    fraction: float | str | None = None,
+    device_memory: int | str | None = None,
+    strategies: Sequence[str] = STRATEGIES,
+    in_flight: int = 1,
+    batch_size: int = 2048,
+    steps: int | None = None,
+    seed: int | None = 0,
+    dim: int = 16,
+    dtype: str = "float32",
+    optimizer: str | RowOptimizer = "rowwise_adagrad",
+    num_embeddings: int | None = None,
+    progress: Progress | None = None,
+) -> Replay:
+    """Hit rate and traffic of cache strategies on the ids of a stream, without training.
+
+    Args:
+        source: a dataset or its directory, whose training batches are read as the trainer reads them; or an iterable
+            with one array of ids for each batch (one table, any shape).
+        slots: rows that fast memory holds. Give at most one of slots, fraction and device_memory.
+        fraction: the same as a share of all rows, ``0.1`` or ``"10%"``; 10 % where none of the three is given.
+        device_memory: the same in bytes, ``"1GiB"``, of which rows and their state take all.
+        strategies: ``"lru"``, ``"lfu"``, ``"host-pipelined"``, ``"belady"``, and ``"lookahead-W"`` for W batches known
+            ahead.
+        in_flight: batches whose rows may not leave, the current one included.
+        batch_size: examples per batch.
+        steps: batches in all, over several epochs where needed; None takes one epoch, or all arrays.
+        seed: of the shuffled order, as in training; None keeps the order of the file.
+        dim: columns of every table; with ``dtype`` and ``optimizer`` it gives the bytes of a row.
+        dtype: of the weights, ``"float32"`` or ``"bfloat16"``.
+        optimizer: the row optimizer or its kind, whose state travels with the row.
+        num_embeddings: rows of the table that arrays address; None takes the greatest id and one.
+        progress: called with (what is being done, done, total) while it works.
+
+    Returns:
+        The figures. The trace takes 16 bytes of temporary file for each distinct row of each batch, and about 40 bytes
+        of memory for each row that occurs.
+
+    Raises:
+        ConfigError: settings that contradict each other or do not exist; a batch whose rows exceed the slots.
+        DataError: no dataset there, or ids that its tables do not have.
+        DependencyError: Numba is not installed.
+    """
+    chosen = [CacheStrategy.parse(name) for name in dict.fromkeys(strategies)]
+    if not chosen:
+        raise ConfigError(f"no strategy was named. Choose among {', '.join(STRATEGIES)}.")
+    if in_flight < 1 or (steps is not None and steps < 1):
+        raise ConfigError(f"in_flight={in_flight} and steps={steps} must be at least 1.")
+    if sum(value is not None for value in (slots, fraction, device_memory)) > 1:
+        raise ConfigError("slots, fraction and device_memory all set the number of slots. Give one of them.")
+    size = row_size(dim, dtype, optimizer)
+    report = progress or (lambda what, done, total: None)
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        raise DependencyError("replay needs numba, which is not installed. Run: pip install numba") from error
+
+    if isinstance(source, str | Path):
+        source = Dataset(source)
+    from_dataset = isinstance(source, Dataset)
+    if isinstance(source, Dataset):
+        space = dataset_space(source)
+        total, keys = dataset_steps(source, space, batch_size=batch_size, seed=seed, steps=steps)
+        trace, _ = record(keys, lambda done: report("reading ids", done, total))
+        num_rows = space.num_rows
+    else:
+        total = min(len(source), steps or len(source)) if isinstance(source, Sized) else steps or 0
+        keys = array_steps(source, num_embeddings, steps)
+        trace, greatest = record(keys, lambda done: report("reading ids", done, max(total, done)))
+        num_rows = num_embeddings or greatest + 1
+    capacity = _slots(slots, fraction, device_memory, num_rows, size)
+
+    # The strategy without a cache runs first whether asked for or not: it tells how many slots all of them need.
+    pipelined, state = _pipelined(trace, capacity, in_flight, report)
+    _, least, step, needed = state.tolist()
+    if step >= 0:
+        lower = "batch_size" if in_flight == 1 else "batch_size or in_flight"
+        raise ConfigError(
+            f"batch {step:,} needs {needed:,} rows in fast memory at once (in_flight={in_flight}), but there are "
+            f"{capacity:,} slots. Give at least {least:,} slots, which is {least / num_rows:.2%} of all rows or "
+            f"{format_size(least * size)}; or lower {lower}."
+        )
+    counts = {
+        strategy: pipelined
+        if strategy.kind == "host-pipelined"
+        else simulate(trace, strategy, capacity, in_flight, report)
+        for strategy in chosen
+    }
+    best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
+    figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
+    return Replay(
+        steps=trace.steps,
+        batch_size=batch_size if from_dataset else None,
+        in_flight=in_flight,
+        num_rows=num_rows,
+        rows_used=trace.num_rows,
+        slots=capacity,
+        least_slots=least,
+        row_bytes=size,
+        rows_needed=trace.places,
+        lookups=trace.lookups,
+        strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
+    )
+
+
+def _slots(
+    slots: int | None, fraction: float | str | None, device_memory: int | str | None, num_rows: int, row_bytes: int
+) -> int:
+    """As many as the tables themselves would take."""
+    if slots is None and device_memory is None:
+        fraction = parse_share(0.1 if fraction is None else fraction)
+        return Cached(fraction=fraction).count_slots(num_rows, row_bytes)
+    return Cached(slots=slots, memory=device_memory).count_slots(num_rows, row_bytes)
+
+
+def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:
+    mib = row_bytes / 2**20 / trace.steps
+    return StrategyFigures(
+        strategy=name,
+        hit_rate=counts.hits / trace.places,
+        lookup_hit_rate=counts.lookups_hit / trace.lookups,
+        hits=counts.hits,
+        misses=counts.misses,
+        compulsory=counts.compulsory,
+        written_back=counts.written_back,
+        mib_in_per_step=counts.misses * mib,
+        mib_out_per_step=counts.written_back * mib,
+        above_belady=None if best is None else counts.misses / best - 1,
+    )
+
+
+def _pipelined(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> tuple[Counts, Int64]:
+    """What passes through without a cache; and [4]: rows in flight at the end, the most there were, the first step that
+    needs more than the slots (-1: none), and how many it needs."""
+    from stoker.placement import replay_kernels as kernels
+
+    state, totals = np.array([0, 0, -1, 0], np.int64), np.zeros(5, np.int64)
+    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
+    for first, last in trace.chunks():
+        kernels.pipelined(
+            trace.rows, trace.counts, trace.offsets, first, last, in_flight, slots, last_use, resident, state, totals
+        )
+        report("host-pipelined", last, trace.steps)
+    return Counts(*totals.tolist()), state
+
+
+def simulate(
+    trace: IdTrace,
+    strategy: CacheStrategy,
+    slots: int,
+    in_flight: int = 1,
+    report: Progress = lambda what, done, total: None,
+) -> Counts:
+    """One strategy on a trace whose rows in flight fit the slots; equal to ``replay_reference``."""
+    from stoker.placement import replay_kernels as kernels
+
+    if strategy.kind == "host-pipelined":
+        return _pipelined(trace, slots, in_flight, report)[0]
+    rows, counts, offsets = trace.rows, trace.counts, trace.offsets
+    slots = min(slots, trace.num_rows)  # more are never taken
+    last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
+    totals = np.zeros(5, np.int64)
+    if strategy.kind == "lru":
+        state = np.array([0, 0, offsets[1] - 1], np.int64)
+
+        def run(first: int, last: int) -> None:
+            kernels.lru(rows, counts, offsets, first, last, slots, last_use, resident, state, totals)
+
+    elif strategy.kind == "lfu":
+        state = np.zeros(2, np.int64)
+        uses, heap = np.zeros(trace.num_rows, np.int32), np.empty(2 * slots + 1, np.int64)
+
+        def run(first: int, last: int) -> None:
+            kernels.lfu(
+                rows, counts, offsets, first, last, in_flight, slots, last_use, resident, uses, heap, state, totals
+            )
+
+    else:
+        window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
+        state, upcoming = np.zeros(1, np.int64), np.zeros(trace.num_rows, np.int64)
+        words, starts = kernels.bitmap(trace.places + trace.num_rows)
+
+        def run(first: int, last: int) -> None:
+            kernels.belady(
+                rows, counts, trace.following, offsets, first, last, window, in_flight, slots, last_use, resident,
+                upcoming, words, starts, state, totals,
+            )  # fmt: skip
+
+    for first, last in trace.chunks():
+        run(first, last)
+        report(strategy.name, last, trace.steps)
+    return Counts(*totals.tolist())

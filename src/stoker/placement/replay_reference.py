@@ -1,0 +1,126 @@
+"""Cache strategies on a trace of batches, in plain Python: the definition that the fast simulation equals.
+
+A step needs the distinct rows of its batch. Those that lie in one of the C slots are hits, the others misses.
+Each miss takes a free slot or, where none is left, the slot of a victim: a resident row that no batch in flight
+uses. Batches ``t - in_flight + 1 .. t`` are in flight at step t. A victim is dirty, for every row of a training
+batch was updated, so it is written back.
+
+Legend: T steps, C slots, W batches whose ids are known ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+from stoker.errors import ConfigError
+
+__all__ = ["CacheStrategy", "Counts", "Row", "replay_reference"]
+
+Row = tuple[int, int]  # (id within its table, position of the table): the greater is the rarer, and leaves first
+Kind = Literal["lru", "lfu", "lookahead", "belady", "host-pipelined"]
+_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "host-pipelined")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStrategy:
+    """Which resident row leaves when a slot is needed.
+
+    * ``lru``: the one whose last use is longest ago.
+    * ``lfu``: the one that the fewest batches have used so far, counted over the whole trace.
+    * ``lookahead``: the one whose next use is farthest, where only the next ``window`` batches are known and
+      a row in none of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
+    * ``belady``: the same with all batches known; no strategy misses less (Belady 1966).
+    * ``host-pipelined``: no cache. A row leaves as soon as no batch in flight uses it.
+
+    Ties leave in order of falling id (ids are numbered by falling frequency, so the greater is the rarer), then of
+    falling table position.
+    """
+
+    kind: Kind
+    window: int = 0  # batches known ahead; for lookahead only
+
+    @property
+    def name(self) -> str:
+        """As users write it, ``lookahead-64`` for example."""
+        return f"lookahead-{self.window}" if self.kind == "lookahead" else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> CacheStrategy:
+        """Inverse of :attr:`name`.
+
+        Raises:
+            ConfigError: no such strategy, or a lookahead under 1.
+        """
+        for kind in _PLAIN:
+            if text == kind:
+                return cls(kind=kind)
+        word, _, number = text.partition("-")
+        if word == "lookahead" and number.isdecimal() and int(number) >= 1:
+            return cls(kind="lookahead", window=int(number))
+        raise ConfigError(
+            f"strategy {text!r} is unknown. Choose among {', '.join(_PLAIN)} and lookahead-W, where W is the number of "
+            "batches known ahead, at least 1 (lookahead-64 for example)."
+        )
+
+
+class Counts(NamedTuple):
+    """What a strategy did over a trace."""
+
+    hits: int  # distinct rows of batches that were resident
+    lookups_hit: int  # their occurrences
+    misses: int  # distinct rows of batches that had to be fetched
+    compulsory: int  # misses of rows never used before
+    written_back: int  # victims; rows still resident at the end are not among them
+
+
+def replay_reference(
+    batches: Sequence[Mapping[Row, int]], slots: int, strategy: CacheStrategy, *, in_flight: int = 1
+) -> Counts:
+    """Simulate one strategy; slow, and short enough to be checked by eye.
+
+    Args:
+        batches: for each step its distinct rows and how often each occurs.
+        slots: C.
+        strategy: who leaves.
+        in_flight: batches whose rows may not leave, the current one included.
+
+    Raises:
+        ConfigError: a step whose rows in flight exceed the slots.
+    """
+    resident: set[Row] = set()
+    last_use: dict[Row, int] = {}
+    uses: Counter[Row] = Counter()
+    hits = lookups_hit = misses = compulsory = written_back = 0
+
+    def rank(row: Row, step: int) -> tuple[float, Row]:
+        """The resident row of the highest rank leaves first."""
+        if strategy.kind == "lru":
+            return -last_use[row], row
+        if strategy.kind == "lfu":
+            return -uses[row], row
+        known = batches[step + 1 : None if strategy.kind == "belady" else step + 1 + strategy.window]
+        return next((distance for distance, batch in enumerate(known) if row in batch), math.inf), row
+
+    for step, batch in enumerate(batches):
+        kept: set[Row] = set().union(*batches[max(0, step - in_flight + 1) : step + 1])
+        if len(kept) > slots:
+            raise ConfigError(f"step {step} has {len(kept):,} rows in flight, but there are {slots:,} slots.")
+        found, missing = batch.keys() & resident, batch.keys() - resident
+        leaving = sorted(resident - kept, key=partial(rank, step=step), reverse=True)
+        if strategy.kind != "host-pipelined":
+            leaving = leaving[: max(0, len(missing) - (slots - len(resident)))]
+        hits += len(found)
+        lookups_hit += sum(batch[row] for row in found)
+        misses += len(missing)
+        compulsory += len(missing - last_use.keys())
+        written_back += len(leaving)
+        resident = (resident - set(leaving)) | missing
+        for row in batch:
+            last_use[row] = step
+            uses[row] += 1
+    return Counts(hits, lookups_hit, misses, compulsory, written_back)

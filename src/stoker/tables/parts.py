@@ -1,0 +1,101 @@
+"""Batches with more distinct rows than slots, worked on in parts that give the same bits.
+
+A lookup is cut by examples: every bag stays whole. An update is cut by rows: each row still gets the sum over the whole
+batch, in order of occurrence, and one step.
+
+Legend: B examples, F features, L ids, U distinct rows, D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.ops import AddressSpace, Bags
+from stoker.ops.distinct import distinct_rows
+from stoker.ops.reference import bag_lengths
+from stoker.tables.lease import Lease
+from stoker.tables.slotted import SlottedRows, TooFewSlots
+from stoker.tables.storage import Storage
+
+__all__ = ["by_examples", "by_rows"]
+
+
+def by_examples(
+    work: Callable[..., Tensor], storage: Storage, space: AddressSpace, bags: Bags, *each: Tensor
+) -> Tensor:
+    """``work(lease, *tensors of those examples)`` for runs of examples that fit; results one after the other.
+
+    Args:
+        each: tensors with a leading dimension of examples.
+
+    Raises:
+        TooFewSlots: one example alone has more rows than there are slots to give.
+    """
+    features = len(space.features)
+    batch = bags.batch_size(features)
+    done: list[Tensor] = []
+    start, size = 0, batch
+    while start < batch:
+        stop = min(start + size, batch)
+        try:
+            lease = storage.acquire(_examples(bags, features, start, stop), space)
+        except TooFewSlots:
+            if size == 1:
+                raise
+            size = max(1, (stop - start) // 2)
+            continue
+        done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
+        lease.release(changed=False)
+        start = stop
+    return torch.cat(done)
+
+
+def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
+    """The lookups of examples ``start..stop``."""
+    if bags.offsets is None:
+        weights = None if bags.weights is None else bags.weights.view(-1, features)[start:stop].reshape(-1)
+        return Bags(bags.ids[start:stop], None, weights, bags.mean)
+    offsets = bags.offsets[start * features : stop * features + 1]
+    begin, end = int(offsets[0]), int(offsets[-1])
+    weights = None if bags.weights is None else bags.weights[begin:end]
+    return Bags(bags.ids[begin:end], offsets - begin, weights, bags.mean)
+
+
+def by_rows(work: Callable[[Lease], None], storage: Storage, space: AddressSpace, bags: Bags) -> None:
+    """``work(lease)`` for runs of distinct rows that fit, each with all its lookups, in order of occurrence."""
+    assert isinstance(storage, SlottedRows)
+    rows, which = distinct_rows(bags, space)
+    number = which.reshape(-1).numpy()
+    start, size = 0, max(1, min(len(rows), storage.available))
+    while start < len(rows):
+        stop = min(start + size, len(rows))
+        keep = torch.from_numpy((number >= start) & (number < stop))
+        try:
+            lease = storage.acquire(_lookups(bags, keep), space)
+        except TooFewSlots:
+            if size == 1:
+                raise
+            size = max(1, size // 2)
+            continue
+        work(lease)
+        lease.release(changed=True)
+        start = stop
+
+
+def _lookups(bags: Bags, keep: Tensor) -> Bags:
+    """Only the lookups that ``keep`` [L] marks, in the bags they were in."""
+    ids = bags.ids.reshape(-1)[keep]
+    count = keep.numel()
+    offsets = torch.arange(count + 1) if bags.offsets is None else bags.offsets
+    weights = None if bags.weights is None else bags.weights[keep]
+    if bags.mean and bags.offsets is not None:
+        # A bag's mean divides by all its ids, also by those of other parts.
+        lengths = bag_lengths(offsets)
+        factors = torch.from_numpy(np.float32(1.0) / lengths.clamp(min=1).numpy().astype(np.float32))
+        weights = torch.repeat_interleave(factors, lengths)[keep]
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.to(torch.int64).cumsum(0)])
+    return Bags(ids, before[offsets], weights, False)

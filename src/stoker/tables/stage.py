@@ -1,0 +1,224 @@
+"""Looks ahead in the data and brings the rows of coming batches into fast memory. Leaving it out changes no number.
+
+``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
+are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3).
+
+Legend: C slots.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+from stoker.data.batch import Batch
+from stoker.errors import ConfigError
+from stoker.ops import Bags
+from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.lease import Lease
+from stoker.tables.slotted import SlottedRows
+
+__all__ = ["Stage", "stage"]
+
+_DEEPEST = 8  # batches in flight at most, where the depth adapts
+_STALL = 0.02  # share of the time spent waiting for rows above which one more batch is staged ahead
+_JUDGED = 16  # batches between two looks at the stalls
+
+Staged = tuple[Batch, list[Lease | None]]
+
+
+class Stage:
+    """Batches of ``stream`` whose rows are in place; made by :func:`stage`. A context manager; ``for`` goes through it.
+
+    Each loop goes through ``stream`` once. Leaving a loop early forgets what was staged: those batches were read from
+    the stream, but :meth:`state_dict` tells where the batches handed out end.
+    """
+
+    def __init__(
+        self, stream: Iterable[Batch], tables: EmbeddingTables, lookahead: int, in_flight: int | None, background: bool
+    ) -> None:
+        self.stream, self.tables = stream, tables
+        self.lookahead = lookahead
+        self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
+        self.background = background
+        self.window = 0  # batches looked ahead now
+        self.stall_seconds = 0.0  # spent waiting for rows
+        self.step = getattr(stream, "step", 0)  # batches handed out; the next one carries this number
+        self._fixed = in_flight is not None
+        self._groups = [
+            (index, group.storage, group.mean)
+            for index, group in enumerate(tables.groups)
+            if isinstance(group.storage, SlottedRows)
+        ]
+        self._waiting: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._outstanding = 0  # batches staged and not done
+        self._stop = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._groups:
+            for batch in self.stream:
+                self.step = batch.step + 1
+                yield batch
+            return
+        source = iter(self.stream)
+        staged = self._threaded(source) if self.background else self._inline(source)
+        try:
+            for batch, leases in staged:
+                moved = batch.to(self.tables.device, non_blocking=True)
+                self.tables.hand_over(moved.ids, leases)
+                self.step = batch.step + 1
+                try:
+                    yield moved
+                finally:
+                    self.tables.withdraw(moved.ids)
+        finally:
+            staged.close()  # type: ignore[attr-defined]
+            self._waiting.clear()
+            for _, storage, _ in self._groups:
+                storage.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the stream behind the batch handed out last."""
+        state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
+        return state
+
+    def _look_ahead(self, source: Iterator[Batch]) -> None:
+        """Announce further batches: as many as asked for, or as have rows for all slots, whichever is less.
+
+        What is used beyond the next C distinct rows cannot be kept anyway, so knowing of it changes no eviction.
+        """
+        while len(self._waiting) <= self.lookahead:
+            full = all(storage.residency.wanted >= storage.num_slots for _, storage, _ in self._groups)
+            if full and len(self._waiting) > self.in_flight:
+                break
+            batch = next(source, None)
+            if batch is None:
+                break
+            for index, storage, mean in self._groups:
+                weights = None if batch.weights is None else batch.weights.reshape(-1)
+                storage.announce(Bags(*self.tables.lookups(index, batch.ids, batch.offsets, weights), mean))
+            self._waiting.append(batch)
+        self.window = len(self._waiting)
+
+    def _next(self) -> Staged:
+        """Make the next waiting batch resident. A group whose rows do not fit is left to fetch on demand."""
+        batch = self._waiting.popleft()
+        leases: list[Lease | None] = [None] * len(self.tables.groups)
+        for index, storage, _ in self._groups:
+            while (lease := storage.stage()) is None:
+                with self._changed:
+                    # Rows of batches in flight leave too few slots: wait for one of them, if any will be done.
+                    before = self._outstanding
+                    if before == 0 or self._stop or not self.background:
+                        storage.skip()
+                        break
+                    self._changed.wait_for(lambda before=before: self._outstanding < before or self._stop)  # type: ignore[misc]
+            leases[index] = lease
+        return batch, leases
+
+    def _inline(self, source: Iterator[Batch]) -> Iterator[Staged]:
+        ready: deque[Staged] = deque()
+        while True:
+            begin = time.perf_counter()
+            while len(ready) < self.in_flight:
+                self._look_ahead(source)
+                if not self._waiting:
+                    break
+                ready.append(self._next())
+            self.stall_seconds += time.perf_counter() - begin
+            if not ready:
+                return
+            yield ready.popleft()
+
+    def _threaded(self, source: Iterator[Batch]) -> Iterator[Staged]:
+        ready: SimpleQueue[Staged | BaseException | None] = SimpleQueue()
+        self._stop, self._outstanding = False, 0
+
+        def work() -> None:
+            try:
+                while True:
+                    self._look_ahead(source)
+                    if not self._waiting:
+                        break
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._outstanding < self.in_flight or self._stop)
+                        if self._stop:
+                            return
+                    staged = self._next()
+                    with self._changed:
+                        self._outstanding += 1
+                    ready.put(staged)
+                ready.put(None)
+            except BaseException as error:
+                ready.put(error)
+
+        thread = threading.Thread(target=work, name="stoker-stage", daemon=True)
+        thread.start()
+        start, stalled, count = time.perf_counter(), 0.0, 0
+        try:
+            while True:
+                begin = time.perf_counter()
+                staged = ready.get()
+                waited = time.perf_counter() - begin
+                if staged is None:
+                    return
+                if isinstance(staged, BaseException):
+                    raise staged
+                count += 1
+                if count > 1:  # the first has nothing to hide behind
+                    self.stall_seconds += waited
+                    stalled += waited
+                yield staged
+                with self._changed:
+                    self._outstanding -= 1
+                    if count % _JUDGED == 0:
+                        if not self._fixed and stalled > _STALL * (time.perf_counter() - start):
+                            self.in_flight = min(self.in_flight + 1, _DEEPEST)
+                        start, stalled = time.perf_counter(), 0.0
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._stop = True
+                self._changed.notify_all()
+            thread.join()
+
+
+def stage(
+    stream: Iterable[Batch],
+    tables: EmbeddingTables | Any,
+    *,
+    lookahead: int = 64,
+    in_flight: int | None = None,
+    background: bool | None = None,
+) -> Stage:
+    """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
+
+    Tables whose rows all lie on the device are left alone. A batch that was not staged fetches its rows on demand and
+    gives the same numbers.
+
+    Args:
+        stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
+        tables: the tables, or a model with ``embeddings``.
+        lookahead: batches whose ids are known in advance; fewer are taken where their rows fill all slots.
+        in_flight: batches whose rows are in fast memory at a time, the one in training included; None adapts: it
+            grows while training waits for rows.
+        background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
+            for a file; on a CPU over ordinary memory both would want the same cores.
+
+    Raises:
+        ConfigError: numbers out of their range.
+    """
+    tables = getattr(tables, "embeddings", tables)
+    if lookahead < 0:
+        raise ConfigError(f"lookahead is {lookahead} batches; give 0 or more.")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")
+    slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
+    if background is None:
+        background = any(storage.home.kind == "file" or tables.device.type == "cuda" for storage in slotted)
+    return Stage(stream, tables, lookahead, in_flight, background)

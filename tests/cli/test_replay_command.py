@@ -1,0 +1,110 @@
+"""``stoker replay`` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stoker
+from stoker.cli import main
+from stoker.cli import replay as command
+from stoker.data.dataset import Dataset
+from stoker.testing import make_dataset
+
+SMALL = ["--batch-size", "50", "--fraction", "30%"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("d"), rows=1000, num_embeddings=(400, 100, 5))
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", *map(str, arguments)])
+    found = capsys.readouterr()
+    code = caught.value.code
+    return code if isinstance(code, int) else 0, found.out, found.err
+
+
+def test_a_person_sees_a_table_by_hit_rate(
+    data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    code, out, err = call(capsys, data.path, *SMALL)
+    assert (code, err) == (0, "")
+    rates = [float(rate) for rate in re.findall(r"│\s+([\d.]+)% │\s+[\d.]+% │", out)]
+    assert len(rates) == 9
+    assert rates == sorted(rates, reverse=True)
+    assert re.search(r"belady\s+│.*\+0\.0%", out)
+    for words in ("16 batches of 50 (shuffled)", "152 slots of 68 bytes", "lookahead-256", "Hit rate: the share"):
+        assert words in out
+
+
+def test_a_script_reads_what_the_function_returns(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(
+        capsys, data.path, "--batch-size", 40, "--slots", "0.15k", "--lookahead", "2,8", "--in-flight", 2, "--json",
+        "--order", "file", "--steps", 11, "--dim", 8, "--optimizer", "adam", "--dtype", "bfloat16",
+    )  # fmt: skip
+    assert code == 0
+    found = json.loads(out)
+    names = ["lru", "lfu", "lookahead-2", "lookahead-8", "host-pipelined", "belady"]
+    expected = stoker.replay(
+        data, slots=150, strategies=names, in_flight=2, batch_size=40, seed=None, steps=11, dim=8, optimizer="adam",
+        dtype="bfloat16",
+    )  # fmt: skip
+    assert found.pop("dataset") == str(data.path)
+    assert found.pop("order") == "file"
+    assert found == json.loads(json.dumps(expected.to_dict()))
+    assert found["row_bytes"] == 16 + 64
+    _, other, _ = call(capsys, data.path, *SMALL, "--seed", 3, "--json")
+    assert json.loads(other)["strategies"] != found["strategies"]
+
+
+def test_device_memory(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, data.path, "--batch-size", 20, "--device-memory", "16KiB", "--json")
+    assert json.loads(out)["slots"] == 16_384 // 68
+
+
+def test_slow_work_shows_a_bar(
+    data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
+    monkeypatch.setenv("COLUMNS", "140")
+    _, _, err = call(capsys, data.path, *SMALL)
+    assert "reading ids" in err
+    assert "16/16" in err
+    _, _, err = call(capsys, data.path, *SMALL, "--json")
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--order", "sorted"], "'sorted' is unknown"),
+        (["--lookahead", "4,x"], "'4,x' is not a list of numbers"),
+        (["--lookahead", "0"], "at least 1"),
+        (["--slots", "5", "--fraction", "0.1"], "Give one of them"),
+        (["--slots", "5", "--batch-size", "50"], "Give at least"),
+        (["--device-memory", "1XB"], "unknown unit"),
+    ],
+)
+def test_mistakes_are_one_paragraph(
+    data: Dataset, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, out, err = call(capsys, data.path, *arguments)
+    assert (code, out) == (2, "")
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_missing_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, tmp_path / "no")
+    assert code == 2
+    assert "there is no dataset" in " ".join(err.split())

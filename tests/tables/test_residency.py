@@ -1,0 +1,170 @@
+"""Plans are integers: the fast planner must make exactly those of the plain one, and both must keep the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.tables.residency import LANDED, Residency, SlotPlan, make_residency
+
+
+def same_plans(a: SlotPlan | None, b: SlotPlan | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    # Evicted rows may be named in any order; everything else is fixed.
+    gone_a, gone_b = (sorted(zip(p.evict_rows.tolist(), p.evict_slots.tolist(), strict=True)) for p in (a, b))
+    return (
+        gone_a == gone_b
+        and (a.number, a.fence) == (b.number, b.fence)
+        and all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("slots", "fetch_rows", "fetch_slots"))
+    )
+
+
+@st.composite
+def scripts(draw):
+    tables = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    total = sum(tables)
+    slots = draw(st.integers(1, total))
+    pinned = [draw(st.integers(0, min(rows, 3))) for rows in tables] if draw(st.booleans()) else []
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    steps = []
+    for _ in range(draw(st.integers(1, 60))):
+        kind = draw(
+            st.sampled_from(["announce"] * 4 + ["plan"] * 4 + ["release"] * 4 + ["now", "skip", "cancel", "take"])
+        )
+        most = max(1, min(slots, total) * draw(st.sampled_from([1, 2, 4])) // 4)
+        rows = random.permutation(np.minimum(random.zipf(1.3, most) - 1, total - 1))
+        steps.append((kind, np.array(list(dict.fromkeys(rows.tolist())), np.int64), draw(st.booleans())))
+    return tables, slots, pinned, draw(st.booleans()), steps
+
+
+@settings(max_examples=300, deadline=None)
+@given(scripts())
+def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
+    tables, slots, pinned, transient, steps = script
+    first = np.concatenate([[0], np.cumsum(tables)])
+    plain, fast = (make_residency(first, slots, pinned=pinned, transient=transient, fast=f) for f in (False, True))
+    held: list[tuple[np.ndarray, np.ndarray]] = []  # slots and rows of batches in flight
+    content: dict[int, int] = {}  # slot -> row, as the plans say
+    left: dict[int, int] = {}  # row -> plan that wrote it home
+    for kind, rows, flag in steps:
+        if kind == "announce":
+            plain.announce(rows)
+            fast.announce(rows)
+            planned = None
+        elif kind in ("plan", "now"):
+            if kind == "plan" and not plain.announced:
+                continue
+            wanted = rows if kind == "now" else np.array(plain._window[0][1], np.int64)
+            a = plain.plan() if kind == "plan" else plain.plan_now(rows)
+            planned = fast.plan() if kind == "plan" else fast.plan_now(rows)
+            assert same_plans(a, planned)
+            if a is None:
+                continue
+            busy = {slot for slots_, _ in held for slot in slots_.tolist()}
+            assert not busy & set(a.evict_slots.tolist()), "a row in flight was evicted"
+            for row, slot in zip(a.evict_rows.tolist(), a.evict_slots.tolist(), strict=True):
+                assert content[slot] == row
+                left[row] = a.number
+            for row, slot in zip(a.fetch_rows.tolist(), a.fetch_slots.tolist(), strict=True):
+                assert slot not in busy
+                content[slot] = row
+                if row in left and left[row] > a.number - LANDED:
+                    assert a.fence >= left[row], "a fetch could overtake a writeback"
+            assert [content[slot] for slot in a.slots.tolist()] == wanted.tolist()
+            held.append((a.slots, wanted))
+        elif kind == "release" and held:
+            slots_, _ = held.pop(0)
+            for residency in (plain, fast):
+                residency.release(slots_, changed=flag)
+        elif kind == "skip" and plain.announced:
+            plain.skip()
+            fast.skip()
+        elif kind == "cancel":
+            plain.cancel()
+            fast.cancel()
+        elif kind == "take":
+            assert np.array_equal(plain.take_changed(), fast.take_changed())
+        assert (plain.free, plain.announced, plain.wanted) == (fast.free, fast.announced, fast.wanted)
+        assert np.array_equal(plain.row_in_slot, fast.row_in_slot)
+
+
+def belady_misses(batches: list[np.ndarray], slots: int) -> int:
+    """Farthest next use leaves; every batch is a set."""
+    resident: set[int] = set()
+    misses = 0
+    for t, rows in enumerate(batches):
+        wanted = set(rows.tolist())
+        misses += len(wanted - resident)
+
+        def next_use(row: int, t: int = t) -> int:
+            return next((s for s in range(t + 1, len(batches)) if row in batches[s]), 10**9)
+
+        keep = sorted(resident - wanted, key=next_use)
+        resident = wanted | set(keep[: max(0, slots - len(wanted))])
+    return misses
+
+
+def drive(residency: Residency, batches: list[np.ndarray], lookahead: int) -> int:
+    misses, ahead = 0, 0
+    for t in range(len(batches)):
+        while ahead < len(batches) and ahead <= t + lookahead:
+            residency.announce(batches[ahead])
+            ahead += 1
+        plan = residency.plan()
+        assert plan is not None
+        misses += len(plan.fetch_rows)
+        residency.release(plan.slots, changed=True)
+    return misses
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_knowing_the_whole_future_is_optimal(fast):
+    random = np.random.default_rng(1)
+    for _ in range(20):
+        batches = [np.unique(np.minimum(random.zipf(1.2, 12), 100) - 1) for _ in range(40)]
+        best = belady_misses(batches, 20)
+        assert drive(make_residency([0, 100], 20, fast=fast), batches, 40) == best
+        assert drive(make_residency([0, 100], 20, fast=fast), batches, 0) >= best
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_among_rows_without_a_known_use_the_rarest_leaves(fast):
+    residency = make_residency([0, 10, 14], 4, fast=fast)
+    first = residency.plan_now(np.array([3, 1, 12, 9]))  # rows 3, 1, 9 of the first table, row 2 of the second
+    residency.release(first.slots, changed=True)
+    second = residency.plan_now(np.array([0, 2, 4]))
+    assert second.evict_rows.tolist() == [9, 3, 12] or sorted(second.evict_rows.tolist()) == [3, 9, 12]
+    assert residency.row_in_slot.tolist().count(1) == 1
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_transient_residency_keeps_only_what_is_in_flight(fast):
+    residency = make_residency([0, 100], 10, transient=True, fast=fast)
+    plan = residency.plan_now(np.arange(5))
+    residency.release(plan.slots, changed=True)
+    plan = residency.plan_now(np.arange(4, 8))
+    assert sorted(plan.evict_rows.tolist()) == [0, 1, 2, 3]
+    assert plan.hits == 1
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_pinned_rows_never_leave(fast):
+    residency = make_residency([0, 50], 6, pinned=[2], fast=fast)
+    plan = residency.plan_now(np.array([0, 1, 40]))
+    residency.release(plan.slots, changed=True)
+    for begin in range(2, 40, 4):
+        plan = residency.plan_now(np.arange(begin, begin + 4))
+        residency.release(plan.slots, changed=True)
+        assert {0, 1} <= set(residency.row_in_slot.tolist())
+    assert residency.plan_now(np.arange(10, 15)) is None
+
+
+def test_memory_does_not_grow_with_the_table():
+    """Two thousand million rows cost a few megabytes until they are touched."""
+    residency = make_residency([0, 2 * 10**9], 100, fast=True)
+    plan = residency.plan_now(np.array([0, 10**9, 2 * 10**9 - 1]))
+    residency.release(plan.slots, changed=True)
+    assert residency.plan_now(np.arange(10**9 + 1, 10**9 + 99)).evict_rows.tolist() == [2 * 10**9 - 1]
