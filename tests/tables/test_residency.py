@@ -68,11 +68,12 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
             for row, slot in zip(a.evict_rows.tolist(), a.evict_slots.tolist(), strict=True):
                 assert content[slot] == row
                 left[row] = a.number
+            left_before = dict(left)
             for row, slot in zip(a.fetch_rows.tolist(), a.fetch_slots.tolist(), strict=True):
                 assert slot not in busy
                 content[slot] = row
-                if row in left and left[row] > a.number - LANDED:
-                    assert a.fence >= left[row], "a fetch could overtake a writeback"
+                if left.pop(row, -LANDED) > a.number - LANDED:  # once waited for, it has landed
+                    assert a.fence >= left_before[row], "a fetch could overtake a writeback"
             assert [content[slot] for slot in a.slots.tolist()] == wanted.tolist()
             held.append((a.slots, wanted))
         elif kind == "release" and held:

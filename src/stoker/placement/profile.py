@@ -43,7 +43,8 @@ class Profile:
     copy: float  # bytes/s of one large copy in memory
     fetch: float  # rows/s from random places of a home in memory to slots
     store: float  # rows/s back
-    plan_row: float  # seconds to plan for one distinct row
+    plan_row: float  # seconds to plan for one distinct row in its slot
+    plan_miss: float  # seconds more for one that has to come, and for the one that leaves
     plan_lookup: float  # seconds to find out which distinct row a lookup wants
     file_cold: float | None = None  # rows/s from random places of a file that is not in memory; None: not measured
     file_warm: float | None = None  # of one that is, in the system's page cache
@@ -51,7 +52,9 @@ class Profile:
 
     def plan_seconds(self, traffic: Traffic) -> float:
         """Seconds a step to plan."""
-        return self.plan_row * traffic.distinct + self.plan_lookup * traffic.lookups
+        return (
+            self.plan_lookup * traffic.lookups + self.plan_row * traffic.distinct + self.plan_miss * traffic.fetched
+        )
 
     def move_seconds(self, traffic: Traffic, row_bytes: int, *, home: Literal["memory", "file"], cold: float) -> float:
         """Seconds a step to move rows both ways.
@@ -104,7 +107,7 @@ def _measure(
     quick = storage.home.native
     try:
         _fill(storage, storage.num_rows)
-        plan_row, plan_lookup, fetch, store = _moving(storage, 2**16 if quick else 2**11)
+        planning, fetch, store = _moving(storage, 2**16 if quick else 2**11)
     finally:
         storage.close()
     cold = warm = written = None
@@ -116,7 +119,7 @@ def _measure(
         finally:
             storage.close()
     return Profile(
-        row_bytes=row_bytes, copy=_copying(), fetch=fetch, store=store, plan_row=plan_row, plan_lookup=plan_lookup,
+        row_bytes=row_bytes, copy=_copying(), fetch=fetch, store=store, **planning,
         file_cold=cold, file_warm=warm, file_store=written,
     )  # fmt: skip
 
@@ -147,44 +150,42 @@ def _fill(storage: SlottedRows, rows: int) -> None:
         storage.home.store(np.arange(start, start + count), part, np.arange(count))
 
 
-def _moving(storage: SlottedRows, lookups: int) -> tuple[float, float, float, float]:
-    """(plan_row, plan_lookup, fetch, store) of random batches."""
+def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float, float]:
+    """The costs of planning, and rows/s fetched and stored, of random batches."""
     random = np.random.default_rng(0)
-    lookups = min(lookups, storage.num_slots // 2)
-    few = _steps(storage, [random.integers(0, 256, lookups) for _ in range(_BATCHES)])
-    plan_lookup = few / (_BATCHES * lookups)
+    slots = storage.num_slots
+    lookups = min(lookups, slots // 2)
+
+    def batches(rows: int, count: int = _BATCHES) -> list[np.ndarray]:
+        return [random.integers(0, rows, lookups) for _ in range(count)]
+
+    # Each kind of step first once or more untimed: rows come, and what earlier plans left behind is cleared away.
+    _steps(storage, batches(256, 2))
+    plan_lookup = _steps(storage, batches(256)) / (_BATCHES * lookups)
+    _steps(storage, [np.arange(start, start + lookups) % (slots // 2) for start in range(0, slots // 2, lookups)])
     storage.stats.reset()
-    seconds = _steps(storage, [random.integers(0, storage.num_rows, lookups) for _ in range(2 * _BATCHES)])
+    hits = _steps(storage, batches(slots // 2))
+    plan_row = max(0.0, hits - _BATCHES * lookups * plan_lookup) / storage.stats.rows
+    _steps(storage, batches(storage.num_rows, 2 * slots // lookups + 2))
     stats = storage.stats
-    moving = stats.fetch_seconds + stats.write_seconds
-    planning = max(0.0, seconds - moving - 2 * _BATCHES * lookups * plan_lookup)
-    return (
-        planning / stats.rows,
-        plan_lookup,
-        stats.fetched / max(stats.fetch_seconds, 1e-9),
-        stats.written / max(stats.write_seconds, 1e-9),
-    )
+    stats.reset()
+    seconds = _steps(storage, batches(storage.num_rows))
+    planning = seconds - stats.fetch_seconds - stats.write_seconds
+    planning -= _BATCHES * lookups * plan_lookup + stats.rows * plan_row
+    costs = {"plan_lookup": plan_lookup, "plan_row": plan_row, "plan_miss": max(0.0, planning) / stats.fetched}
+    return costs, stats.fetched / max(stats.fetch_seconds, 1e-9), stats.written / max(stats.write_seconds, 1e-9)
 
 
 def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> float:
-    """Seconds to take batches through the storage, after a first one."""
-
-    def step(ids: np.ndarray) -> None:
+    """Seconds to take batches through the storage."""
+    _wait(storage)
+    begin = time.perf_counter()
+    for ids in batches:
         storage.announce(Bags(torch.from_numpy(ids).view(-1, 1)))
         lease = storage.stage()
         assert lease is not None
         storage.hand_out(lease)
         lease.release(changed=True)
-
-    # Until every slot is taken nothing has to leave.
-    step(batches[0])
-    while storage.residency.plans * len(batches[0]) < 2 * storage.num_slots:
-        step(np.random.default_rng(storage.residency.plans).integers(0, storage.num_rows, len(batches[0])))
-        storage.stats.reset()
-    _wait(storage)
-    begin = time.perf_counter()
-    for ids in batches:
-        step(ids)
     _wait(storage)
     return time.perf_counter() - begin
 

@@ -215,7 +215,7 @@ class FileHome(Home):
     def _try_direct(self) -> None:
         """One direct read: some file systems accept the flag and refuse its use."""
         try:
-            os.preadv(self._fd, [memoryview(_page_aligned(PAGE))[:PAGE]], 0)
+            os.preadv(self._fd, [_page_aligned(PAGE).data], 0)
         except OSError as error:
             self._remove()
             raise _no_direct(self.path.parent) from error
@@ -286,7 +286,7 @@ class FileHome(Home):
 
     def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray) -> None:
         """Bytes ``base..end`` of the file, which hold ``rows``, to the start of ``buffer``."""
-        view, done = memoryview(buffer), 0
+        view, done = buffer.data, 0
         while done < end - base:
             try:
                 if hasattr(os, "preadv"):
@@ -304,7 +304,7 @@ class FileHome(Home):
                 raise self._error(0, self._cut(rows, base + done), "reading")
 
     def _write_from(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray) -> None:
-        view, done = memoryview(buffer), 0
+        view, done = buffer.data, 0
         while done < end - base:
             try:
                 if hasattr(os, "pwritev"):
