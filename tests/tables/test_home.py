@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -485,6 +485,18 @@ def test_a_file_that_shrank_is_an_error_and_never_zeros(held):
     with pytest.raises(HomeError, match=r"Rows from [0-9,]+ on are lost"):
         home.store(int64(3999), rows)
     assert home.path.stat().st_size < length  # a store to the end does not grow it back
+
+
+def test_a_file_cut_short_does_not_grow_back_unnoticed(held, monkeypatch):
+    """A store to the end, between two looks at the length, must not turn the lost rows into zeros."""
+    home, rows = held
+    os.truncate(home.path, home.path.stat().st_size // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(home, "_check_length", lambda action: None)
+        with suppress(HomeError):  # where it read a page before it wrote it, the store has noticed
+            home.store(np.arange(3900, 4000), rows)
+    with pytest.raises(HomeError, match="something has changed its length"):
+        home.fetch(int64(3000), home.empty(1))
 
 
 def test_a_file_that_shrinks_during_a_fetch_is_an_error_that_names_the_row(held, monkeypatch):

@@ -51,7 +51,7 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 class FastResidency(Residency):
     """Equal to :class:`stoker.tables.residency.ReferenceResidency`, plan for plan.
 
-    Memory: about 45 bytes a slot, 64 to 128 bytes a resident or announced row, 16 bytes an announced use, N bits.
+    Memory: 40 bytes a slot, 128 to 256 bytes a resident or announced row, 16 bytes an announced use, N bits.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -61,15 +61,12 @@ class FastResidency(Residency):
         self._ranks = _ranks(self._first_row)
         self._tree, self._levels = _tree(int(self._first_row[-1]))
         self._pinned = shape.pinned_rows()
-        self._directory = np.zeros((1 << 12, 4), np.int64)
-        self._entry_next, self._entry_step = np.zeros((2, 1 << 12), np.int64)
-        self._lists = np.full(16, -1, np.int64)
-        self._next_step = np.full(slots, -1, np.int64)
-        self._slot_key = np.full(slots, -1, np.int64)
-        self._before, self._after = np.full((2, slots), -1, np.int64)
+        self._directory = np.zeros((1 << 12, kernels.WIDTH), np.int64)
+        self._ring = np.zeros((1 << 12, 2), np.int64)  # entries of the window: next use of the row, its step
+        self._slots = np.zeros((slots, 4), np.int64)
+        self._slots[:, [kernels.ROW, kernels.NEXT]] = -1
+        self.row_in_slot = self._slots[:, kernels.ROW]
         self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
-        self._users = np.zeros(slots, np.int64)
-        self._changed = np.zeros(slots, np.bool_)
         self._counters = np.zeros(8, np.int64)
         self._counters[kernels.FREE] = slots
         self._window: deque[tuple[int, int, Ints]] = deque()  # step, first entry, rows
@@ -78,17 +75,12 @@ class FastResidency(Residency):
 
     @property
     def _structures(self) -> tuple[Any, ...]:
-        return (
-            self.row_in_slot, self._next_step, self._slot_key, self._before, self._after, self._lists, self._tree,
-            self._levels, self._first_row, self._ranks, self._counters,
-        )  # fmt: skip
+        return self._slots, self._tree, self._levels, self._first_row, self._ranks, self._counters
 
     def announce(self, rows: Ints) -> None:
         rows = np.ascontiguousarray(rows, np.int64)
         self._make_room(len(rows), window=True)
-        kernels.announce(
-            rows, self._entries, self._step, self._directory, self._entry_next, self._entry_step, *self._structures
-        )
+        kernels.announce(rows, self._entries, self._step, self._directory, self._ring, *self._structures)
         self._window.append((self._step, self._entries, rows))
         self._step += 1
         self._entries += len(rows)
@@ -96,24 +88,18 @@ class FastResidency(Residency):
     def _make_room(self, more: int, *, window: bool) -> None:
         needed = int(self._counters[kernels.RECORDS]) + more
         if 2 * needed > len(self._directory):
-            larger = np.zeros((1 << (3 * needed).bit_length(), 4), np.int64)
+            larger = np.zeros((1 << (2 * needed).bit_length(), kernels.WIDTH), np.int64)
             kernels.rehash(self._directory, larger)
             self._directory = larger
         if not window:
             return
         oldest = self._window[0][1] if self._window else self._entries
-        if self._entries + more - oldest > len(self._entry_next):
+        if self._entries + more - oldest > len(self._ring):
             size = 1 << (self._entries + more - oldest).bit_length()
             live = np.arange(oldest, self._entries)
-            for name in ("_entry_next", "_entry_step"):
-                old, new = getattr(self, name), np.zeros(size, np.int64)
-                new[live & (size - 1)] = old[live & (len(old) - 1)]
-                setattr(self, name, new)
-        if len(self._window) + 2 > len(self._lists):
-            old, size = self._lists, 2 * len(self._lists)
-            self._lists = np.full(size, -1, np.int64)
-            steps = np.arange(self._window[0][0], self._step)
-            self._lists[steps & (size - 1)] = old[steps & (len(old) - 1)]
+            larger = np.zeros((size, 2), np.int64)
+            larger[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
+            self._ring = larger
 
     def plan(self) -> SlotPlan | None:
         made = self._plan(self._window[0][2], staged=True)
@@ -129,22 +115,22 @@ class FastResidency(Residency):
     def _plan(self, rows: Ints, *, staged: bool) -> SlotPlan | None:
         parked = int(self._counters[kernels.PARKED])
         most = parked if self.shape.transient else min(parked, len(rows))
-        slots, fetch_rows, fetch_slots = np.empty((3, len(rows)), np.int64)
+        taken, fetch_rows, fetch_slots = np.empty((3, len(rows)), np.int64)
         victims, evict_rows, evict_slots = np.empty((3, most), np.int64)
         landed, gone = -1, _NO_ROWS
         if self._leaving and self._leaving[0][0] <= self.plans - LANDED:
             landed, gone = self._leaving[0]
         status, fence, fetched, written = kernels.plan(
-            rows, staged, self.plans, self.shape.transient, slots, fetch_rows, fetch_slots, victims, evict_rows,
-            evict_slots, gone, landed, self._directory, self._entry_next, self._entry_step, self._empty, self._users,
-            self._changed, *self._structures,
+            rows, staged, self.plans, self.shape.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
+            evict_slots, gone, landed, self._directory, self._ring, self._empty,
+            *self._structures,
         )  # fmt: skip
         if status < 0:
             return None
         if landed >= 0:
             self._leaving.popleft()
         made = SlotPlan(
-            number=self.plans, slots=slots, fetch_rows=fetch_rows[:fetched], fetch_slots=fetch_slots[:fetched],
+            number=self.plans, slots=taken, fetch_rows=fetch_rows[:fetched], fetch_slots=fetch_slots[:fetched],
             evict_rows=evict_rows[:written], evict_slots=evict_slots[:written], fence=int(fence),
         )  # fmt: skip
         self._leaving.append((self.plans, made.evict_rows))
@@ -152,13 +138,11 @@ class FastResidency(Residency):
         return made
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        kernels.release(
-            np.ascontiguousarray(slots, np.int64), changed, self._pinned, self._users, self._changed, *self._structures
-        )
+        kernels.release(np.ascontiguousarray(slots, np.int64), changed, self._pinned, *self._structures)
 
     def skip(self) -> None:
         rows = self._window.popleft()[2]
-        kernels.skip(rows, self._directory, self._entry_next, self._entry_step, *self._structures)
+        kernels.skip(rows, self._directory, self._ring, *self._structures)
 
     def cancel(self) -> None:
         for _, _, rows in self._window:
@@ -166,12 +150,12 @@ class FastResidency(Residency):
         self._window.clear()
 
     def take_changed(self) -> Ints:
-        slots = np.flatnonzero(self._changed)
-        self._changed[:] = False
+        slots = np.flatnonzero(self._slots[:, kernels.FLAGS] & kernels.CHANGED)
+        self._slots[:, kernels.FLAGS] &= ~kernels.CHANGED
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
-        self._changed[slots] = True
+        self._slots[slots, kernels.FLAGS] |= kernels.CHANGED
 
     @property
     def free(self) -> int:

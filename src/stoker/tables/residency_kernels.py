@@ -1,12 +1,16 @@
-"""Numba kernels of the residency: a hash directory of rows, a bit tree of idle ones, lists by next use.
+"""Numba kernels of the residency: a hash directory of rows, a record for each slot, a bit tree of idle rows.
 
-The directory [P, 4] int64 is an open-addressing hash with linear probing: address + 1 (0: free), slot (>= 0; -1: none;
--2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry (-1: none). It holds
-resident rows, announced rows and rows on their way home: bounded by the slots and the window, not by the tables.
-Rows in slots that may be given up are in the bit tree (no announced use), where the rarest is found in a few
-words, or in the list of their next step.
+The directory [P, 8] int64 is an open-addressing hash with linear probing: address + 1 (0: free), slot (>= 0; -1: none;
+-2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry and the
+step of the first (-1: none). It holds resident rows, announced rows and rows on their way home: bounded by the slots and the window, not by the tables.
 
-Legend: C slots, E entries of the window (ring), W steps of the window (ring), T tables, G segments.
+The record of a slot [C, 4] int64: address (-1: empty), next announced step (-1: none), batches in
+flight that use it, flags. Of the slots that may be given up (parked), those without an announced use are in the bit
+tree, where the rarest is found in a few words. The others are looked for one by one, which happens only if the window
+wants more rows than there are slots: as long as it does not, the wanted rows that are missing are at most as many as
+the idle ones that are resident.
+
+Legend: C slots, E entries of the window (ring), T tables, G segments.
 """
 
 from __future__ import annotations
@@ -22,11 +26,14 @@ from numba.extending import intrinsic
 from stoker.ops.llvm_rows import prefetch
 
 __all__ = [
-    "ADDRESS",
+    "CHANGED",
+    "FLAGS",
     "FREE",
     "PARKED",
     "RECORDS",
+    "ROW",
     "WANTED",
+    "WIDTH",
     "announce",
     "cancel",
     "find",
@@ -39,10 +46,12 @@ __all__ = [
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
-ADDRESS, SLOT, FIRST, LAST = 0, 1, 2, 3  # columns of the directory
-# Counters: empty slots, parked ones, records of the directory, newest step of the window, rows with an announced use.
-FREE, PARKED, RECORDS, NEWEST, WANTED = 0, 1, 2, 3, 4
-_IDLE, _FLIGHT = -2, -1  # slot_key: in the bit tree; in no structure. Else: the step whose list it is in
+ADDRESS, SLOT, FIRST, LAST, STEP = 0, 1, 2, 3, 4  # columns of the directory
+WIDTH = 8  # of which a record fills a cache line
+# Counters: empty slots, parked ones, records of the directory, rows with an announced use.
+FREE, PARKED, RECORDS, WANTED = 0, 1, 2, 3
+ROW, NEXT, USERS, FLAGS = 0, 1, 2, 3  # columns of a slot's record
+CHANGED, _PARKED_FLAG = 1, 2  # flags: must go home when it leaves; may be given up
 _AHEAD = 12  # directory lines asked for before they are needed
 
 
@@ -67,7 +76,7 @@ def _hash(key):
 @_jit
 def _ask(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
-    prefetch(directory, at * 4)
+    prefetch(directory, at * WIDTH)
 
 
 @_jit
@@ -90,6 +99,7 @@ def insert(directory, row, counters):
         directory[at, SLOT] = -1
         directory[at, FIRST] = -1
         directory[at, LAST] = -1
+        directory[at, STEP] = -1
         counters[RECORDS] += 1
     return at
 
@@ -103,7 +113,7 @@ def _remove(directory, at, counters):
     while directory[here, ADDRESS] != 0:
         home = _hash(directory[here, ADDRESS]) & mask
         if ((here - home) & mask) >= ((here - hole) & mask):
-            for column in range(4):
+            for column in range(5):
                 directory[hole, column] = directory[here, column]
             hole = here
         here = (here + np.uint64(1)) & mask
@@ -125,7 +135,7 @@ def rehash(old, new):
     for i in range(old.shape[0]):
         if old[i, ADDRESS] != 0:
             at = find(new, old[i, ADDRESS] - 1)
-            for column in range(4):
+            for column in range(5):
                 new[at, column] = old[i, column]
 
 
@@ -195,80 +205,63 @@ def _highest(tree, levels):
 
 
 @_jit
-def _link(lists, slot_key, before, after, slot, step):
-    at = step & (lists.size - 1)
-    first = lists[at]
-    after[slot], before[slot] = first, -1
-    if first >= 0:
-        before[first] = slot
-    lists[at] = slot
-    slot_key[slot] = step
-
-
-@_jit
-def _unlink(lists, slot_key, before, after, slot):
-    a, b = before[slot], after[slot]
-    if a >= 0:
-        after[a] = b
-    else:
-        lists[slot_key[slot] & (lists.size - 1)] = b
-    if b >= 0:
-        before[b] = a
-
-
-@_jit
-def _park(slot, row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters):
-    if next_step[slot] < 0:
-        _mark(tree, levels, _rank(row_in_slot[slot], first_row, ranks))
-        slot_key[slot] = _IDLE
-    else:
-        _link(lists, slot_key, before, after, slot, next_step[slot])
+def _park(slot, slots, tree, levels, first_row, ranks, counters):
+    slots[slot, FLAGS] |= _PARKED_FLAG
     counters[PARKED] += 1
+    if slots[slot, NEXT] < 0:
+        _mark(tree, levels, _rank(slots[slot, ROW], first_row, ranks))
 
 
 @_jit
-def _unpark(slot, row_in_slot, slot_key, before, after, lists, tree, levels, first_row, ranks, counters):
-    if slot_key[slot] == _IDLE:
-        _unmark(tree, levels, _rank(row_in_slot[slot], first_row, ranks))
-    else:
-        _unlink(lists, slot_key, before, after, slot)
-    slot_key[slot] = _FLIGHT
+def _unpark(slot, slots, tree, levels, first_row, ranks, counters):
+    slots[slot, FLAGS] &= ~_PARKED_FLAG
     counters[PARKED] -= 1
+    if slots[slot, NEXT] < 0:
+        _unmark(tree, levels, _rank(slots[slot, ROW], first_row, ranks))
+
+
+@_jit
+def _set_next(slot, step, slots, tree, levels, first_row, ranks):
+    """The next announced use of the row in ``slot`` is ``step``, or -1."""
+    if slots[slot, FLAGS] & _PARKED_FLAG and (slots[slot, NEXT] < 0) != (step < 0):
+        rank = _rank(slots[slot, ROW], first_row, ranks)
+        if step < 0:
+            _mark(tree, levels, rank)
+        else:
+            _unmark(tree, levels, rank)
+    slots[slot, NEXT] = step
 
 
 @_jit
 def announce(
-    rows, start, step, directory, entry_next, entry_step,
-    row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters,
+    rows, start, step, directory, entries, slots, tree, levels, first_row, ranks, counters
 ):  # fmt: skip
     """Enter a batch's rows as entries ``start`` on of the window."""
-    ring = entry_next.size - 1
-    counters[NEWEST] = step
+    ring = entries.shape[0] - 1
     for i in range(rows.size):
         if i + _AHEAD < rows.size:
             _ask(directory, rows[i + _AHEAD])
         at = insert(directory, rows[i], counters)
         entry = start + i
-        entry_next[entry & ring] = -1
-        entry_step[entry & ring] = step
+        entries[entry & ring, 0] = -1
+        entries[entry & ring, 1] = -1
         last = directory[at, LAST]
         directory[at, LAST] = entry
         if last >= 0:
-            entry_next[last & ring] = entry
+            # The step of the next use lies with the use before it: plans then read it in order.
+            entries[last & ring, 0] = entry
+            entries[last & ring, 1] = step
             continue
         directory[at, FIRST] = entry
+        directory[at, STEP] = step
         counters[WANTED] += 1
         slot = directory[at, SLOT]
         if slot >= 0:
-            if slot_key[slot] == _IDLE:
-                _unmark(tree, levels, _rank(rows[i], first_row, ranks))
-                _link(lists, slot_key, before, after, slot, step)
-            next_step[slot] = step
+            _set_next(slot, step, slots, tree, levels, first_row, ranks)
 
 
 @_jit
-def _choose(needed, victims, directory, row_in_slot, slot_key, before, after, lists, tree, levels, first_row, ranks,
-            counters):  # fmt: skip
+def _choose(needed, victims, directory, slots, tree, levels, first_row, ranks, counters):
     """Take ``needed`` parked slots, farthest next use first, then rarest."""
     found = 0
     while found < needed:
@@ -277,43 +270,37 @@ def _choose(needed, victims, directory, row_in_slot, slot_key, before, after, li
             break
         _unmark(tree, levels, rank)
         slot = directory[find(directory, _row_of_rank(rank, first_row, ranks)), SLOT]
-        slot_key[slot] = _FLIGHT
+        slots[slot, FLAGS] &= ~_PARKED_FLAG
         victims[found] = slot
         found += 1
-    step = counters[NEWEST]
-    while found < needed:
-        slot = lists[step & (lists.size - 1)]
-        count = 0
-        here = slot
-        while here >= 0:
-            count += 1
-            here = after[here]
-        if count > 0:
-            members = np.empty(count, np.int64)
-            keys = np.empty(count, np.int64)
-            here = slot
-            for i in range(count):
-                members[i] = here
-                keys[i] = -_rank(row_in_slot[here], first_row, ranks)
-                here = after[here]
-            order = np.argsort(keys)
-            for i in range(min(count, needed - found)):
-                chosen = members[order[i]]
-                _unlink(lists, slot_key, before, after, chosen)
-                slot_key[chosen] = _FLIGHT
-                victims[found] = chosen
-                found += 1
-        step -= 1
     counters[PARKED] -= needed
+    if found == needed:
+        return
+    count = 0
+    for slot in range(slots.shape[0]):
+        count += (slots[slot, FLAGS] & _PARKED_FLAG) != 0
+    members, steps, keys = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    count = 0
+    for slot in range(slots.shape[0]):
+        if slots[slot, FLAGS] & _PARKED_FLAG:
+            members[count] = slot
+            steps[count] = -slots[slot, NEXT]
+            keys[count] = -_rank(slots[slot, ROW], first_row, ranks)
+            count += 1
+    order = np.argsort(keys)
+    order = order[np.argsort(steps[order], kind="mergesort")]
+    for i in range(needed - found):
+        slot = members[order[i]]
+        slots[slot, FLAGS] &= ~_PARKED_FLAG
+        victims[found + i] = slot
 
 
 @_jit
 def plan(
-    rows, staged, number, transient, slots, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
-    landed, directory, entry_next, entry_step, empty, users, changed,
-    row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters,
+    rows, staged, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
+    landed, directory, entries, empty, slots, tree, levels, first_row, ranks, counters,
 ):  # fmt: skip
-    """Give every row of a batch a slot.
+    """Give every row of a batch a slot (``taken``).
 
     ``landed_rows`` are what plan ``landed`` evicted; its writebacks are home. ``evict_rows`` receives all evicted rows,
     those that must be written first. Returns (status, fence, fetched, to write); status -1 changes nothing.
@@ -327,54 +314,56 @@ def plan(
         at = find(directory, rows[i]) if staged else insert(directory, rows[i], counters)
         places[i] = at
         slot = directory[at, SLOT]
+        taken[i] = slot
         if slot >= 0:
-            kept += slot_key[slot] != _FLIGHT
+            prefetch(slots, slot * 4)
         else:
             missing += 1
             fence = max(fence, -2 - slot)
+    for i in range(total):
+        if taken[i] >= 0:
+            kept += (slots[taken[i], FLAGS] & _PARKED_FLAG) != 0
     candidates = counters[PARKED] - kept
     if missing > counters[FREE] + candidates:
         if not staged:
             for i in range(total):
                 _forget_idle(directory, rows[i], counters)
         return -1, fence, 0, 0
-    ring = entry_next.size - 1
+    ring = entries.shape[0] - 1
     for i in range(total):
-        at = places[i]
-        slot = directory[at, SLOT]
-        if slot >= 0 and slot_key[slot] != _FLIGHT:
-            _unpark(slot, row_in_slot, slot_key, before, after, lists, tree, levels, first_row, ranks, counters)
+        at, slot = places[i], taken[i]
+        if slot >= 0 and slots[slot, FLAGS] & _PARKED_FLAG:
+            _unpark(slot, slots, tree, levels, first_row, ranks, counters)
         if staged:
-            following = entry_next[directory[at, FIRST] & ring]
-            directory[at, FIRST] = following
-            if following < 0:
+            first = directory[at, FIRST] & ring
+            directory[at, FIRST] = entries[first, 0]
+            directory[at, STEP] = entries[first, 1]
+            if entries[first, 0] < 0:
                 directory[at, LAST] = -1
                 counters[WANTED] -= 1
             if slot >= 0:
-                next_step[slot] = entry_step[following & ring] if following >= 0 else -1
+                slots[slot, NEXT] = entries[first, 1]
     needed = candidates if transient else max(0, missing - counters[FREE])
-    _choose(
-        needed, victims, directory, row_in_slot, slot_key, before, after, lists, tree, levels, first_row, ranks,
-        counters,
-    )  # fmt: skip
+    _choose(needed, victims, directory, slots, tree, levels, first_row, ranks, counters)
     # Changed rows first, each with its slot; then the others, which need no writing.
     written = 0
     for i in range(needed):
-        if changed[victims[i]]:
-            evict_rows[written] = row_in_slot[victims[i]]
+        if slots[victims[i], FLAGS] & CHANGED:
+            evict_rows[written] = slots[victims[i], ROW]
             evict_slots[written] = victims[i]
             written += 1
     evicted = written
     for i in range(needed):
-        if not changed[victims[i]]:
-            evict_rows[evicted] = row_in_slot[victims[i]]
+        if not slots[victims[i], FLAGS] & CHANGED:
+            evict_rows[evicted] = slots[victims[i], ROW]
             evicted += 1
-        row_in_slot[victims[i]] = -1
+        slots[victims[i], ROW] = -1
+        slots[victims[i], FLAGS] = 0
     fetched, used = 0, 0
     for i in range(total):
-        at = places[i]
-        slot = directory[at, SLOT]
+        slot = taken[i]
         if slot < 0:
+            at = places[i]
             if counters[FREE] > 0:
                 counters[FREE] -= 1
                 slot = empty[counters[FREE]]
@@ -382,24 +371,19 @@ def plan(
                 slot = victims[used]
                 used += 1
             directory[at, SLOT] = slot
-            row_in_slot[slot] = rows[i]
-            slot_key[slot] = _FLIGHT
-            first = directory[at, FIRST]
-            next_step[slot] = entry_step[first & ring] if first >= 0 else -1
+            slots[slot, ROW] = rows[i]
+            slots[slot, NEXT] = directory[at, STEP]
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
             fetched += 1
-        users[slot] += 1
-        slots[i] = slot
+            taken[i] = slot
+        slots[slot, USERS] += 1
     for i in range(needed - 1, used - 1, -1):
         empty[counters[FREE]] = victims[i]
         counters[FREE] += 1
-    # Records move from here on: no place is used any more.
+    # Records of the directory move from here on: no place is used any more.
     for i in range(evicted):
-        at = find(directory, evict_rows[i])
-        directory[at, SLOT] = -2 - number if i < written else -1
-        if i < written:
-            changed[evict_slots[i]] = False
+        directory[find(directory, evict_rows[i]), SLOT] = -2 - number if i < written else -1
     for i in range(landed_rows.size):
         at = find(directory, landed_rows[i])
         if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -2 - landed:
@@ -411,30 +395,24 @@ def plan(
 
 
 @_jit
-def release(
-    slots, mark, pinned, users, changed,
-    row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters,
-):  # fmt: skip
+def release(given, mark, pinned, slots, tree, levels, first_row, ranks, counters):
     """Let go of a batch's slots; those of no other batch in flight may be given up."""
-    for i in range(slots.size):
-        slot = slots[i]
-        users[slot] -= 1
+    for i in range(given.size):
+        if i + _AHEAD < given.size:
+            prefetch(slots, given[i + _AHEAD] * 4)
+        slot = given[i]
+        slots[slot, USERS] -= 1
         if mark:
-            changed[slot] = True
-        if users[slot] == 0:
-            row = row_in_slot[slot]
+            slots[slot, FLAGS] |= CHANGED
+        if slots[slot, USERS] == 0:
+            row = slots[slot, ROW]
             table = _table_of(first_row, row)
             if row - first_row[table] >= pinned[table]:
-                _park(
-                    slot, row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks,
-                    counters,
-                )  # fmt: skip
+                _park(slot, slots, tree, levels, first_row, ranks, counters)
 
 
 @_jit
-def cancel(
-    rows, directory, row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters,
-):  # fmt: skip
+def cancel(rows, directory, slots, tree, levels, first_row, ranks, counters):
     """Forget every announced use of ``rows``."""
     for i in range(rows.size):
         at = find(directory, rows[i])
@@ -442,42 +420,30 @@ def cancel(
             continue
         directory[at, FIRST] = -1
         directory[at, LAST] = -1
+        directory[at, STEP] = -1
         counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
-            if slot_key[slot] >= 0:
-                _unlink(lists, slot_key, before, after, slot)
-                _mark(tree, levels, _rank(rows[i], first_row, ranks))
-                slot_key[slot] = _IDLE
-            next_step[slot] = -1
+            _set_next(slot, -1, slots, tree, levels, first_row, ranks)
         else:
             _forget_idle(directory, rows[i], counters)
 
 
 @_jit
-def skip(
-    rows, directory, entry_next, entry_step,
-    row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks, counters,
-):  # fmt: skip
+def skip(rows, directory, entries, slots, tree, levels, first_row, ranks, counters):
     """Forget the first announced use of ``rows``."""
-    ring = entry_next.size - 1
+    ring = entries.shape[0] - 1
     for i in range(rows.size):
         at = find(directory, rows[i])
-        following = entry_next[directory[at, FIRST] & ring]
+        first = directory[at, FIRST] & ring
+        following = entries[first, 0]
         directory[at, FIRST] = following
-        slot = directory[at, SLOT]
+        directory[at, STEP] = entries[first, 1]
         if following < 0:
             directory[at, LAST] = -1
             counters[WANTED] -= 1
+        slot = directory[at, SLOT]
         if slot >= 0:
-            parked = slot_key[slot] != _FLIGHT
-            if parked:
-                _unpark(slot, row_in_slot, slot_key, before, after, lists, tree, levels, first_row, ranks, counters)
-            next_step[slot] = entry_step[following & ring] if following >= 0 else -1
-            if parked:
-                _park(
-                    slot, row_in_slot, next_step, slot_key, before, after, lists, tree, levels, first_row, ranks,
-                    counters,
-                )  # fmt: skip
+            _set_next(slot, entries[first, 1], slots, tree, levels, first_row, ranks)
         elif following < 0:
             _forget_idle(directory, rows[i], counters)
