@@ -1,8 +1,9 @@
 """Numba kernels of the residency: a hash directory of rows, a record for each slot, a bit tree of idle rows.
 
 The directory [P, 8] int64 is an open-addressing hash with linear probing: address + 1 (0: free), slot (>= 0; -1: none;
--2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry and the
-step of the first (-1: none). It holds resident rows, announced rows and rows on their way home: bounded by the slots and the window, not by the tables.
+-2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry and the step of the first
+(-1: none). It holds resident rows, announced rows and rows on their way home: bounded by the slots and the window, not
+by the tables.
 
 The record of a slot [C, 4] int64: address (-1: empty), next announced step (-1: none), batches in
 flight that use it, flags. Of the slots that may be given up (parked), those without an announced use are in the bit
