@@ -286,7 +286,7 @@ def make_slotted(
     if strategy.home == "file":
         home: Home = FileHome(initial, state, directory=strategy.path, direct=strategy.direct)
     else:
-        home = MemoryHome(initial, state, pin=device.type == "cuda")
+        home = MemoryHome(initial, state)
     return SlottedRows(
         home,
         space,

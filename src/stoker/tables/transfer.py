@@ -153,8 +153,8 @@ class QueuedLink(Link):
         self._jobs.put(job)
 
     def _copy(self, slots: Ints) -> Rows:
-        """The rows in ``slots`` [E], copied off the slots into host memory."""
-        at = torch.from_numpy(np.ascontiguousarray(slots, np.int64))
+        """The rows in ``slots`` [E], copied off the slots, which may then be written."""
+        at = torch.from_numpy(np.ascontiguousarray(slots, np.int64)).to(self.slots.weight.device)
         return Rows(
             self.slots.weight.index_select(0, at),
             {name: tensor.index_select(0, at) for name, tensor in self.slots.state.items()},
