@@ -171,9 +171,15 @@ class SlottedRows(Storage):
                 self._ahead.pop().release(changed=False)
             self.residency.cancel()
             self._requests.clear()
-            self._enter_returned()
+            if self._broken is None:
+                self._enter_returned()
 
     def _enter_returned(self) -> None:
+        """Let the residency know which slots were given back.
+
+        Raises:
+            StokerError: rows could not be moved earlier.
+        """
         if self._broken is not None:
             raise StokerError(
                 f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
@@ -256,9 +262,12 @@ class SlottedRows(Storage):
         """Write everything home and let go of threads and files."""
         with self._lock:
             self.forget()
-            self.flush()
-            self._link.close()
-            self.home.close()
+            try:
+                if self._broken is None:
+                    self.flush()
+                    self._link.close()
+            finally:
+                self.home.close()
 
 
 def _on_cpu(bags: Bags) -> Bags:

@@ -143,14 +143,14 @@ class QueuedLink(Link):
         self._thread: threading.Thread | None = None
 
     def write_back(self, number: int, rows: Ints, slots: Ints) -> None:
-        self._raise()
-        job = (number, rows, self._copy(slots))
+        job = (number, rows, self._copy(slots))  # also after an error: these rows have left their slots
         with self._changed:
             self._pending.append(number)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="stoker-writeback", daemon=True)
             self._thread.start()
         self._jobs.put(job)
+        self._raise()
 
     def _copy(self, slots: Ints) -> Rows:
         """The rows in ``slots`` [E], copied off the slots, which may then be written."""

@@ -1,0 +1,178 @@
+"""What happens when moving rows fails: the error reaches the user, with its cause, and nothing wrong is taken for right."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from stoker import Batch, Cached, ConfigError, EmbeddingTables, StokerError, TableConfig, optim, stage
+from stoker.errors import HomeError
+from stoker.tables.slotted import TooFewSlots
+
+ROWS, DIM = 400, 4
+
+
+def build(placement=None, **options):
+    table = TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM)
+    return EmbeddingTables([table], optimizer=optim.Adagrad(lr=0.1), placement=placement, **options)
+
+
+def batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(count):
+        ids = (ROWS * torch.rand(16, 1, generator=generator) ** 2).long()
+        yield Batch(dense=torch.zeros(16, 1), ids=ids, step=step)
+
+
+def train(tables, feed):
+    for batch in feed:
+        tables(batch.ids).square().sum().backward()
+
+
+def staging_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "stoker-stage"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_in_the_stream_reaches_the_user(background):
+    def broken():
+        yield from batches(5)
+        raise OSError("the disk of the data went away")
+
+    tables = build(Cached(slots=60))
+    with pytest.raises(OSError, match="went away"):
+        train(tables, stage(broken(), tables, lookahead=2, background=background))
+    assert not staging_threads()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failed_fetch_stops_training_and_the_tables_refuse_to_go_on(background, monkeypatch):
+    tables = build(Cached(slots=60, home="file"))
+    home = tables.groups[0].storage.home
+    fetch, calls = home.fetch, []
+
+    def failing(*given):
+        calls.append(1)
+        if len(calls) == 8:
+            raise HomeError("row 7 cannot be read: input/output error")
+        fetch(*given)
+
+    monkeypatch.setattr(home, "fetch", failing)
+    with pytest.raises(HomeError, match="row 7"):
+        train(tables, stage(batches(30), tables, lookahead=4, background=background))
+    with pytest.raises(StokerError, match="resume from the last checkpoint"):
+        tables.rows("t")
+    assert not staging_threads()
+
+
+def test_a_home_file_that_shrank_is_noticed(tmp_path):
+    tables = build(Cached(slots=40, home="file", path=str(tmp_path)))
+    train(tables, batches(20))
+    os.truncate(tables.groups[0].storage.home.path, 100)
+    with pytest.raises(HomeError):
+        train(tables, batches(20, seed=1))
+        tables.rows("t")
+
+
+def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
+    """A full disk loses nothing: once there is room, the same rows get home."""
+    tables, resident = build(Cached(slots=40, home="file")), build()
+    storage = tables.groups[0].storage
+    store, full = storage.home.store, threading.Event()
+
+    def maybe(*given):
+        if full.is_set():
+            raise HomeError("no space left on the device. Free some and resume.")
+        store(*given)
+
+    monkeypatch.setattr(storage.home, "store", maybe)
+    done = 0
+    for step, batch in enumerate(batches(30)):
+        if step == 10:
+            full.set()
+        try:
+            out = tables(batch.ids)
+        except HomeError:
+            break
+        out.square().sum().backward()
+        resident(batch.ids).square().sum().backward()
+        done += 1
+    assert 10 <= done < 30
+    full.clear()
+    storage._broken = None  # the failed plan evicted nothing that was not kept by the link
+    assert storage._link._failed
+    storage._link.drain()
+    kept = {number for number, _, _ in storage._link._failed}
+    assert not kept
+    held = storage.home.read(0, ROWS).weight
+    expected = resident.rows("t")
+    inside = set(storage.residency.row_in_slot.tolist())
+    outside = [row for row in range(ROWS) if row not in inside]
+    assert torch.equal(held[outside], expected[outside])
+
+
+def test_leaving_a_staged_loop_early_leaves_no_thread_and_no_row_behind():
+    tables, resident = build(Cached(slots=60)), build()
+    feed = stage(batches(100), tables, lookahead=8, background=True)
+    for step, batch in enumerate(feed):
+        for each in (tables, resident):
+            each(batch.ids).square().sum().backward()
+        if step == 9:
+            break
+    feed = None
+    deadline = time.monotonic() + 10
+    while staging_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not staging_threads()
+    assert torch.equal(tables.rows("t"), resident.rows("t"))
+    assert tables.groups[0].storage.residency.announced == 0
+
+
+def test_an_interrupt_does_not_hang():
+    tables = build(Cached(slots=60))
+    with pytest.raises(KeyboardInterrupt):
+        for step, batch in enumerate(stage(batches(100), tables, background=True)):
+            tables(batch.ids).square().sum().backward()
+            if step == 5:
+                raise KeyboardInterrupt
+    assert not staging_threads()
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_remedy_or_done_in_parts():
+    big = Batch(dense=torch.zeros(50, 1), ids=torch.arange(50).view(-1, 1))
+    with pytest.raises(TooFewSlots, match=r"50 distinct rows.*20 slots.*--device-memory"):
+        build(Cached(slots=20, spill="refuse"))(big.ids)
+    parts, resident = build(Cached(slots=20)), build()
+    for tables in (parts, resident):
+        tables(big.ids).square().sum().backward()
+    assert torch.equal(parts.rows("t"), resident.rows("t"))
+
+
+def test_a_lookup_that_is_never_trained_gives_its_slots_back():
+    tables = build(Cached(slots=10, spill="refuse"))
+    for start in range(0, 100, 10):
+        tables(torch.arange(start, start + 10).view(-1, 1))  # no backward; the graph is dropped at once
+    assert tables.groups[0].storage.available == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs one size"),
+        ({"slots": 3, "fraction": 0.1}, "2 were given"),
+        ({"fraction": 1.5}, "fraction is 1.5"),
+        ({"slots": 0}, "at least 1"),
+        ({"memory": "2B"}, "hold no row"),
+        ({"slots": 3, "home": "cloud"}, "'cloud' is unknown"),
+        ({"slots": 3, "spill": "zero"}, "'zero' is unknown"),
+    ],
+)
+def test_placements_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Cached(**settings))
+    with pytest.raises(ConfigError, match="'x'"):
+        build({"x": Cached(slots=3)})
