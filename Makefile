@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench peers env docs bare clean
+.PHONY: help demo test soak check bench peers env docs bare clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real pur
 
 test: $(VENV)/.dev  ## Run the tests
 	@$(PY) -m pytest
+
+soak: $(VENV)/.dev  ## Compare 100,000 random placed runs with resident ones, bit for bit (hours)
+	@STOKER_SOAK=$${STOKER_SOAK:-100000} $(PY) -m pytest tests/tables/test_placement_exact.py --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .

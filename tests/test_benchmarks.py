@@ -21,6 +21,8 @@ from benchmarks import rounds
 from benchmarks.__main__ import all_bars, main
 from benchmarks.accuracy import auc
 from benchmarks.harness import Bar, NotRun, Outcome, Run, Table, WrongResult, exit_code, judge
+from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
+from benchmarks.placed_workload import FileTrace, check_close, check_same_losses, large_rows
 from benchmarks.prepare import bijective, split_rows
 from benchmarks.rounds import Contestant, Timings, compare, play
 from benchmarks.workload import DIM, EmbeddingWorkload, check_rows, kaggle_like
@@ -316,3 +318,96 @@ def test_split_rows_are_those_of_the_recipe(rows: int) -> None:
     codes = np.bincount(_halved_runs(np.arange(rows), rows, 7), minlength=3)
     found = split_rows(rows)
     assert [found["train"], found["valid"], found["test"]] == codes.tolist()
+
+
+def test_ids_by_rank_follow_their_law() -> None:
+    rows, skew = 50, 1.05
+    ids = RankIds(rows, skew)
+    drawn = np.concatenate([ids.batch(n, (100, 100)).reshape(-1) for n in range(20)])
+    assert (ids.batch(3, (4, 2)) == ids.batch(3, (4, 2))).all()
+    assert drawn.min() == 0
+    assert drawn.max() == rows - 1
+    edges = np.arange(1, rows + 2, dtype=np.float64) ** (1 - skew)
+    expected = np.diff(edges) / (edges[-1] - 1)
+    assert np.abs(np.bincount(drawn, minlength=rows) / len(drawn) - expected).max() < 0.004
+    filled = np.concatenate([filled_ids(n, 5, 2, 23).reshape(-1) for n in range(3)])
+    assert set(filled.tolist()) == set(range(23))
+
+
+def rowwise_tables(rows: int, dim: int, features: tuple[str, ...]) -> Any:
+    from benchmarks.placed_workload import EPS, LR
+    from stoker import EmbeddingTables, TableConfig, optim
+
+    table = TableConfig(name="rows", num_embeddings=rows, embedding_dim=dim, features=features)
+    return EmbeddingTables([table], optimizer=optim.RowWiseAdagrad(lr=LR, eps=EPS), backend="reference")
+
+
+def test_the_replay_of_the_large_table_agrees_with_training() -> None:
+    import torch
+
+    config = {
+        "num_rows": 300,
+        "dim": 4,
+        "features": 2,
+        "grads": 2,
+        "skew": 1.05,
+        "fill_batch": 8,
+        "batch": 6,
+        "steps": 5,
+    }
+    tables = rowwise_tables(300, 4, ("f0", "f1"))
+    ids = RankIds(300, 1.05)
+    given = [filled_ids(n, 8, 2, 40) for n in range(3)], [ids.batch(n, (6, 2)) for n in range(5)]
+    for batches in given:
+        shape = (2, len(batches[0]), 2, 4)
+        grads = np.random.default_rng(8).standard_normal(shape, dtype=np.float32)
+        for number, batch in enumerate(batches):
+            tables(torch.from_numpy(batch)).backward(torch.from_numpy(grads[number % 2]))
+    rows = np.unique(np.concatenate([batch[:3] for batch in given[1]]))
+    found = tables.rows("rows").numpy()[rows]
+    exact = large_rows(config, {"fills": 3, "slots": 40}, rows)
+    check_close("ours", "rows", found, exact)
+    found[0, 1] += 1e-4
+    with pytest.raises(WrongResult, match=r"rows differ .* at \(0, 1\)"):
+        check_close("ours", "rows", found, exact)
+
+
+def test_the_file_trace_agrees_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from benchmarks import placed_workload as module
+    from stoker import Dataset, synthetic
+    from stoker.tables.storage import Rows
+
+    monkeypatch.setattr(module, "CACHE", tmp_path)
+    synthetic.dataset(tmp_path / "data", rows=400, sizes=[30, 5], num_dense=1, alpha=1.05)
+    trace = FileTrace.make(Dataset(tmp_path / "data"), {16: 6}, 4)
+    assert trace.num_rows == 8 * trace.real_rows
+    batches = load_trace(str(trace.directory / "trace_16.npz"))
+    assert len(batches) == 6
+    initial = np.fromfile(trace.directory / "weight.bin", np.float32).reshape(trace.num_rows, 4)
+    tables = rowwise_tables(trace.num_rows, 4, trace.features)
+    tables.write("rows", 0, Rows(torch.from_numpy(initial.copy()), {"sum": torch.zeros(trace.num_rows)}))
+    grads = np.load(trace.directory / "grad_16.npy")
+    out = torch.empty(0)
+    for number, (ids, offsets) in enumerate(batches):
+        out = tables(torch.from_numpy(ids), torch.from_numpy(offsets))
+        out.backward(torch.from_numpy(grads[number % len(grads)]))
+    touched = np.unique(np.concatenate([ids for ids, _ in batches]))
+    weight = tables.rows("rows").numpy()
+    assert (np.delete(weight, touched, 0) == np.delete(initial, touched, 0)).all()
+    np.save(tmp_path / "weight_16.npy", weight[touched])
+    np.save(tmp_path / "output_16.npy", out.detach().numpy())
+    trace.check("ours", 16, 6, tmp_path)
+    np.save(tmp_path / "output_16.npy", out.detach().numpy() * 1.001)
+    with pytest.raises(WrongResult, match="output differ"):
+        trace.check("ours", 16, 6, tmp_path)
+
+
+def test_losses_must_be_equal_to_the_bit() -> None:
+    first = np.array([0.5, 0.25])
+    check_same_losses("ours", first.copy(), first)
+    with pytest.raises(WrongResult, match="step 1"):
+        check_same_losses("ours", np.array([0.5, np.nextafter(0.25, 1)]), first)
+    with pytest.raises(WrongResult, match="finite"):
+        check_same_losses("ours", np.array([0.5, np.nan]), np.array([0.5, np.nan]))

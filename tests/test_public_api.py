@@ -14,7 +14,7 @@ import stoker
 
 ROOT = Path(stoker.__file__).parent
 LAYERS = {
-    "errors": 0, "units": 0, "device": 0, "testing": 0,
+    "errors": 0, "units": 0, "device": 0, "timeline": 0, "testing": 0,
     "ops": 1,
     "data": 2, "optim": 2, "distributed": 2,
     "tables": 3,

@@ -52,7 +52,9 @@ _HOME = {
     "save": "stoker.training",
     "stage": "stoker.tables",
     "tables_for": "stoker.tables",
+    "trace": "stoker.training.trace",
     "train": "stoker.training",
+    "verify": "stoker.training.verify",
 }
 _MODULES = {"optim": "stoker.optim", "recipes": "stoker.data.recipes", "synthetic": "stoker.data.synthetic"}
 

@@ -123,6 +123,39 @@ def test_rows_worked_on_under_a_lease_read_back_wherever_they_lie(make, dtype):
     storage.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_rows_are_the_current_ones_wherever_they_lie_and_none_moves(make, dtype):
+    count = 40
+    storage: Storage = make(count, 3, dtype)
+    space = make_space(["t"], [count], [["t"]], ["t"])
+    expected = random_rows(count, 3, dtype, 5)
+    storage.write(0, expected)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(20):
+        ids = torch.randperm(count, generator=generator)[:7]
+        lease = storage.acquire(Bags(ids.view(-1, 1)), space)
+        at = lease.bags.ids.reshape(-1).long()
+        storage.weight[at] += step
+        storage.state["sum"][at] += 1
+        expected.weight[ids] += step
+        expected.state["sum"][ids] += 1
+        asked = torch.randint(count, (25,), generator=generator)  # some twice, while the batch is under way
+        for released in (False, True):
+            before = storage.residency.row_in_slot.copy() if isinstance(storage, SlottedRows) else None
+            got = storage.gather(asked.numpy())
+            assert torch.equal(got.weight, expected.weight[asked])
+            for name in STATE:
+                assert torch.equal(got.state[name], expected.state[name][asked])
+            got.weight.fill_(99.0)  # a copy
+            if isinstance(storage, SlottedRows):
+                assert (storage.residency.row_in_slot == before).all()
+            if not released:
+                lease.release(changed=True)
+    assert len(storage.gather(torch.arange(0).numpy()).weight) == 0
+    assert torch.equal(storage.read(0, count).weight, expected.weight)
+    storage.close()
+
+
 def test_an_id_outside_its_table_is_refused_before_anything_moves(make):
     storage: Storage = make(10, 2, torch.float32)
     space = make_space(["t"], [10], [["t"]], ["t"])

@@ -18,7 +18,10 @@ COMMANDS = {
     "train": "stoker.cli.train",
     "evaluate": "stoker.cli.train",
     "predict": "stoker.cli.train",
+    "plan": "stoker.cli.plan",
     "replay": "stoker.cli.replay",
+    "verify": "stoker.cli.verify",
+    "trace": "stoker.cli.trace",
     "inspect": "stoker.cli.inspect",
     "doctor": "stoker.cli.inspect",
 }

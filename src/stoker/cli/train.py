@@ -11,9 +11,11 @@ import typer
 if TYPE_CHECKING:
     from stoker.training import TrainResult
 
-__all__ = ["register"]
+__all__ = ["HomePath", "HostMemory", "InFlight", "Lookahead", "Spill", "model_options", "register"]
 
-_MODEL, _OPTIMIZER, _RUN, _MACHINE = "Model", "Optimization", "Run", "Machine"
+_MODEL, _OPTIMIZER, _RUN, _MEMORY, _MACHINE = "Model", "Optimization", "Run", "Memory", "Machine"
+
+_LOOKAHEAD = 64  # batches, while scoring
 
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]
@@ -26,6 +28,21 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.", rich_help_pane
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+DeviceMemory = Annotated[
+    str | None,
+    _option(_MEMORY, "For rows and their optimizer state, such as 4GiB; others lie at home. (default: all)"),
+]
+HostMemory = Annotated[
+    str | None, _option(_MEMORY, "For rows at home; beyond, they lie in a file. (default: 80% of what is available)")
+]
+HomePath = Annotated[str | None, _option(_MEMORY, "Directory of that file. (default: the temporary one)", "--home")]
+Lookahead = Annotated[int | None, _option(_MEMORY, "Batches whose ids are known in advance. (default: 64)")]
+InFlight = Annotated[int | None, _option(_MEMORY, "Batches whose rows are on the device. (default: adapts)")]
+Spill = Annotated[
+    str | None, _option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -84,6 +101,12 @@ def train(
     tensorboard: Annotated[
         bool | None, _option(_RUN, "Write TensorBoard events.", "--tensorboard/--no-tensorboard")
     ] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
+    lookahead: Lookahead = None,
+    in_flight: InFlight = None,
+    spill: Spill = None,
     device: Device = None,
     backend: Backend = None,
     threads: Threads = None,
@@ -97,14 +120,13 @@ def train(
     stoker train data/criteo --out runs/a
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
+    stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
     """
     given = dict(locals())
     for name in ("dataset", "out", "resume", "json_lines", "bottom", "top", "hidden", "model_option"):
         given.pop(name)
     settings = {name: value for name, value in given.items() if value is not None}
-    options = {name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value}
-    options |= dict(_name_value(text) for text in model_option or [])
-    if options:
+    if options := model_options(bottom, top, hidden, model_option):
         settings["model_options"] = options
 
     from stoker.training import Interrupted
@@ -120,6 +142,14 @@ def train(
         print(json.dumps({"kind": "result", "run": str(result.run), **record}))
     else:
         _show_result(result)
+
+
+def model_options(bottom: str | None, top: str | None, hidden: str | None, others: list[str] | None) -> dict[str, Any]:
+    """The model's own settings, from options of the command line."""
+    options: dict[str, Any] = {
+        name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value
+    }
+    return options | dict(_name_value(text) for text in others or [])
 
 
 def _sizes(text: str) -> list[int]:
@@ -194,6 +224,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
     rows: Annotated[int | None, typer.Option(help="The first so many rows only.")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples at a time.")] = 8192,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
     device: Device = None,
     backend: Backend = None,
     threads: Threads = None,
@@ -208,8 +241,11 @@ def evaluate(
     from stoker.training.evaluation import evaluate as run_evaluation
     from stoker.training.evaluation import finite
 
-    loaded, dataset = _open(run, data, device, backend, threads)
-    metrics = finite(run_evaluation(loaded.model, dataset.split(split), rows=rows, batch_size=batch_size))
+    memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
+    loaded, dataset = _open(run, data, device, backend, threads, memory, batch_size)
+    metrics = finite(
+        run_evaluation(loaded.model, dataset.split(split), rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD)
+    )
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
         return
@@ -227,6 +263,9 @@ def predict(
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
     rows: Annotated[int | None, typer.Option(help="The first so many rows only.")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples at a time.")] = 8192,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
     device: Device = None,
     backend: Backend = None,
     threads: Threads = None,
@@ -240,19 +279,31 @@ def predict(
     """
     from stoker.training.evaluation import predict as run_prediction
 
-    loaded, dataset = _open(run, data, device, backend, threads)
-    count = run_prediction(loaded.model, dataset.split(split), out, rows=rows, batch_size=batch_size)
+    memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
+    loaded, dataset = _open(run, data, device, backend, threads, memory, batch_size)
+    count = run_prediction(
+        loaded.model, dataset.split(split), out, rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD
+    )
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
     else:
         typer.echo(f"{count:,} scores of {loaded.path} in {out}")
 
 
-def _open(run: Path, data: Path | None, device: str | None, backend: Any, threads: int | None) -> Any:
+def _open(
+    run: Path,
+    data: Path | None,
+    device: str | None,
+    backend: Any,
+    threads: int | None,
+    memory: dict[str, str | None],
+    batch_size: int,
+) -> Any:
     from stoker.data.dataset import Dataset
     from stoker.device import resolve_device
-    from stoker.training.checkpoint import load
+    from stoker.training.checkpoint import load, read_manifest
     from stoker.training.evaluation import check_dataset
+    from stoker.training.placing import place_saved
     from stoker.training.rundir import find_checkpoint, find_dataset
 
     if threads is not None:
@@ -261,6 +312,10 @@ def _open(run: Path, data: Path | None, device: str | None, backend: Any, thread
         torch.set_num_threads(threads)
     checkpoint = find_checkpoint(run)
     dataset = Dataset(find_dataset(checkpoint) if data is None else data)
-    loaded = load(checkpoint, device=resolve_device(device), backend=backend or "auto")
+    on = resolve_device(device)
+    placement = place_saved(
+        read_manifest(checkpoint), dataset, **memory, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
+    )
+    loaded = load(checkpoint, device=on, backend=backend or "auto", placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, dataset

@@ -145,12 +145,21 @@ class BatchStream:
         """Batches handed out over all epochs; the next batch carries this number."""
         return self.epoch * len(self) + self.position
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands and what it reads, in plain JSON values."""
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands and what it reads, in plain JSON values.
+
+        Args:
+            step: as if so many batches had been handed out over all epochs, whoever has read ahead since.
+        """
+        epoch, position = self.epoch, self.position
+        if step is not None:
+            # In a loop over the stream, the last batch of an epoch leaves it at that epoch's end.
+            epoch = max(0, step - 1) // max(1, len(self))
+            position = step - epoch * len(self)
         return {
             "kind": _KIND,
-            "epoch": self.epoch,
-            "position": self.position,
+            "epoch": epoch,
+            "position": position,
             "seed": self._seed,
             "batch_size": self.batch_size,
             "world_size": self._shares.world_size,

@@ -20,7 +20,7 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
-from stoker.tables import EmbeddingTables, TableConfig, tables_for
+from stoker.tables import EmbeddingTables, Strategy, TableConfig, tables_for
 
 __all__ = ["RecModel"]
 
@@ -43,6 +43,7 @@ class RecModel(nn.Module, ABC):
         seed: of rows and dense parameters.
         device: where everything lies.
         backend: kernels of the tables (:class:`stoker.EmbeddingTables`).
+        placement: where the rows lie (:func:`stoker.plan`); None means on the device. No part of the model.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -62,6 +63,7 @@ class RecModel(nn.Module, ABC):
         seed: int = 0,
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
+        placement: Strategy | Mapping[str, Strategy] | None = None,
     ) -> None:
         super().__init__()
         if dense_dtype not in ("float32", "bfloat16"):
@@ -79,6 +81,7 @@ class RecModel(nn.Module, ABC):
             seed=seed,
             device=device,
             backend=backend,
+            placement=placement,
         )
         self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -160,7 +163,7 @@ class RecModel(nn.Module, ABC):
 
     @classmethod
     def from_config(cls, spec: FeatureSpec, config: Mapping[str, Any], **options: Any) -> Self:
-        """Inverse of :meth:`config`; ``options`` are ``optimizer``, ``device`` and ``backend``."""
+        """Inverse of :meth:`config`; ``options`` are ``optimizer``, ``device``, ``backend``, ``placement``."""
         settings: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in config.items() if name != "model"
         }

@@ -1,4 +1,4 @@
-"""What a lookahead cache should hit, from the training counts alone.
+"""What a lookahead cache will hit, from the training counts alone.
 
 Legend: N rows of a table, C slots, k lookups of a table in a batch, T batches of an epoch, W batches looked ahead,
 F batches in flight, J buckets.
@@ -9,16 +9,19 @@ the w batches before, with probability S(w) = (1 - w/T)^(n-1) given its use: an 
 the other n - 1 lie anywhere in it. Where counts are not known, rows are drawn with replacement from Zipf's law with
 exponent 1.05: q = 1 - (1 - p)^k and S(w) = (1 - q)^w.
 
-**Who stays.** A row used at step s may leave from the plan of step s + F on, which knows all uses up to s + F + W. So it
-is surely kept for its next use if that is at most w = F + W batches away, and as the farthest use leaves first, a
-cache too small for that keeps exactly the rows whose next use is less than some h <= w away. If slots remain, they
-hold rows without a known use, the smallest ids first: all rows with ids below some r, once used, stay for good. This is
-the characteristic time of Che et al. (2002) with the known next use in the place of the last one. After a share t of the
-epoch, h or r is where the expected number of occupied slots equals C:
+**Who stays.** A row used at step s may leave from the plan of step s + F on, which knows all uses up to s + F + W.
+With room enough, then, a row is kept if its next use is at most F + W batches after the last. As the farthest use
+leaves first, a smaller cache keeps the rows whose gap between two uses is at most some h < F + W. If slots remain, they
+hold rows without a known use, the smallest ids first: rows with ids below some r, once used, stay for good. This is the
+characteristic time of Che et al. (2002) with the next use in the place of the last one. After a share t of the epoch,
+h (or r, and then h = F + W) is where the expected number of occupied slots equals C:
 
-    sum over ids below r of P(used by t) + sum over the others of q [ sum over g <= h of g P(gap = g) + F P(gap > h) ] = C
+    sum over ids below r of P(used by t)
+    + sum over the others of q (sum over g <= h of g P(gap = g) + F P(gap > h)) = C
 
-Below r a use hits if the row was used before; above, if its last use is at most h batches ago.
+Below r a use hits if the row was used before; above, if its last use is at most h batches ago. Against the real
+residency on 355 shuffled Zipf traces (exponents 0.6 to 1.3, 2 % to 30 % of the rows in slots, W from 0 to 256) the hit
+rate was 0.8 points too low to 1.3 too high, and 0.3 too high on average: h is not quite the same from step to step.
 
 The first epoch begins with empty slots, so first uses, which no cache avoids, are among the misses.
 """
@@ -32,7 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Traffic", "Uses", "expect", "uses_of"]
+__all__ = ["ZIPF", "Traffic", "Uses", "expect", "uses_of"]
 
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -167,7 +170,8 @@ class _Group:
 
     def _log_unused(self, width: Floats | float) -> Floats:
         share = np.minimum(np.where(self.finite, width / self.batches, 0.0), 1 - 1e-12)
-        return np.where(self.finite, (self.n - 1) * np.log1p(-share), width * self.log_rest)
+        log: Floats = np.where(self.finite, (self.n - 1) * np.log1p(-share), width * self.log_rest)
+        return log
 
     def _unused_sum(self, width: Floats | float) -> Floats:
         """S(0) + S(1) + ... up to ``width``, which need not be whole."""
@@ -178,7 +182,8 @@ class _Group:
         # Where several batches pass between uses, a sum is an integral and half a step at either end.
         n, share = self.n, np.minimum(np.where(self.finite, width / self.batches, 0.0), 1 - 1e-12)
         integral = -np.expm1(n * np.log1p(-share)) * np.where(self.finite, self.batches, 1.0) / n
-        return np.where(self.finite & (rate < 0.2), integral - np.expm1(log) / 2, geometric)
+        total: Floats = np.where(self.finite & (rate < 0.2), integral - np.expm1(log) / 2, geometric)
+        return total
 
     def occupied(self, keep: float, in_flight: int) -> Floats:
         """Slots that a row takes on average if it stays for its next use at most ``keep`` batches away."""

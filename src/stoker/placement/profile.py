@@ -19,20 +19,21 @@ import torch
 from stoker.device import available_memory
 from stoker.ops import Bags
 from stoker.ops.space import make_space
-from stoker.placement.expected import Traffic
+from stoker.placement.expected import ZIPF, Traffic
 from stoker.tables.config import DTYPES, Cached, TableConfig
 from stoker.tables.file_home import FileHome
+from stoker.tables.residency import LANDED
 from stoker.tables.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
 
 __all__ = ["Profile", "measure_profile"]
 
-_HOME = 256 * 2**20  # bytes of rows at home: more than processor caches hold
+_HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
 _FILE = 64 * 2**20
 _PART = 2**16  # rows stored at a time while a home is filled
 _BATCHES = 8
 _COLD_SECONDS = 0.5  # spent on reads from the disk
-_COLD_ROWS = 512  # of one cold fetch: enough to keep every thread of the home busy
+_FILE_ROWS = 1024  # of one call: what a step misses, more or less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,10 @@ class Profile:
 
     def plan_seconds(self, traffic: Traffic) -> float:
         """Seconds a step to plan."""
-        return (
-            self.plan_lookup * traffic.lookups + self.plan_row * traffic.distinct + self.plan_miss * traffic.fetched
-        )
+        return self.plan_lookup * traffic.lookups + self.plan_row * traffic.distinct + self.plan_miss * traffic.fetched
 
     def move_seconds(self, traffic: Traffic, row_bytes: int, *, home: Literal["memory", "file"], cold: float) -> float:
-        """Seconds a step to move rows both ways.
+        """Seconds a step to move rows both ways, without waiting for a disk.
 
         Args:
             traffic: of a step.
@@ -66,11 +65,20 @@ class Profile:
             cold: share of a file's rows that the system's page cache does not hold.
         """
         size = max(1.0, row_bytes / self.row_bytes)
-        if home == "memory" or self.file_warm is None or self.file_cold is None or self.file_store is None:
+        if home == "memory" or self.file_warm is None or self.file_store is None:
             return size * (traffic.fetched / self.fetch + traffic.written / self.store)
-        again = max(0.0, traffic.fetched - traffic.first)  # a row nobody has stored yet is computed, not read
-        read = traffic.first / self.fetch + again * (cold / self.file_cold + (1 - cold) / self.file_warm)
-        return size * (read + traffic.written / self.file_store)
+        again = (1 - cold) * self._again(traffic)
+        return size * (traffic.first / self.fetch + again / self.file_warm + traffic.written / self.file_store)
+
+    def disk_seconds(self, traffic: Traffic, row_bytes: int, cold: float) -> float:
+        """Seconds a step that rows not in memory take to come from the disk."""
+        if self.file_cold is None or cold == 0:
+            return 0.0
+        return max(1.0, row_bytes / self.row_bytes) * cold * self._again(traffic) / self.file_cold
+
+    def _again(self, traffic: Traffic) -> float:
+        """Rows to be read: one that nobody has stored yet is computed."""
+        return max(0.0, traffic.fetched - traffic.first)
 
 
 def measure_profile(
@@ -84,7 +92,7 @@ def measure_profile(
 ) -> Profile:
     """Measure this machine; the same question again is answered from memory.
 
-    Takes under 3 seconds and up to 300 MB of memory. The first run after an installation also compiles kernels.
+    Takes under 3 seconds and up to 200 MB of memory. The first run after an installation also compiles kernels.
 
     Args:
         dim: columns of a row.
@@ -107,7 +115,7 @@ def _measure(
     quick = storage.home.native
     try:
         _fill(storage, storage.num_rows)
-        planning, fetch, store = _moving(storage, 2**16 if quick else 2**11)
+        planning, fetch, store = _moving(storage, 2**15 if quick else 2**11)
     finally:
         storage.close()
     cold = warm = written = None
@@ -151,43 +159,74 @@ def _fill(storage: SlottedRows, rows: int) -> None:
 
 
 def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float, float]:
-    """The costs of planning, and rows/s fetched and stored, of random batches."""
+    """The costs of planning, and rows/s fetched and stored.
+
+    How long a row takes depends on whether the processor's caches still know it, so batches are drawn from Zipf's law
+    as in click logs; uniform ones beside them tell misses from hits.
+    """
     random = np.random.default_rng(0)
-    slots = storage.num_slots
-    lookups = min(lookups, slots // 2)
+    slots, rows = storage.num_slots, storage.num_rows
+    lookups = min(lookups, slots // 4)
 
-    def batches(rows: int, count: int = _BATCHES) -> list[np.ndarray]:
-        return [random.integers(0, rows, lookups) for _ in range(count)]
+    def uniform(count: int, limit: int = rows) -> list[np.ndarray]:
+        return [random.integers(0, limit, lookups) for _ in range(count)]
 
-    # Each kind of step first once or more untimed: rows come, and what earlier plans left behind is cleared away.
-    _steps(storage, batches(256, 2))
-    plan_lookup = _steps(storage, batches(256)) / (_BATCHES * lookups)
-    _steps(storage, [np.arange(start, start + lookups) % (slots // 2) for start in range(0, slots // 2, lookups)])
-    storage.stats.reset()
-    hits = _steps(storage, batches(slots // 2))
-    plan_row = max(0.0, hits - _BATCHES * lookups * plan_lookup) / storage.stats.rows
-    _steps(storage, batches(storage.num_rows, 2 * slots // lookups + 2))
+    def zipf(count: int) -> list[np.ndarray]:
+        tail = 1 - (rows + 1.0) ** (1 - ZIPF)
+        return [
+            np.minimum((1 - tail * random.random(lookups)) ** (1 / (1 - ZIPF)) - 1, rows - 1).astype(np.int64)
+            for _ in range(count)
+        ]
+
+    _steps(storage, uniform(2, 256))
+    hot = _steps(storage, uniform(_BATCHES, 256))
+    plan_lookup = hot.planning / lookups
+    _steps(storage, uniform(slots // lookups + LANDED + 2))  # all slots taken, and rows on their way home
+    cold = _steps(storage, uniform(_BATCHES))
+    _steps(storage, zipf(LANDED))
+    real = _steps(storage, zipf(_BATCHES))
+    whole, part = cold.planning - hot.planning, real.planning - hot.planning
+    # Two batches, two costs: rows that were in their slots, and those that had to come.
+    plan_miss = (whole * real.rows - part * cold.rows) / (cold.fetched * real.rows - real.fetched * cold.rows)
+    plan_miss = min(max(0.0, plan_miss), max(0.0, whole) / cold.fetched)
+    plan_row = max(0.0, part - plan_miss * real.fetched) / real.rows
+    costs = {"plan_lookup": plan_lookup, "plan_row": plan_row, "plan_miss": plan_miss}
+    return costs, cold.fetched / max(cold.fetching, 1e-9), cold.written / max(cold.storing, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The quickest of several batches: seconds and rows."""
+
+    planning: float
+    fetching: float
+    storing: float
+    rows: float
+    fetched: float
+    written: float
+
+
+def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
+    """Take batches through the storage."""
     stats = storage.stats
-    stats.reset()
-    seconds = _steps(storage, batches(storage.num_rows))
-    planning = seconds - stats.fetch_seconds - stats.write_seconds
-    planning -= _BATCHES * lookups * plan_lookup + stats.rows * plan_row
-    costs = {"plan_lookup": plan_lookup, "plan_row": plan_row, "plan_miss": max(0.0, planning) / stats.fetched}
-    return costs, stats.fetched / max(stats.fetch_seconds, 1e-9), stats.written / max(stats.write_seconds, 1e-9)
-
-
-def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> float:
-    """Seconds to take batches through the storage."""
-    _wait(storage)
-    begin = time.perf_counter()
+    seen = []
     for ids in batches:
+        stats.reset()
+        _wait(storage)
+        begin = time.perf_counter()
         storage.announce(Bags(torch.from_numpy(ids).view(-1, 1)))
         lease = storage.stage()
         assert lease is not None
         storage.hand_out(lease)
         lease.release(changed=True)
-    _wait(storage)
-    return time.perf_counter() - begin
+        _wait(storage)
+        seconds = time.perf_counter() - begin
+        moving = stats.fetch_seconds + stats.write_seconds
+        seen.append(
+            (seconds - moving, stats.fetch_seconds, stats.write_seconds, stats.rows, stats.fetched, stats.written)
+        )
+    figures = np.array(seen, np.float64)
+    return _Step(*figures[:, :3].min(axis=0).tolist(), *figures[:, 3:].mean(axis=0).tolist())
 
 
 def _wait(storage: SlottedRows) -> None:
@@ -204,17 +243,15 @@ def _reading(storage: SlottedRows, rows: int) -> tuple[float, float, float]:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(home._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    target = home.empty(_COLD_ROWS)
-    parts, seconds = [], 0.0
+    target = home.empty(_FILE_ROWS)
+    parts: list[np.ndarray] = []
+    seconds = 0.0
     while seconds < _COLD_SECONDS and len(parts) < 64:
-        parts.append(random.integers(0, rows, _COLD_ROWS))
+        parts.append(random.integers(0, rows, _FILE_ROWS))
         seconds += _timed(home.fetch, parts[-1], target)
-    cold = len(parts) * _COLD_ROWS / seconds
-    again = np.concatenate(parts)
-    many = home.empty(len(again))
-    warm = len(again) / min(_timed(home.fetch, again, many) for _ in range(2))
-    ours = np.unique(again)
-    written = len(ours) / min(_timed(home.store, ours, many) for _ in range(2))
+    cold = len(parts) * _FILE_ROWS / seconds
+    warm = _FILE_ROWS / min(_timed(home.fetch, part, target) for part in parts)
+    written = _FILE_ROWS / min(_timed(home.store, np.unique(part), target) for part in parts)
     return cold, warm, written
 
 

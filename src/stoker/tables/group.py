@@ -16,6 +16,7 @@ from stoker.tables.lease import Lease
 from stoker.tables.parts import by_examples, by_rows
 from stoker.tables.slotted import TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.timeline import spanned
 
 __all__ = ["TableGroup"]
 
@@ -80,6 +81,7 @@ class TableGroup:
                 return None
             raise
 
+    @spanned("lookup")
     def lookup(self, bags: Bags, lease: Lease | None) -> Tensor:
         """Pooled rows [B, F, D] float32."""
         if lease is None:
@@ -89,6 +91,7 @@ class TableGroup:
     def _lookup(self, lease: Lease) -> Tensor:
         return self.backend.lookup(self.storage.weight, lease.space, lease.bags)
 
+    @spanned("update")
     def update(self, bags: Bags, grad: Tensor, lease: Lease | None) -> None:
         """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup.
 

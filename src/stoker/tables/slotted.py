@@ -26,6 +26,7 @@ from stoker.tables.lease import Lease
 from stoker.tables.residency import Ints, SlotPlan, make_residency
 from stoker.tables.storage import Rows, Storage, allocate
 from stoker.tables.transfer import DirectLink, Link, QueuedLink, TransferStats
+from stoker.timeline import span, spanned
 
 __all__ = ["SlottedRows", "TooFewSlots", "make_slotted"]
 
@@ -109,12 +110,15 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
+    @spanned("stall")
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         begin = time.perf_counter()
-        rows, which = distinct_rows(_on_cpu(bags), self.space)
+        with span("plan"):
+            rows, which = distinct_rows(_on_cpu(bags), self.space)
         with self._lock:
-            self._enter_returned()
-            plan = self.residency.plan_now(rows)
+            with span("plan"):
+                self._enter_returned()
+                plan = self.residency.plan_now(rows)
             while plan is None and self._ahead:
                 # Staging is an optimisation: its rows give way, and come again when they are wanted.
                 self._ahead.pop().release(changed=False)
@@ -128,6 +132,7 @@ class SlottedRows(Storage):
             self.stats.stall_seconds += time.perf_counter() - begin
             return lease
 
+    @spanned("plan")
     def announce(self, bags: Bags) -> None:
         """A further batch of the window; :meth:`stage` takes them in this order."""
         begin = time.perf_counter()
@@ -141,8 +146,9 @@ class SlottedRows(Storage):
         """Make the batch announced first resident; None if rows in flight leave too few slots for now."""
         begin = time.perf_counter()
         with self._lock:
-            self._enter_returned()
-            plan = self.residency.plan()
+            with span("plan"):
+                self._enter_returned()
+                plan = self.residency.plan()
             self.stats.plan_seconds += time.perf_counter() - begin
             if plan is None:
                 return None
@@ -189,6 +195,7 @@ class SlottedRows(Storage):
             slots, changed = self._returned.popleft()
             self.residency.release(slots, changed=changed)
 
+    @spanned("plan")
     def _carry_out(self, plan: SlotPlan, bags: Bags, which: Tensor) -> Lease:
         try:
             self._link.run(plan)
@@ -243,6 +250,30 @@ class SlottedRows(Storage):
         with self._lock:
             self.flush()
             return self.home.read(start, stop)
+
+    def gather(self, rows: Ints) -> Rows:
+        with self._lock:
+            self._enter_returned()
+            self._link.ready()
+            slots = self._slots_of(rows)
+            away = np.flatnonzero(slots < 0)
+            at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
+            found = Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+            if len(away):
+                self._link.drain()
+                self.home.fetch(rows[away], found, away)
+            return found
+
+    def _slots_of(self, rows: Ints) -> Ints:
+        """The slot of each of the addresses ``rows`` [n]; -1 where it lies in none."""
+        unique, which = np.unique(rows, return_inverse=True)
+        slots = np.full(len(unique), -1, np.int64)
+        if len(unique):
+            held = self.residency.row_in_slot
+            at = np.minimum(np.searchsorted(unique, held), len(unique) - 1)
+            found = np.flatnonzero(unique[at] == held)
+            slots[at[found]] = found
+        return slots[which]
 
     def write(self, start: int, rows: Rows) -> None:
         with self._lock:

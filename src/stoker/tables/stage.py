@@ -21,6 +21,7 @@ from stoker.ops import Bags
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.lease import Lease
 from stoker.tables.slotted import SlottedRows
+from stoker.timeline import span
 
 __all__ = ["Stage", "stage"]
 
@@ -96,7 +97,8 @@ class Stage:
             full = all(storage.residency.wanted >= storage.num_slots for _, storage, _ in self._groups)
             if full and len(self._waiting) > self.in_flight:
                 break
-            batch = next(source, None)
+            with span("read"):
+                batch = next(source, None)
             if batch is None:
                 break
             for index, storage, mean in self._groups:
@@ -125,11 +127,12 @@ class Stage:
         ready: deque[Staged] = deque()
         while True:
             begin = time.perf_counter()
-            while len(ready) < self.in_flight:
-                self._look_ahead(source)
-                if not self._waiting:
-                    break
-                ready.append(self._next())
+            with span("stall"):
+                while len(ready) < self.in_flight:
+                    self._look_ahead(source)
+                    if not self._waiting:
+                        break
+                    ready.append(self._next())
             self.stall_seconds += time.perf_counter() - begin
             if not ready:
                 return
@@ -163,7 +166,8 @@ class Stage:
         try:
             while True:
                 begin = time.perf_counter()
-                staged = ready.get()
+                with span("stall"):
+                    staged = ready.get()
                 waited = time.perf_counter() - begin
                 if staged is None:
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,6 +79,10 @@ class Storage(ABC):
         """The current rows ``start..stop`` in canonical order. May be views: copy before changing them."""
 
     @abstractmethod
+    def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
+        """Copies of the rows at the addresses ``rows`` [n], wherever they lie now; none moves or counts as used."""
+
+    @abstractmethod
     def write(self, start: int, rows: Rows) -> None:
         """Replace the rows from ``start`` on."""
 
@@ -131,6 +136,10 @@ class DeviceRows(Storage):
 
     def read(self, start: int, stop: int) -> Rows:
         return Rows(self.weight[start:stop], {name: tensor[start:stop] for name, tensor in self.state.items()})
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
+        at = torch.from_numpy(rows).to(self.weight.device)
+        return Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
 
     def write(self, start: int, rows: Rows) -> None:
         stop = start + len(rows.weight)

@@ -22,6 +22,7 @@ import torch
 from stoker.tables.home import Home
 from stoker.tables.residency import LANDED, Ints, SlotPlan
 from stoker.tables.storage import Rows
+from stoker.timeline import span
 
 __all__ = ["DirectLink", "Link", "QueuedLink", "TransferStats"]
 
@@ -70,14 +71,17 @@ class Link(ABC):
         """Evict, then fetch."""
         begin = time.perf_counter()
         if len(plan.evict_rows):
-            self.write_back(plan.number, plan.evict_rows, plan.evict_slots)
+            with span("writeback"):
+                self.write_back(plan.number, plan.evict_rows, plan.evict_slots)
         mark = time.perf_counter()
         self.stats.write_seconds += mark - begin
-        self.settle(plan)
+        with span("fence"):
+            self.settle(plan)
         begin = time.perf_counter()
         self.stats.fence_seconds += begin - mark
         if len(plan.fetch_rows):
-            self.fetch(plan.fetch_rows, plan.fetch_slots)
+            with span("fetch"):
+                self.fetch(plan.fetch_rows, plan.fetch_slots)
         stats = self.stats
         stats.fetch_seconds += time.perf_counter() - begin
         stats.plans += 1
@@ -167,7 +171,8 @@ class QueuedLink(Link):
                 # After one failure later jobs wait too: an older value must never overwrite a newer one.
                 if self._failed:
                     raise _Behind
-                self.home.store(rows, values, None)
+                with span("writeback"):
+                    self.home.store(rows, values, None)
             except _Behind:
                 with self._changed:
                     self._failed.append(job)

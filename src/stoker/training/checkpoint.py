@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,11 +39,13 @@ from stoker.tables.storage import Rows
 
 if TYPE_CHECKING:
     from stoker.data.reader import BatchStream
+    from stoker.tables import Strategy
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "NotFiniteError",
+    "Positioned",
     "discard",
     "load",
     "read_manifest",
@@ -55,6 +57,13 @@ FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _DENSE = "dense.safetensors"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
+
+
+class Positioned(Protocol):
+    """A stream of batches, staged or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
 
 
 class NotFiniteError(CheckpointError):
@@ -79,7 +88,7 @@ def save(
     directory: str | Path,
     model: RecModel,
     dense_optimizer: torch.optim.Optimizer | None = None,
-    stream: BatchStream | None = None,
+    stream: Positioned | None = None,
     *,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -93,7 +102,7 @@ def save(
         directory: its name; must not exist unless ``overwrite``.
         model: the model.
         dense_optimizer: optimizer of ``model.dense_parameters()``.
-        stream: the training batches, to continue behind the last one handed out.
+        stream: the training batches, staged or not, to continue behind the last one handed out.
         step: batches trained; None takes the tables' own count.
         extra: further JSON values to keep.
         overwrite: replace an existing checkpoint.
@@ -307,6 +316,7 @@ def load(
     *,
     device: torch.device | str = "cpu",
     backend: BackendName = "auto",
+    placement: Strategy | Mapping[str, Strategy] | None = None,
 ) -> Checkpoint:
     """Read a checkpoint, after checking every file against its sha256.
 
@@ -317,6 +327,7 @@ def load(
         stream: moved behind the last batch that was trained.
         device: where to build the model.
         backend: kernels of the model that is built.
+        placement: where the rows of the model that is built lie; None means on the device.
 
     Raises:
         CheckpointError: a missing or damaged file, or a model that differs from the saved one.
@@ -335,7 +346,9 @@ def load(
                 "stoker.models.MODELS."
             )
         spec = FeatureSpec.from_dict(manifest["features"])
-        model = MODELS[kind].from_config(spec, manifest["model"], optimizer=optimizer, device=device, backend=backend)
+        model = MODELS[kind].from_config(
+            spec, manifest["model"], optimizer=optimizer, device=device, backend=backend, placement=placement
+        )
     else:
         _check_same(directory, manifest, model)
     for entry in manifest["tables"]:

@@ -26,6 +26,8 @@ from stoker.optim import (
     Schedule,
     StepDecay,
 )
+from stoker.tables import Strategy
+from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "TrainConfig"]
 
@@ -88,6 +90,13 @@ class TrainConfig:
     log_every: int = 50  # steps between two lines of metrics.jsonl
     tensorboard: bool = True
 
+    device_memory: str | None = None  # for rows and their optimizer state, such as "4GiB"; None or "all": no limit
+    host_memory: str | None = None  # for rows that do not fit there; None means 80 % of what is available
+    home_path: str | None = None  # directory of the file for rows that do not fit either; None: the temporary one
+    lookahead: int = 64  # batches whose ids are known in advance
+    in_flight: int | None = None  # batches whose rows are on the device at a time; None adapts
+    spill: Literal["parts", "refuse"] = "parts"  # batches with more rows than slots
+
     device: str = "auto"  # "auto" takes the GPU where there is one
     backend: BackendName = "auto"  # kernels of the tables
     threads: int | None = None  # CPU threads; None leaves torch's own number
@@ -103,7 +112,24 @@ class TrainConfig:
         for name in ("embedding_dim", "batch_size", "epochs", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("steps", "decay_steps", "eval_every", "valid_rows", "patience", "save_every", "threads"):
+        _choice("spill", self.spill, ("parts", "refuse"))
+        if self.device_memory == "all":
+            object.__setattr__(self, "device_memory", None)
+        for size in (self.device_memory, self.host_memory):
+            if size is not None:
+                parse_size(size)
+        if self.lookahead < 0:
+            raise ConfigError(f"lookahead is {self.lookahead} batches; it must not be negative.")
+        for name in (
+            "steps",
+            "decay_steps",
+            "eval_every",
+            "valid_rows",
+            "patience",
+            "save_every",
+            "threads",
+            "in_flight",
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1, or left out.")
         for name in (
@@ -180,8 +206,10 @@ class TrainConfig:
         )
         return optimizer
 
-    def make_model(self, spec: FeatureSpec, optimizer: RowOptimizer) -> RecModel:
-        """A fresh model for a dataset's columns.
+    def make_model(
+        self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None
+    ) -> RecModel:
+        """A fresh model for a dataset's columns, with its rows where ``placement`` says; None: on the device.
 
         Raises:
             ConfigError: an option that the model does not have.
@@ -198,6 +226,7 @@ class TrainConfig:
                 seed=self.seed,
                 device=resolve_device(self.device),
                 backend=self.backend,
+                placement=placement,
                 **options,
             )
         except TypeError as error:
@@ -208,10 +237,11 @@ class TrainConfig:
 
 
 #: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend
-#: and threads but for rounding).
+#: and threads but for rounding). Where rows lie is among them.
 RESUMABLE = frozenset(
     {
         "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
-        "tensorboard", "device", "backend", "threads",
+        "tensorboard", "device", "backend", "threads", "device_memory", "host_memory", "home_path", "lookahead",
+        "in_flight", "spill",
     }
 )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from stoker.data.dataset import Dataset, canonical_json
 from stoker.data.shards import atomic_file
 from stoker.errors import ConfigError, DependencyError
 from stoker.models import RecModel
+from stoker.tables import stage
+from stoker.tables.config import Slotted
 from stoker.training.metrics import StreamingMetrics
 
 if TYPE_CHECKING:
@@ -68,11 +71,21 @@ def _short(value: Any) -> str:
 def _scoring(model: RecModel) -> Iterator[None]:
     training = model.training
     model.eval()
+    # To refuse a batch is to keep training fast; scores are worked out in parts where batches are larger than that.
+    refusing = [
+        (group, group.strategy)
+        for group in model.embeddings.groups
+        if isinstance(group.strategy, Slotted) and group.strategy.spill == "refuse"
+    ]
+    for group, strategy in refusing:
+        group.strategy = replace(strategy, spill="parts")
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(training)
+        for group, strategy in refusing:
+            group.strategy = strategy
 
 
 def evaluate(
@@ -82,6 +95,7 @@ def evaluate(
     batch_size: int = _BATCH,
     rows: int | None = None,
     stop: Callable[[], bool] | None = None,
+    lookahead: int | None = None,
 ) -> dict[str, float]:
     """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`).
 
@@ -91,15 +105,25 @@ def evaluate(
         batch_size: examples at a time.
         rows: the first so many rows only; None means all.
         stop: asked before every batch; when it says yes, metrics of the rows so far are returned.
+        lookahead: batches looked ahead where rows come and go (:func:`stoker.stage`), which is faster and gives the
+            same numbers; None fetches rows on demand, as there must be one stage at a time.
     """
     metrics = StreamingMetrics()
-    with _scoring(model):
-        for batch in split.batches(batch_size, limit=rows, reuse=True):
+    with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
+        for batch in batches:
             if stop is not None and stop():
                 break
             assert batch.labels is not None
             metrics.update(model(batch), batch.labels)
     return metrics.compute()
+
+
+def _batches(
+    model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None, *, reuse: bool = True
+) -> Generator[Batch, None, None]:
+    ahead = lookahead is not None and any(isinstance(group.strategy, Slotted) for group in model.embeddings.groups)
+    stream = split.batches(batch_size, limit=rows, reuse=reuse and not ahead)
+    yield from stage(stream, model, lookahead=lookahead or 0) if ahead else stream
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -108,11 +132,17 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
 
 
 def predict(
-    model: RecModel, split: Split, out: str | Path, *, batch_size: int = _BATCH, rows: int | None = None
+    model: RecModel,
+    split: Split,
+    out: str | Path,
+    *,
+    batch_size: int = _BATCH,
+    rows: int | None = None,
+    lookahead: int | None = None,
 ) -> int:
     """Write scores to a Parquet file: row (int64, position in the split), label (float32), score (float32).
 
-    The file appears when it is whole. Memory is that of one batch.
+    The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
 
     Returns:
         The number of rows.
@@ -150,10 +180,11 @@ def predict(
         atomic_file(out) as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
         _scoring(model),
+        closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
     ):
         pending: list[tuple[Tensor | None, Tensor]] = []
         held = 0
-        for batch in split.batches(batch_size, limit=rows):
+        for batch in batches:
             pending.append(_score(model, batch))
             held += len(batch)
             if held >= 2**17:  # one row group

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ import torch
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
-from stoker.data.reader import BatchStream
 from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
 from stoker.errors import CheckpointError, ConfigError
 from stoker.models import RecModel
+from stoker.optim import Constant
+from stoker.placement.placement import Placement, row_bytes
+from stoker.tables import Stage
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.evaluation import dataset_identity, evaluate, finite
 from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
+from stoker.training.placing import Epochs, let_go, moved, movement, place_run, staged
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.resume import reopen, restore
 from stoker.training.rundir import RunDirectory
@@ -33,7 +37,10 @@ __all__ = ["TrainResult", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a finished run leaves. ``model`` holds the rows of the best checkpoint."""
+    """What a finished run leaves. ``model`` holds the rows of the best checkpoint.
+
+    Where rows lie in a file, ``model.embeddings.close()`` removes it; so does the end of the process.
+    """
 
     run: Path
     model: RecModel
@@ -85,18 +92,19 @@ def train(
     keep_freed_memory()
     torch.manual_seed(config.seed)  # for models that draw while they train
     device = resolve_device(config.device)
+    placement = place_run(config, data, config.make_row_optimizer(Constant()))
     stream = data.train.batches(
         config.batch_size,
         seed=config.seed,
         shuffle_memory=config.shuffle_memory,
-        reuse=True,
+        reuse=device.type != "cuda" and (placement is None or placement.resident),  # staged batches wait in the window
         pin_memory=device.type == "cuda",
     )
     if len(stream) == 0:
         raise ConfigError(f"{data.path} has no training rows.")
     total = config.steps or config.epochs * len(stream)
     schedule = config.make_schedule(total)
-    model = config.make_model(data.schema, config.make_row_optimizer(schedule))
+    model = config.make_model(data.schema, config.make_row_optimizer(schedule), placement)
     dense = config.make_dense_optimizer(model)
     if config.compile:
         model.compile_dense()
@@ -108,18 +116,24 @@ def train(
             progress = restore(run, data, model, dense, stream, shown)
             run.write("config.json", kept)
         log = RunLog(run, progress.step, tensorboard=config.tensorboard)
+        feed = staged(Epochs(stream, total), model, config)
         try:
-            shown.start(progress.step, total, _facts(model, data, config, total))
+            shown.start(progress.step, total, _facts(model, data, config, total, placement))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
+            if placement is None and (config.host_memory or config.home_path):
+                shown.note("host_memory and home_path are ignored: without device_memory all rows lie on the device")
             try:
-                clock = _fit(model, dense, stream, data, config, total, progress, run, log, shown)
+                clock = _fit(model, dense, feed, data, config, total, progress, run, log, shown)
             except Diverged as error:
                 what = f"the loss is {error.loss}"
                 raise explain(what, error.step, model, dense, schedule, run) from None
             except checkpoint.NotFiniteError as error:
                 raise explain(str(error), progress.step, model, dense, schedule, run) from None
             return _finish(model, data, config, progress, clock, run, log, shown)
+        except BaseException:
+            let_go(model)
+            raise
         finally:
             log.close()
 
@@ -127,7 +141,7 @@ def train(
 def _fit(
     model: RecModel,
     dense: torch.optim.Optimizer,
-    stream: BatchStream,
+    feed: Epochs | Stage,
     data: Dataset,
     config: TrainConfig,
     total: int,
@@ -142,15 +156,15 @@ def _fit(
         group.setdefault("initial_lr", group["lr"])
     parameters = model.dense_parameters()
     valid = data.splits.get("valid")
-    eval_every = config.eval_every or len(stream)
+    epoch = -(-len(data.train) // config.batch_size)  # batches
+    eval_every = config.eval_every or epoch
     read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
     saved = (progress.step, progress.evaluated)
-    batches = _endless(stream)
-    clock = Clock()
-    marked = (0.0, 0, progress.step)  # clock and step at the last training record
+    clock = Clock(meter=lambda: moved(model, feed))
+    marked = (replace(clock), progress.step)  # clock and step at the last training record
     model.train()
 
-    with StopSignals() as stop:
+    with StopSignals() as stop, closing(_each(feed)) as batches:
         while True:
             # What is due after the step before; also the first thing after a restart.
             step = progress.step
@@ -161,7 +175,7 @@ def _fit(
                 metrics = evaluate(model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None)
                 if stop.number is None:
                     improved = _judge(progress, metrics, config)
-                    _record(log, shown, "valid", stream, step, **finite(metrics))
+                    _record(log, shown, "valid", feed.step / epoch, step, **finite(metrics))
                 clock.go()
             finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
             wanted = step % config.save_every == 0 if config.save_every else due
@@ -174,7 +188,7 @@ def _fit(
                     path,
                     model,
                     dense,
-                    stream,
+                    feed,
                     step=step,
                     extra=_extra(progress, data, config),
                     overwrite=True,
@@ -208,27 +222,27 @@ def _fit(
             if progress.step % config.log_every == 0:
                 clock.pause()
                 progress.read_losses()
-                seconds, examples = clock.seconds - marked[0], clock.examples - marked[1]
+                since, steps = clock.since(marked[0]), progress.step - marked[1]
                 _record(
                     log,
                     shown,
                     "train",
-                    stream,
+                    feed.step / epoch,
                     progress.step,
                     loss=progress.loss_sum / progress.loss_count,
-                    samples_per_second=examples / seconds,
-                    seconds_per_step=seconds / (progress.step - marked[2]),
+                    samples_per_second=since.examples / since.seconds,
+                    seconds_per_step=since.seconds / steps,
                     row_lr=model.embeddings.optimizer.lr * factor,
                     dense_lr=dense.param_groups[0]["lr"],
+                    **movement(since.counted, steps, since.seconds),
                 )
                 progress.loss_sum, progress.loss_count = 0.0, 0
-                marked = (clock.seconds, clock.examples, progress.step)
+                marked = (replace(clock), progress.step)
                 clock.go()
 
 
-def _endless(stream: BatchStream) -> Iterator[Batch]:
-    while True:
-        yield from stream
+def _each(feed: Epochs | Stage) -> Generator[Batch, None, None]:
+    yield from feed
 
 
 def _judge(progress: Progress, metrics: dict[str, float], config: TrainConfig) -> bool:
@@ -246,9 +260,8 @@ def _judge(progress: Progress, metrics: dict[str, float], config: TrainConfig) -
     return better
 
 
-def _record(log: RunLog, shown: Display, kind: str, stream: BatchStream, step: int, **values: Any) -> None:
-    epoch = round(stream.epoch + stream.position / len(stream), 6)
-    record = {"kind": kind, "step": step, "epoch": epoch, **values, "time": round(time.time(), 3)}
+def _record(log: RunLog, shown: Display, kind: str, epoch: float, step: int, **values: Any) -> None:
+    record = {"kind": kind, "step": step, "epoch": round(epoch, 6), **values, "time": round(time.time(), 3)}
     log.write(record)
     shown.record(record)
 
@@ -282,11 +295,11 @@ def _finish(
             shown.note(f"warning: {error} The last checkpoint stands in for the best one.")
             best = {
                 "step": progress.step,
-                "valid": finite(evaluate(model, data.valid, rows=config.valid_rows)),
+                "valid": finite(evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead)),
             }
     test: dict[str, float | None] = {}
     if split := data.splits.get("test"):
-        test = finite(evaluate(model, split))
+        test = finite(evaluate(model, split, lookahead=config.lookahead))
         record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
         log.write(record)
         shown.record(record)
@@ -303,12 +316,12 @@ def _finish(
     return result
 
 
-def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int) -> str:
+def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int, placement: Placement | None) -> str:
     rows = sum(table.num_embeddings for table in model.tables)
-    size = sum(group.storage.fast_bytes for group in model.embeddings.groups)
+    size = sum(table.num_embeddings * row_bytes(table, model.embeddings.optimizer.state) for table in model.tables)
     dense = sum(parameter.numel() for parameter in model.dense_parameters())
     return (
         f"{model.name}: {len(model.tables)} tables, {format_count(rows)} rows, {format_size(size)} with "
         f"optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
         f"rows, {total:,} steps of {config.batch_size:,} on {model.device}"
-    )
+    ) + ("" if placement is None else f"\n{placement.summary()}")

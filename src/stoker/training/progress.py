@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,20 +67,34 @@ class Diverged(Exception):
 
 @dataclass
 class Clock:
-    """Seconds and examples of training, without evaluation and checkpoints."""
+    """Seconds and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
 
     seconds: float = 0.0
     examples: int = 0
+    meter: Callable[[], dict[str, float]] = dict  # readings that only rise
+    counted: dict[str, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.perf_counter)
+    _read: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._read = self.meter()
 
     def go(self) -> None:
         """Training goes on."""
         self._started = time.perf_counter()
+        self._read = self.meter()
+
+    def since(self, before: Clock) -> Clock:
+        """What was added to ``before``, a copy of this clock."""
+        counted = {name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()}
+        return Clock(seconds=self.seconds - before.seconds, examples=self.examples - before.examples, counted=counted)
 
     def pause(self) -> None:
-        """Training waits; what was trained so far is in ``seconds``."""
-        now = time.perf_counter()
+        """Training waits; what was trained so far is in ``seconds`` and ``counted``."""
+        now, read = time.perf_counter(), self.meter()
         self.seconds, self._started = self.seconds + now - self._started, now
+        self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
+        self._read = read
 
 
 def explain(

@@ -1,0 +1,71 @@
+"""What the workers of placed tables share. The harness imports it too, so it needs numpy only.
+
+Legend: N rows of a table, B examples, F features.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["DROP_EVERY", "RankIds", "case_name", "drop_file", "filled_ids", "load_trace", "timed_steps"]
+
+BLOCK = 4  # steps whose time is taken together
+DROP_EVERY = 4  # steps after which the page cache of the rows' file is dropped again
+
+
+def case_name(batch: int) -> str:
+    return f"batch {batch}"
+
+
+def timed_steps(step: Callable[[int], Any], warm_up: int, timed: int) -> list[float]:
+    """Seconds per step of blocks of BLOCK steps; every contestant does exactly ``warm_up + timed`` steps."""
+    for number in range(warm_up):
+        step(number)
+    blocks = []
+    for first in range(warm_up, warm_up + timed, BLOCK):
+        start = time.perf_counter()
+        for number in range(first, first + BLOCK):
+            step(number)
+        blocks.append((time.perf_counter() - start) / BLOCK)
+    return blocks
+
+
+def drop_file(fd: int) -> None:
+    """Take the clean pages of a file out of the page cache, and start writing the others to the disk."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_trace(path: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches as (flat ids [L], offsets [B * F + 1])."""
+    with np.load(path) as kept:
+        ids, bounds, offsets = kept["ids"], kept["bounds"], kept["offsets"]
+    return [(ids[begin:stop], offsets[number]) for number, (begin, stop) in enumerate(itertools.pairwise(bounds))]
+
+
+class RankIds:
+    """Ids of a table sorted by frequency: rank r has probability about proportional to r ** -skew.
+
+    The continuous law, inverted: tables of 400 M rows have no room for a cumulative sum.
+    """
+
+    def __init__(self, num_rows: int, skew: float) -> None:
+        self.num_rows, self.power = num_rows, 1 - skew
+        self.tail = (num_rows + 1.0) ** self.power
+
+    def batch(self, number: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Ids of batch ``number``: the same whenever and wherever they are asked for."""
+        u = np.random.default_rng([7, number]).random(shape)
+        rank = (1 + (self.tail - 1) * u) ** (1 / self.power)
+        return (rank.astype(np.int64) - 1).clip(0, self.num_rows - 1)
+
+
+def filled_ids(number: int, examples: int, features: int, slots: int) -> np.ndarray:
+    """Batch ``number`` of those that go through the ``slots`` most frequent rows once: what long training leaves."""
+    first = number * examples * features
+    return (np.arange(first, first + examples * features, dtype=np.int64) % slots).reshape(examples, features)

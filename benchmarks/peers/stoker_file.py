@@ -1,0 +1,80 @@
+"""Stoker's rows in a file behind slots: lookup and fused backward, staged."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from placed_tools import DROP_EVERY, case_name, drop_file, load_trace, timed_steps
+from worker_tools import argument, say, versions
+
+from stoker import Batch, Cached, EmbeddingTables, TableConfig, optim, stage
+from stoker.tables.storage import Rows
+
+config = argument()
+torch.set_num_threads(config["threads"])
+versions(torch=torch.__version__)
+source, results = Path(config["inputs"]), Path(config["results"])
+num_rows, dim, names = config["num_rows"], config["dim"], config["features"]
+initial = np.memmap(source / "weight.bin", np.float32, "r", shape=(num_rows, dim))
+CHUNK = 2**17  # rows written at a time
+
+
+def run(batch_size, warm_up, timed, folder):
+    trace = load_trace(source / f"trace_{batch_size}.npz")
+    grads = [torch.from_numpy(g) for g in np.load(source / f"grad_{batch_size}.npy")]
+    tables = EmbeddingTables(
+        [TableConfig(name="rows", num_embeddings=num_rows, embedding_dim=dim, features=tuple(names))],
+        optimizer=optim.RowWiseAdagrad(lr=config["lr"], eps=config["eps"]),
+        placement=Cached(slots=config["slots"], home="file", path=folder),
+    )
+    storage = tables.groups[0].storage
+    # Every row lies in the file, as after long training: none may be computed instead of read.
+    for start in range(0, num_rows, CHUNK):
+        part = torch.from_numpy(np.array(initial[start : start + CHUNK]))
+        state = {name: torch.zeros(len(part), *value.shape[1:]) for name, value in storage.state.items()}
+        tables.write("rows", start, Rows(part, state))
+    storage.home.flush()
+    dense = torch.zeros(batch_size, 0)
+    batches = [
+        Batch(dense=dense, ids=torch.from_numpy(ids), offsets=torch.from_numpy(offsets), step=number)
+        for number, (ids, offsets) in enumerate(trace)
+    ]
+    feed = iter(stage(batches, tables, lookahead=config["lookahead"]))
+    fd = os.open(storage.home.path, os.O_RDONLY)
+    kept = {}
+
+    def step(number):
+        if number % DROP_EVERY == 0:
+            drop_file(fd)
+        if number == warm_up:
+            storage.stats.reset()
+        batch = next(feed)
+        out = tables(batch.ids, batch.offsets)
+        out.backward(grads[number % len(grads)])
+        kept["output"] = out.detach()
+
+    blocks = timed_steps(step, warm_up, timed)
+    stats = storage.stats
+    moved = {"hit_rate": stats.hit_rate, "rows": stats.rows / timed, "fetched": stats.fetched / timed}
+    feed.close()
+    touched = np.unique(np.concatenate([ids for ids, _ in trace[: warm_up + timed]]))
+    storage.flush()
+    found = storage.home.empty(len(touched))
+    storage.home.fetch(touched, found)
+    np.save(results / f"weight_{batch_size}.npy", found.weight.numpy())
+    np.save(results / f"output_{batch_size}.npy", kept["output"].numpy())
+    case = case_name(batch_size)
+    say("checked", case=case, batch=batch_size)
+    say("timed", case=case, seconds=float(np.mean(blocks)), blocks=len(blocks), fastest=min(blocks))
+    say("extra", case=case, **moved)
+    os.close(fd)
+    tables.close()
+
+
+with tempfile.TemporaryDirectory(dir=config["inputs"]) as folder:
+    for size, (warm_up, timed) in config["steps"].items():
+        run(int(size), warm_up, timed, folder)

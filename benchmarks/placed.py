@@ -1,0 +1,238 @@
+"""Rows that do not fit: a tenth of them in fast memory against all, a file against memory maps, a table of 100 GiB, and
+what planning costs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.dlrm_workload import DlrmWorkload
+from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
+from benchmarks.lookahead import globo
+from benchmarks.peers.placed_tools import case_name
+from benchmarks.placed_workload import EPS, LR, SPREAD, FileTrace, check_close, check_same_losses, large_rows
+from benchmarks.rounds import Contestant, Timings, compare, play
+from benchmarks.workload import SKEW
+
+__all__ = ["bars"]
+
+DIM = 64
+FRACTION = 0.1  # of the rows lie in fast memory
+LOOKAHEAD = 64
+GIB = 2**30
+
+RESIDENT = Contestant(label="all rows resident", script="stoker_placed.py")
+PLACED = Contestant(label="stoker, 10 % in slots", script="stoker_placed.py", options={"fraction": FRACTION})
+IN_FILE = Contestant(label="stoker, file behind slots", script="stoker_file.py")
+MAPPED = [
+    Contestant(label="memory-mapped rows", script="mapped_rows.py", options={"advice": None}),
+    Contestant(label="memory-mapped rows, no read-ahead", script="mapped_rows.py", options={"advice": "random"}),
+]
+LARGE = Contestant(label="stoker, 100 GiB", script="stoker_large.py")
+PLANNING = Contestant(label="stoker, placed beside resident", script="stoker_planning.py")
+
+
+def _moved(timings: Timings, label: str) -> Table:
+    """What our contestant brought into its slots, by case."""
+    rows = []
+    for line in timings.extra[label][: len(timings.seconds[label])]:
+        cells = [f"{line['rows']:,.0f}", f"{line['hit_rate']:.2%}", f"{line['fetched']:,.0f}"]
+        rows.append([line["case"], *cells])
+    return Table(title="Rows per timed step", columns=["case", "distinct", "in slots", "fetched"], rows=rows)
+
+
+def _data(timings: Timings, ratios: dict[str, float]) -> dict[str, Any]:
+    return {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions, "extra": timings.extra}
+
+
+def step(run: Run) -> Outcome:
+    """Throughput of the placed training loop over that of the resident one."""
+    data = globo(run)
+    # Warm-up and timed steps; every run does the same ones, so that it ends with the same bits.
+    steps = {2048: (32, 24), 8192: (8, 8)} if run.quick else {2048: (200, 200), 8192: (80, 60)}
+    config = {
+        "dataset": str(data.path), "steps": steps, "dim": DIM, "lookahead": LOOKAHEAD, "lr": 0.1, "row_lr": LR,
+        "bottom": (512, 256, DIM), "top": (512, 512, 256),
+    }  # fmt: skip
+    first: dict[int, tuple[np.ndarray, str]] = {}
+
+    def check(label: str, line: dict[str, Any], results: Path) -> None:
+        batch = line["batch"]
+        losses = np.load(results / f"losses_{batch}.npy")
+        expected, rows = first.setdefault(batch, (losses, line["rows"]))
+        check_same_losses(f"{label}, batch {batch}", losses, expected)
+        if rows != line["rows"]:
+            raise WrongResult(f"{label}, batch {batch}: rows or their state differ from the first run's")
+
+    timings = play([PLACED, RESIDENT], config, run, check)
+    cases = {case_name(batch): batch for batch in steps}
+    title = f"Globo in order of time, D {DIM}: whole training loop, reader included"
+    value, table, ratios = compare(timings, PLACED.label, [RESIDENT.label], cases, title)
+    notes = [
+        "checked: all losses, rows and states at the end are equal to the bit between all runs",
+        f"{sum(data.schema.num_embeddings.values()):,} rows in all; bottom {len(data.schema.dense)}-512-256-64, top "
+        "512-512-256-1, row-wise Adagrad on the rows; the smaller ratio counts",
+    ]
+    return Outcome(value=value, tables=[table, _moved(timings, PLACED.label)], notes=notes, data=_data(timings, ratios))
+
+
+def file(run: Run) -> Outcome:
+    """How many times faster than memory-mapped rows, where rows must come from the disk."""
+    steps = {2048: (24, 16)} if run.quick else {2048: (120, 60), 8192: (40, 24)}
+    trace = FileTrace.make(globo(run), {b: sum(n) + LOOKAHEAD + 16 for b, n in steps.items()}, DIM)
+    slots = round(FRACTION * trace.real_rows)
+    config = {**trace.config(), "steps": steps, "slots": slots, "lookahead": LOOKAHEAD}
+
+    def check(label: str, line: dict[str, Any], results: Path) -> None:
+        trace.check(label, line["batch"], sum(steps[line["batch"]]), results)
+
+    for batch, counts in steps.items():
+        trace.reference(batch, sum(counts))
+    timings = play([IN_FILE, *MAPPED], config, run, check)
+    cases = {case_name(batch): batch for batch in steps}
+    title = f"Globo in order of time on a file of {trace.num_rows:,} rows, D {DIM}: lookup, backward, row-wise Adagrad"
+    value, table, ratios = compare(timings, IN_FILE.label, [each.label for each in MAPPED], cases, title)
+    notes = [
+        "checked: all touched rows and the last lookup within rounding of a float64 reference",
+        "the file's pages are dropped from the page cache before the first and every fourth step, inside the clock",
+        f"ids lie scattered over {SPREAD} times as many rows by a fixed permutation: only by chance do two of a batch "
+        "share a page",
+        f"ours: every row is in the file before it starts; {slots:,} slots, a tenth of the real rows",
+    ]
+    if run.quick:
+        notes.append("quick: batch 2048 only")
+    return Outcome(
+        value=value, tables=[table, _moved(timings, IN_FILE.label)], notes=notes, data=_data(timings, ratios)
+    )
+
+
+def large(run: Run) -> Outcome:
+    """Peak memory of training a table of 100 GiB, without the interpreter and its libraries."""
+    folder = CACHE / "placed_large"
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < 24 * GIB:
+        raise NotRun(f"24 GiB of free disk under {CACHE.name} (there are {free / GIB:.0f})")
+    config = {
+        "num_rows": 400_000_000, "dim": DIM, "batch": 2048, "features": 8, "memory": "2GiB", "lookahead": LOOKAHEAD,
+        "skew": SKEW, "steps": 20 if run.quick else 400, "fill_batch": 8192, "grads": 4, "lr": LR, "eps": EPS,
+        "folder": str(folder),
+    }  # fmt: skip
+    seen: list[dict[str, Any]] = []
+
+    def check(label: str, line: dict[str, Any], results: Path) -> None:
+        rows = np.load(results / "rows.npy")
+        check_close(label, "rows", np.load(results / "weight.npy"), large_rows(config, line, rows))
+        seen.append(line)
+
+    timings = play([LARGE], config, Run.of(quick=run.quick, rounds=1), check)
+    (found,) = seen
+    cells = [
+        ("table with its state", f"{found['table_bytes'] / GIB:.1f} GiB"),
+        ("slots", f"{found['slots']:,} (2 GiB), {found['resident_slots']:,} taken"),
+        ("steps/s", f"{1 / found['mean']:.1f}"),
+        ("ms/step, median", f"{found['median'] * 1e3:.1f}"),
+        ("distinct rows per step", f"{found['rows']:,.0f}"),
+        ("of them in slots", f"{found['hit_rate']:.2%}"),
+        ("rows in, rows out per step", f"{found['fetched']:,.0f}, {found['written']:,.0f}"),
+        ("peak memory after the imports", f"{found['peak'] / GIB:.2f} GiB"),
+        ("interpreter and libraries before", f"{found['baseline'] / GIB:.2f} GiB"),
+        ("writing all rows home at the end", f"{found['flush']:.1f} s"),
+        ("disk taken, of a file of", f"{found['disk_bytes'] / GIB:.2f} of {found['file_bytes'] / GIB:.1f} GiB"),
+    ]
+    table = Table(
+        title=f"400 M x 64 rows on a sparse file, batch 2048 x 8, Zipf {SKEW} ids, row-wise Adagrad",
+        columns=["what", "measured"],
+        rows=cells,
+    )
+    notes = [
+        "checked: rows of the measured steps within rounding of a float64 replay from the initial rows",
+        f"before the {config['steps']} measured steps the most frequent rows were trained once each, so that all slots "
+        "are taken and rows leave; other rows are computed at first use and read from the file later",
+    ]
+    return Outcome(value=found["peak"] / GIB, tables=[table], notes=notes, data=_data(timings, {}) | {"found": found})
+
+
+def planning(run: Run) -> Outcome:
+    """Planning per step as a percentage of the resident step."""
+    workload = DlrmWorkload.make()
+    batch = 8192
+    config = workload.config(["rowwise_adagrad"], [batch]) | {
+        "batch": batch, "steps": (8, 16) if run.quick else (40, 80), "fraction": FRACTION, "lookahead": LOOKAHEAD,
+    }  # fmt: skip
+
+    def check(label: str, line: dict[str, Any], results: Path) -> None:
+        resident, placed = np.load(results / "losses.npy")
+        check_same_losses(label, placed, resident)
+        if not line["rows_equal"]:
+            raise WrongResult(f"{label}: rows or their state differ from the resident model's")
+
+    timings = play([PLANNING], config, run, check)
+    lines = timings.extra[PLANNING.label]
+    shares = [100 * (line["announce"] + line["plan"]) / line["step"] for line in lines]
+    table = Table(
+        title=f"Planning at batch {batch} x {len(workload.embedding.sizes)}, 10 % of {sum(workload.embedding.sizes):,} "
+        "rows in slots (ms per step)",
+        columns=["round", "distinct, announce", "release, plan, ids", "fetch, write", "resident step", "planning"],
+        rows=[
+            [
+                str(number + 1),
+                *(f"{line[part] * 1e3:.2f}" for part in ("announce", "plan", "moving", "step")),
+                f"{share:.2f} %",
+            ]
+            for number, (line, share) in enumerate(zip(lines, shares, strict=True))
+        ],
+    )
+    last = lines[-1]
+    notes = [
+        "checked: all losses, rows and states equal those of the resident model to the bit",
+        f"{last['rows']:,.0f} distinct rows per step, {last['hit_rate']:.2%} in slots, {last['fetched']:,.0f} fetched",
+        "planning runs in the training thread here; fetch and write are not planning",
+    ]
+    return Outcome(value=statistics.median(shares), tables=[table], notes=notes, data=_data(timings, {}))
+
+
+def bars() -> list[Bar]:
+    """The promises of placed rows."""
+    return [
+        Bar(
+            name="placed-step",
+            group="placed",
+            title="DLRM on Globo with 10 % of the rows in fast memory: throughput over all resident",
+            must=0.90,
+            aim=0.97,
+            digits=3,
+            run=step,
+        ),
+        Bar(
+            name="placed-file",
+            group="placed",
+            title="rows in a file, page cache dropped: against memory-mapped rows with nn.EmbeddingBag semantics",
+            must=3.0,
+            aim=10.0,
+            run=file,
+        ),
+        Bar(
+            name="placed-100gib",
+            group="placed",
+            title="peak memory of training a table of 100 GiB with 2 GiB of slots",
+            must=4.0,
+            at_most=True,
+            unit=" GiB",
+            run=large,
+        ),
+        Bar(
+            name="planning-cost",
+            group="placed",
+            title="planning per step at batch 8192 x 26, of a resident fp32 step",
+            must=10.0,
+            at_most=True,
+            unit=" %",
+            run=planning,
+        ),
+    ]

@@ -1,0 +1,99 @@
+"""``stoker trace``: where the time of a run's steps goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.bars import Bars
+from stoker.cli.train import Backend, Device, HomePath, HostMemory, InFlight, Lookahead, Spill, Threads
+from stoker.cli.verify import DeviceMemory, Start, begin_at
+
+if TYPE_CHECKING:
+    from stoker.training.trace import Trace
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("trace")(trace)
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="Run directory; it is only read.")],
+    steps: Annotated[int, typer.Option(help="Steps to record.")] = 30,
+    out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced.")] = Path("trace.json"),
+    start: Start = None,
+    data: Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
+    lookahead: Lookahead = None,
+    in_flight: InFlight = None,
+    spill: Spill = None,
+    device: Device = None,
+    backend: Backend = None,
+    threads: Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Record what every thread does during some steps of a run.
+
+    Replays steps with the run's placement, prints the time of each stage and how long training waited for it, and
+    writes a timeline that https://ui.perfetto.dev and chrome://tracing open.
+
+    \b
+    stoker trace runs/a
+    stoker trace runs/a --steps 100 --device-memory 256MiB --out runs-a.json
+    """
+    given = dict(locals())
+    names = (
+        "device_memory", "host_memory", "home_path", "lookahead", "in_flight", "spill", "device", "backend", "threads",
+    )  # fmt: skip
+    settings = {name: given[name] for name in names if given[name] is not None}
+    begin = begin_at(start)
+
+    from stoker.training.trace import trace as run_trace
+
+    with Bars(quiet=as_json) as bars:
+        found = run_trace(run, steps=steps, out=out, begin=begin, data=data, progress=bars, **settings)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _show(found)
+
+
+def _show(found: Trace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from stoker.training.trace import STAGES
+    from stoker.units import format_count, format_duration
+
+    console = Console()
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    rate = format_count(found.examples / found.seconds)
+    line(
+        f"{found.run}: steps {found.begin:,} to {found.begin + found.steps - 1:,}, "
+        f"{format_duration(found.seconds / found.steps)} each, {rate} samples/s; training waited "
+        f"{found.stall_seconds / found.seconds:.1%} of the time"
+    )
+    table = Table()
+    table.add_column("stage", no_wrap=True)
+    for column in ("seconds", "share", "training waited"):
+        table.add_column(column, justify="right")
+    table.add_column("what")
+    for stage in found.stages:
+        stalled = f"{stage.stall_seconds:.3f} s" if stage.stall_seconds else "-"
+        table.add_row(stage.name, f"{stage.seconds:.3f}", f"{stage.share:.1%}", stalled, STAGES.get(stage.name, ""))
+    console.print(table)
+    beside = [name for name in found.threads if name != "MainThread"]
+    if beside:
+        line(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
+    line(f"timeline: {found.out} (https://ui.perfetto.dev opens it)")

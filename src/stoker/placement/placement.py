@@ -1,0 +1,304 @@
+"""A placement: which strategy every table has, and what is to be expected of it.
+
+Legend: C slots of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from stoker.device import available_memory
+from stoker.errors import ConfigError
+from stoker.placement.expected import Traffic, Uses, expect
+from stoker.placement.profile import Profile, measure_profile
+from stoker.tables.config import DTYPES, Device, HostPipelined, Slotted, Strategy, TableConfig
+from stoker.units import format_count, format_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Group", "Placement", "Workload", "row_bytes"]
+
+_MIB = 2**20
+
+
+def row_bytes(table: TableConfig, state: Mapping[str, str]) -> int:
+    """Bytes of a row with its optimizer state."""
+    width = table.embedding_dim
+    return width * DTYPES[table.dtype].itemsize + sum(4 * width if kind == "row" else 4 for kind in state.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tables that lie together, and what is expected of them in each step of a first epoch."""
+
+    tables: tuple[str, ...]
+    dim: int  # columns
+    rows: int  # of all its tables
+    bytes: int  # of all rows, with optimizer state
+    strategy: str  # name of the class
+    home: Literal["memory", "file"] | None  # where all rows lie, if not in their slots
+    slots: int  # rows in fast memory
+    slot_bytes: int  # what they take, with optimizer state
+    distinct_rows: float  # that a batch needs
+    hit_rate: float  # share of a batch's distinct rows that lie in a slot already
+    lookup_hit_rate: float  # the same share of lookups
+    fetched_mib: float  # MiB a step from home to slots
+    written_mib: float  # MiB a step back
+    in_parts: bool  # a typical batch has more rows than slots: it is worked on in parts
+    seconds: float  # a step takes to plan and to move rows, on the machine that was measured
+    disk_seconds: float  # of them waiting for a disk
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """What a placement is judged by."""
+
+    uses: Mapping[str, Uses]  # of every table
+    state: Mapping[str, str]  # of the row optimizer
+    lookahead: int
+    in_flight: int | None
+    device: torch.device
+
+    def depth(self, home: str | None) -> int:
+        """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
+        return self.in_flight or (2 if home == "file" or self.device.type == "cuda" else 1)
+
+    def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
+        """What is expected of tables behind ``slots``, and whether batches come in parts."""
+        uses = [self.uses[table.name] for table in tables]
+        depth = self.depth(strategy.home)
+        while depth > 1 and sum(use.distinct_of(depth) for use in uses) > slots:
+            depth -= 1  # the next batch is staged when one is done
+        found = expect(
+            uses, slots, lookahead=self.lookahead, in_flight=depth, transient=isinstance(strategy, HostPipelined)
+        )
+        if found.distinct <= slots:
+            return found, False
+        # In parts, rows come once for the lookup and once more for the update.
+        twice = Traffic(
+            distinct=2 * found.distinct, hits=0.0, lookups=found.lookups, lookups_hit=0.0, first=found.first,
+            written=found.distinct,
+        )  # fmt: skip
+        return twice, True
+
+
+class Placement(MutableMapping[str, Strategy]):
+    """A strategy for every table; made by :func:`stoker.plan`, taken by :class:`stoker.EmbeddingTables`.
+
+    ``placement["C3"] = stoker.Device()`` replaces a decision; a table that is deleted lies on the device. Tables of
+    equal width, pooling, type and (equal) strategy share slots, so the memory in a strategy is that of its group.
+
+    Args:
+        tables: the tables.
+        strategies: one for each.
+        workload: what to judge by.
+        profile: costs of this machine; None measures it at the first look at :attr:`groups`.
+        note: why the rows at home lie where they do.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        strategies: Mapping[str, Strategy],
+        workload: Workload,
+        profile: Profile | None = None,
+        note: str = "",
+    ) -> None:
+        self.tables = tuple(tables)
+        self.workload = workload
+        self.note = note
+        self._profile = profile
+        self._chosen = dict(strategies)
+        self._groups: tuple[Group, ...] | None = None
+
+    def __getitem__(self, name: str) -> Strategy:
+        return self._chosen[name]
+
+    def __setitem__(self, name: str, strategy: Strategy) -> None:
+        if name not in {table.name for table in self.tables}:
+            raise ConfigError(f"there is no table {name!r}, only {', '.join(table.name for table in self.tables)}.")
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(f"{strategy!r} is no strategy. Use for example stoker.Cached(memory='1GiB').")
+        self._chosen[name] = strategy
+        self._groups = None
+
+    def __delitem__(self, name: str) -> None:
+        del self._chosen[name]
+        self._groups = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._chosen)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
+    @property
+    def resident(self) -> bool:
+        """Whether every row lies on the device."""
+        return not any(isinstance(strategy, Slotted) for strategy in self._chosen.values())
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
+        if self._groups is None:
+            self._groups = tuple(
+                self._judge(strategy, tables, self._measured) for strategy, tables in self._buckets().items()
+            )
+        return self._groups
+
+    def _buckets(self) -> dict[_Bucket, list[TableConfig]]:
+        """The tables that :class:`stoker.EmbeddingTables` will put together."""
+        found: dict[_Bucket, list[TableConfig]] = {}
+        for table in self.tables:
+            key = _Bucket(self.get(table.name, Device()), table.embedding_dim, table.pooling, table.dtype)
+            found.setdefault(key, []).append(table)
+        return found
+
+    def _measured(self, table: TableConfig, strategy: Slotted) -> Profile:
+        return self._profile or measure_profile(
+            dim=table.embedding_dim, dtype=table.dtype, state=self.workload.state, device=self.workload.device,
+            directory=strategy.path, file=strategy.home == "file",
+        )  # fmt: skip
+
+    def _judge(
+        self, bucket: _Bucket, tables: Sequence[TableConfig], measured: Callable[[TableConfig, Slotted], Profile]
+    ) -> Group:
+        work, strategy = self.workload, bucket.strategy
+        rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
+        slots, home, seconds, disk, parts = rows, None, 0.0, 0.0, False
+        if isinstance(strategy, Slotted):
+            slots, home = strategy.count_slots(rows, size), strategy.home
+            traffic, parts = work.traffic(tables, strategy, slots)
+            profile = measured(tables[0], strategy)
+            seconds = profile.plan_seconds(traffic)
+            used = sum(float(work.uses[table.name].rows.sum()) for table in tables)
+            cold = _cold_share(used * size) if home == "file" else 0.0
+            disk = profile.disk_seconds(traffic, size, cold)
+            seconds += profile.move_seconds(traffic, size, home=strategy.home, cold=cold) + disk
+        else:
+            uses = [work.uses[table.name] for table in tables]
+            distinct, lookups = sum(use.distinct for use in uses), sum(float(use.lookups @ use.rows) for use in uses)
+            traffic = Traffic(
+                distinct=distinct, hits=distinct, lookups=lookups, lookups_hit=lookups, first=0.0, written=0.0
+            )
+        return Group(
+            tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=rows * size,
+            strategy=type(strategy).__name__, home=home, slots=slots, slot_bytes=slots * size,
+            distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate, lookup_hit_rate=traffic.lookup_hit_rate,
+            fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
+            seconds=seconds, disk_seconds=disk,
+        )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """A step takes to plan and to move rows, in all groups."""
+        return sum(group.seconds for group in self.groups)
+
+    @property
+    def disk_seconds(self) -> float:
+        """Of them, waiting for a disk."""
+        return sum(group.disk_seconds for group in self.groups)
+
+    def summary(self) -> str:
+        """One line: tables, slots, share of the rows, home. Measures nothing."""
+        slotted = {key: tables for key, tables in self._buckets().items() if isinstance(key.strategy, Slotted)}
+        if not slotted:
+            return f"placement: {_tables(len(self.tables))} on the device, with all rows"
+        parts, fast = [], 0
+        total = sum(table.num_embeddings for table in self.tables)
+        behind = {table.name for tables in slotted.values() for table in tables}
+        if direct := [table for table in self.tables if table.name not in behind]:
+            fast = sum(table.num_embeddings for table in direct)
+            parts.append(f"{_tables(len(direct))} on the device")
+        for key, tables in slotted.items():
+            strategy = key.strategy
+            assert isinstance(strategy, Slotted)
+            rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], self.workload.state)
+            slots = strategy.count_slots(rows, size)
+            fast += slots
+            where = (
+                "in memory"
+                if strategy.home == "memory"
+                else f"in a file in {strategy.path or 'the temporary directory'}"
+            )
+            parts.append(
+                f"{_tables(len(tables))} {type(strategy).__name__} in {format_count(slots)} slots "
+                f"({slots / rows:.1%} of their rows, {format_size(slots * size)}), home {where} "
+                f"({format_size(rows * size)})"
+            )
+        return f"placement: {fast / total:.1%} of {format_count(total)} rows in fast memory: " + ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"note": self.note, "seconds": self.seconds, "groups": [asdict(group) for group in self.groups]}
+
+    def report(self) -> Table:
+        """A Rich table of the groups.
+
+        Raises:
+            DependencyError: Rich is not installed.
+        """
+        try:
+            from rich.table import Table
+        except ImportError as error:
+            from stoker.errors import DependencyError
+
+            raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
+        table = Table()
+        table.add_column("tables")
+        for name in (
+            "rows",
+            "with state",
+            "strategy",
+            "slots",
+            "hit rate",
+            "of lookups",
+            "MiB in/step",
+            "out",
+            "plan + move",
+        ):
+            table.add_column(name, justify="left" if name == "strategy" else "right")
+        for group in self.groups:
+            moving = group.home is not None
+            strategy = (
+                group.strategy + (f" over {group.home}" if moving else "") + (", in parts" if group.in_parts else "")
+            )
+            table.add_row(
+                _named(group.tables), format_count(group.rows), format_size(group.bytes), strategy,
+                format_count(group.slots), f"{group.hit_rate:.1%}", f"{group.lookup_hit_rate:.1%}",
+                *((f"{group.fetched_mib:.2f}", f"{group.written_mib:.2f}", f"{1000 * group.seconds:.1f} ms")
+                  if moving else ("-", "-", "-")),
+            )  # fmt: skip
+        return table
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    strategy: Strategy
+    dim: int
+    pooling: str
+    dtype: str
+
+
+def _tables(count: int) -> str:
+    return f"{count} table{'' if count == 1 else 's'}"
+
+
+def _named(tables: Sequence[str]) -> str:
+    """As many names as a column holds."""
+    shown = ", ".join(tables[:3])
+    return shown if len(tables) <= 3 else f"{shown} and {len(tables) - 3} more"
+
+
+def _cold_share(size: float) -> float:
+    """Share of a file of ``size`` bytes that the system's page cache cannot hold."""
+    room = available_memory()
+    return 0.0 if room is None else max(0.0, 1.0 - 0.8 * room / max(size, 1))

@@ -1,0 +1,302 @@
+"""``stoker.plan``: where every table should lie, given how much memory there is.
+
+If all rows fit the device, they lie there. If not, tables stay on the device one after the other, those with the most
+used rows per byte first, as far as that lowers the traffic of the others, which share the remaining memory as slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stoker.device import available_memory, resolve_device
+from stoker.device import device_memory as memory_of
+from stoker.errors import ConfigError
+from stoker.optim import RowOptimizer
+from stoker.placement.expected import Uses, uses_of
+from stoker.placement.placement import Placement, Workload, row_bytes
+from stoker.placement.profile import Profile
+from stoker.tables.config import Cached, Device, HostPipelined, Strategy, TableConfig
+from stoker.units import format_size, parse_size
+
+__all__ = ["plan"]
+
+Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
+
+_MARGIN = 0.05  # batches are not quite independent draws
+_DEVIATIONS = 5.0  # and their distinct rows scatter
+_LITTLE_MORE = 1.1  # times the rows in flight: below, nothing is worth keeping
+_SHARES = 16  # parts in which memory is dealt out to several kinds
+_AS_GOOD = 1.01  # times the least traffic
+_HOME_SHARE = 0.8  # of the available memory
+
+
+def plan(
+    tables: Sequence[TableConfig],
+    counts: Mapping[str, Any] | None = None,
+    *,
+    optimizer: RowOptimizer,
+    device_memory: int | str,
+    host_memory: int | str | None = None,
+    batch_size: int = 2048,
+    in_flight: int | None = None,
+    lookahead: int = 64,
+    spill: Literal["parts", "refuse"] = "parts",
+    path: str | Path | None = None,
+    device: torch.device | str | None = None,
+    profile: Profile | None = None,
+    ids_per_feature: float | Mapping[str, float] | None = None,
+    max_ids: int | Mapping[str, int] | None = None,
+) -> Placement:
+    """Where every table should lie. The numbers a model computes do not depend on it.
+
+    Args:
+        tables: the tables, such as ``model.tables``.
+        counts: table -> training occurrences by id [num_embeddings], falling, such as ``dataset.counts``. Tables
+            without are taken to follow Zipf's law with exponent 1.05.
+        optimizer: the row optimizer, whose state travels with a row.
+        device_memory: bytes for rows and their state in fast memory, such as "4GiB". The dense part needs its own.
+        host_memory: bytes for all rows at home; None takes 80 % of what is available (less the slots, where the device
+            is the CPU). If the homes need more they become files.
+        batch_size: examples.
+        in_flight: batches whose rows are in fast memory at a time; None as in :func:`stoker.stage`.
+        lookahead: batches whose ids are known in advance.
+        spill: whether batches with more rows than slots are worked on in parts or refused.
+        path: directory of homes in files; None means the system's temporary one.
+        device: where the slots are; None takes the first GPU, else the CPU.
+        profile: costs of the machine; None measures this one when they are first asked for.
+        ids_per_feature: mean ids of a feature in an example, for all features or by feature; None means 1.
+        max_ids: the most ids of a feature in an example; None means ``ids_per_feature`` rounded up.
+
+    Raises:
+        ConfigError: a budget that cannot work, with the smallest that does; or a setting out of its range.
+    """
+    if batch_size < 1 or lookahead < 0 or (in_flight is not None and in_flight < 1):
+        raise ConfigError(
+            f"batch_size={batch_size}, lookahead={lookahead} and in_flight={in_flight} must be at least 1, 0 and 1."
+        )
+    chosen = resolve_device(device)
+    budget = parse_size(device_memory)
+    mean = {name: _of(ids_per_feature, name, 1.0) for table in tables for name in table.features}
+    most = {name: int(_of(max_ids, name, math.ceil(mean[name]))) for name in mean}
+    state = dict(optimizer.state)
+    needs = _Needs(tables, counts or {}, state, batch_size, mean, most, in_flight, spill)
+    work = Workload(uses=needs.uses, state=state, lookahead=lookahead, in_flight=in_flight, device=chosen)
+    total = sum(needs.bytes(table) for table in tables)
+    if total <= budget:
+        _check_device(total, chosen)
+        return Placement(tables, {table.name: Device() for table in tables}, work, profile)
+    needs.check(budget, batch_size)
+    resident, memory = _divide(tables, budget, needs, work)
+    taken = sum(needs.bytes(table) for table in resident) + sum(memory.values())
+    _check_device(taken, chosen)
+    rest = [table for table in tables if table not in resident]
+    homes = sum(needs.bytes(table) for table in rest)
+    home, note = _home(homes, host_memory, taken if chosen.type == "cpu" else 0, path)
+    options: dict[str, Any] = {"home": home, "spill": spill}
+    if home == "file":
+        options["path"] = None if path is None else str(path)
+    strategies: dict[str, Strategy] = {}
+    for table in tables:
+        if table in resident:
+            strategies[table.name] = Device()
+            continue
+        kind = _kind(table)
+        little = memory[kind] < _LITTLE_MORE * needs.expected_bytes(by_kind(rest)[kind], work.depth(home))
+        strategies[table.name] = (HostPipelined if little else Cached)(memory=memory[kind], **options)
+    return Placement(tables, strategies, work, profile, note)
+
+
+def _of(given: float | Mapping[str, float] | None, name: str, default: float) -> float:
+    if given is None:
+        return default
+    return given if isinstance(given, int | float) else given.get(name, default)
+
+
+def _kind(table: TableConfig) -> Kind:
+    return table.embedding_dim, table.pooling, table.dtype
+
+
+class _Needs:
+    """What tables need, in rows and bytes."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        counts: Mapping[str, Any],
+        state: Mapping[str, str],
+        batch_size: int,
+        mean: Mapping[str, float],
+        most: Mapping[str, int],
+        in_flight: int | None,
+        spill: str,
+    ) -> None:
+        self.tables, self.state, self.most = tables, state, most
+        self.in_flight, self.spill = in_flight, spill
+        self.uses: dict[str, Uses] = {}
+        for table in tables:
+            known = counts.get(table.name)
+            if known is not None and len(known) != table.num_embeddings:
+                raise ConfigError(
+                    f"table {table.name!r} has {table.num_embeddings:,} rows, but {len(known):,} counts. Give those of "
+                    "its own vocabulary."
+                )
+            lookups = batch_size * sum(mean[name] for name in table.features)
+            self.uses[table.name] = uses_of(table.num_embeddings, known, lookups)
+
+    def bytes(self, table: TableConfig) -> int:
+        """Of all rows of a table."""
+        return table.num_embeddings * row_bytes(table, self.state)
+
+    def density(self, table: TableConfig) -> float:
+        """Rows used a step, per byte."""
+        return self.uses[table.name].distinct / self.bytes(table)
+
+    def _expected(self, tables: Sequence[TableConfig], depth: int) -> float:
+        return sum(self.uses[table.name].distinct_of(depth) for table in tables)
+
+    def expected_bytes(self, tables: Sequence[TableConfig], depth: int) -> float:
+        """Of the rows of ``depth`` batches of tables of one kind, on average."""
+        return self._expected(tables, depth) * row_bytes(tables[0], self.state)
+
+    def in_flight_bytes(self, tables: Sequence[TableConfig], depth: int) -> int:
+        """The same with a margin: few batches have more."""
+        expected = self._expected(tables, depth)
+        rows = math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))
+        return min(rows, sum(table.num_embeddings for table in tables)) * row_bytes(tables[0], self.state)
+
+    def largest_bytes(self, tables: Sequence[TableConfig]) -> int:
+        """Of the rows of the largest example, of tables of one kind."""
+        rows = sum(min(table.num_embeddings, sum(self.most[name] for name in table.features)) for table in tables)
+        return max(1, rows) * row_bytes(tables[0], self.state)
+
+    def least_bytes(self, tables: Sequence[TableConfig]) -> int:
+        """Of slots for these tables, of any kinds: with fewer they cannot be trained."""
+        kinds = by_kind(tables).values()
+        if self.spill == "refuse":
+            return sum(self.in_flight_bytes(members, self.in_flight or 1) for members in kinds)
+        return sum(map(self.largest_bytes, kinds))
+
+    def wanted_bytes(self, tables: Sequence[TableConfig]) -> int:
+        """Of slots with which one batch can be staged while another is trained."""
+        return sum(self.in_flight_bytes(members, self.in_flight or 2) for members in by_kind(tables).values())
+
+    def check(self, budget: int, batch_size: int) -> None:
+        """Refuse a budget that cannot work."""
+        least = self.least_bytes(self.tables)
+        if budget >= least:
+            return
+        if self.spill == "refuse":
+            depth = self.in_flight or 1
+            number = "a batch" if depth == 1 else f"{depth} batches in flight"
+            what = f"{number} of {batch_size:,} examples needs about {format_size(least)} of rows at once"
+            remedy = "lower in_flight or batch_size, or choose spill='parts', which works on large batches in parts"
+        else:
+            what = f"the largest example alone has {format_size(least)} of rows"
+            remedy = "or choose fewer columns (embedding_dim)"
+        raise ConfigError(
+            f"device_memory {format_size(budget)} is too little: {what}, with optimizer state. The smallest budget "
+            f"that works is {_at_least(least)}. Give that much (--device-memory), {remedy}."
+        )
+
+
+def by_kind(tables: Sequence[TableConfig]) -> dict[Kind, list[TableConfig]]:
+    """Tables that may share slots."""
+    found: dict[Kind, list[TableConfig]] = {}
+    for table in tables:
+        found.setdefault(_kind(table), []).append(table)
+    return found
+
+
+def _divide(
+    tables: Sequence[TableConfig], budget: int, needs: _Needs, work: Workload
+) -> tuple[list[TableConfig], dict[Kind, int]]:
+    """The tables that stay on the device, and the memory of the others' slots by kind."""
+    order = sorted(tables, key=lambda table: (-needs.density(table), table.name))
+    options: list[tuple[float, int, dict[Kind, int]]] = []
+    used = 0
+    for count in range(len(order)):
+        rest = order[count:]
+        # Where not even all memory holds the batches in flight, it all goes to slots.
+        if count and used + needs.wanted_bytes(rest) > budget:
+            break
+        memory, moved = _deal(by_kind(rest), budget - used, needs, work)
+        options.append((moved, count, memory))
+        used += needs.bytes(order[count])
+    least = min(moved for moved, _, _ in options)
+    # Of those as good as the best, the one with the most tables on the device: they need no planning.
+    _, count, memory = max((option for option in options if option[0] <= _AS_GOOD * least), key=lambda o: o[1])
+    return order[:count], memory
+
+
+def _deal(
+    kinds: Mapping[Kind, Sequence[TableConfig]], memory: int, needs: _Needs, work: Workload
+) -> tuple[dict[Kind, int], float]:
+    """Memory for the slots of each kind, whole rows, and the bytes that are then fetched in a step.
+
+    Each kind gets what it needs; the rest is dealt out in parts to whoever it saves most traffic.
+    """
+    size = {kind: row_bytes(members[0], needs.state) for kind, members in kinds.items()}
+    limit = {kind: sum(map(needs.bytes, members)) for kind, members in kinds.items()}
+
+    def moved(kind: Kind, given: int) -> float:
+        slots = given // size[kind]
+        traffic, _ = work.traffic(kinds[kind], Cached(slots=max(1, slots)), max(1, slots))
+        return traffic.fetched * size[kind]
+
+    if len(kinds) == 1:
+        kind = next(iter(kinds))
+        given = {kind: min(memory, limit[kind])}
+    else:
+        given = {kind: needs.largest_bytes(members) for kind, members in kinds.items()}
+        enough = {kind: max(given[kind], needs.wanted_bytes(members)) for kind, members in kinds.items()}
+        if sum(enough.values()) > memory:
+            enough = {kind: max(given[kind], needs.least_bytes(members)) for kind, members in kinds.items()}
+        if sum(enough.values()) <= memory:
+            given = enough
+        part = max(1, (memory - sum(given.values())) // _SHARES)
+        now = {kind: moved(kind, given[kind]) for kind in kinds}
+        for _ in range(_SHARES):
+            after = {kind: moved(kind, min(limit[kind], given[kind] + part)) for kind in kinds}
+            best = max(kinds, key=lambda kind: now[kind] - after[kind])
+            given[best], now[best] = min(limit[best], given[best] + part), after[best]
+    given = {kind: value // size[kind] * size[kind] for kind, value in given.items()}
+    return given, sum(moved(kind, value) for kind, value in given.items())
+
+
+def _home(
+    needed: int, host_memory: int | str | None, slots: int, path: str | Path | None
+) -> tuple[Literal["memory", "file"], str]:
+    """Where rows lie that do not fit the device, and why."""
+    if host_memory is not None:
+        room: float = parse_size(host_memory)
+        given = f"host_memory {format_size(room)}"
+    else:
+        available = available_memory()
+        room = math.inf if available is None else _HOME_SHARE * max(0, available - slots)
+        given = f"80 % of the available memory, {format_size(room)}"
+    if needed <= room:
+        return "memory", f"the rows at home take {format_size(needed)} of memory"
+    where = "the system's temporary directory" if path is None else str(path)
+    return "file", f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
+
+
+def _check_device(needed: int, device: torch.device) -> None:
+    total = memory_of(device)[1]
+    if total and needed > total:
+        raise ConfigError(
+            f"the rows on {device} would take {format_size(needed)}, but it has {format_size(total)} of memory. "
+            f"Give a smaller --device-memory: the other rows then lie at home."
+        )
+
+
+def _at_least(size: int) -> str:
+    """A size as it is typed, rounded up."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= factor:
+            return f"{math.ceil(size / factor * 10) / 10:g}{unit}"
+    return f"{math.ceil(size / 1024)}KiB"

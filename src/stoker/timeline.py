@@ -1,0 +1,109 @@
+"""Who does what when: spans of named work, recorded from all threads while a :class:`Recorder` is active.
+
+Without one a span costs a look at a global.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+__all__ = ["Recorder", "Span", "span", "spanned"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_active: Recorder | None = None
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Span(NamedTuple):
+    """A piece of work; times in nanoseconds of ``time.perf_counter_ns``."""
+
+    name: str
+    thread: int  # position in Recorder.threads
+    start: int
+    end: int
+    step: int | None  # of training, where known
+
+
+class Recorder:
+    """Collects the spans of all threads while its ``with`` block runs; one may be active at a time.
+
+    Raises:
+        RuntimeError: another one is.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []  # in the order in which they ended
+        self.threads: list[str] = []  # names
+        self._known: dict[tuple[int, str], int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, start: int, end: int, step: int | None) -> None:
+        """Note a span of the calling thread."""
+        thread = threading.current_thread()
+        key = (thread.ident or 0, thread.name)  # identifiers alone come again when a thread has ended
+        number = self._known.get(key)
+        if number is None:
+            with self._lock:
+                number = self._known.setdefault(key, len(self.threads))
+                if number == len(self.threads):
+                    self.threads.append(thread.name)
+        self.spans.append(Span(name, number, start, end, step))
+
+    def __enter__(self) -> Recorder:
+        global _active
+        if _active is not None:
+            raise RuntimeError("another timeline is being recorded in this process; end that one first.")
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = None
+
+
+class _Running:
+    """A span under way."""
+
+    __slots__ = ("_name", "_recorder", "_start", "_step")
+
+    def __init__(self, recorder: Recorder, name: str, step: int | None) -> None:
+        self._recorder, self._name, self._step = recorder, name, step
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.add(self._name, self._start, time.perf_counter_ns(), self._step)
+
+
+def span(name: str, step: int | None = None) -> AbstractContextManager[None]:
+    """``with span("fetch"):`` records the block under that name, if anything records."""
+    recorder = _active
+    return _NOTHING if recorder is None else _Running(recorder, name, step)
+
+
+def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: every call of the function is a span."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*given: P.args, **named: P.kwargs) -> R:
+            if _active is None:
+                return function(*given, **named)
+            with span(name):
+                return function(*given, **named)
+
+        result: Any = call
+        return result  # type: ignore[no-any-return]
+
+    return decorate

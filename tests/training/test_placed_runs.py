@@ -1,0 +1,224 @@
+"""Runs whose rows come and go: the same files as with all rows on the device, interrupted or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.data.dataset import Dataset
+from stoker.errors import ConfigError
+from stoker.tables.slotted import SlottedRows
+from stoker.testing import make_dataset
+from stoker.training import Interrupted, TrainConfig
+from stoker.training.placing import Epochs
+from stoker.training.rundir import RunDirectory
+
+ROWS = (600, 300, 10)
+ROW = 4 * 4 + 4  # bytes: 4 columns and row-wise Adagrad's scalar
+TENTH = str(sum(ROWS) * ROW // 10)
+HALF = str(sum(ROWS) * ROW // 2)
+SETTINGS: dict[str, Any] = {
+    "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "tensorboard": False,
+    "display": "quiet", "threads": 1, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, num_embeddings=ROWS, sequence={1: 4})
+
+
+@pytest.fixture(scope="module")
+def resident(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "resident"
+    stoker.train(data, out=out, **SETTINGS)
+    return out
+
+
+def files(run: Path) -> dict[str, bytes]:
+    checkpoints = run / "checkpoints"
+    return {str(p.relative_to(checkpoints)): p.read_bytes() for p in sorted(checkpoints.rglob("*")) if p.is_file()}
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def placements(home: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "tenth": {"device_memory": TENTH},
+        "tenth over a file": {"device_memory": TENTH, "host_memory": "1KiB", "home_path": str(home)},
+        "half": {"device_memory": HALF, "in_flight": 3, "lookahead": 5},
+        "half over a file": {"device_memory": HALF, "host_memory": "1KiB", "home_path": str(home), "spill": "refuse"},
+        "all": {"device_memory": "1GiB"},
+    }
+
+
+@pytest.mark.parametrize("name", list(placements(Path())))
+def test_a_placed_run_ends_with_the_files_of_a_resident_one(
+    data: Dataset, resident: Path, tmp_path: Path, name: str
+) -> None:
+    result = stoker.train(data, out=tmp_path / "run", **SETTINGS, **placements(tmp_path / "home")[name])
+    storages = [group.storage for group in result.model.embeddings.groups]
+    assert any(isinstance(storage, SlottedRows) for storage in storages) == (name != "all")
+    assert files(tmp_path / "run") == files(resident)
+    for kind in ("train", "valid", "test"):
+        ours, theirs = records(tmp_path / "run", kind), records(resident, kind)
+        keep = ("step", "epoch", "loss", "auc", "log_loss")
+        assert [[line.get(k) for k in keep] for line in ours] == [[line.get(k) for k in keep] for line in theirs]
+    result.model.embeddings.close()
+    assert not list((tmp_path / "home").glob("*"))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_path: Path, number: int) -> None:
+    out = tmp_path / "run"
+    steps = ({"device_memory": TENTH}, {"device_memory": None}, {"device_memory": HALF, "host_memory": "1KiB"})
+    stoker.train(data, out=out, **{**SETTINGS, "steps": 45, **steps[number]})
+    stoker.train(resume=out, display="quiet", steps=130, **steps[number + 1])
+    last = stoker.train(resume=out, display="quiet", steps=200, **steps[number - 1])
+    assert last.step == 200
+    reference = files(resident)
+    kept = {name: content for name, content in files(out).items() if "step_000000200" in name}
+    assert kept
+    assert all(reference[name] == content for name, content in kept.items() if "manifest" not in name)
+    ours, theirs = (json.loads(found["step_000000200/manifest.json"]) for found in (kept, reference))
+    assert ours["stream"] == theirs["stream"]
+    assert ours["extra"]["settings"] == theirs["extra"]["settings"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, "host_memory": "1KiB"}])
+def test_a_stopped_run_resumed_under_another_budget_is_whole(
+    data: Dataset, resident: Path, tmp_path: Path, budget: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = stoker.RecModel.loss
+    calls = iter(range(10**9))
+
+    def loss(self: stoker.RecModel, batch: stoker.Batch) -> torch.Tensor:
+        if next(calls) in (37, 99):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, batch)
+
+    monkeypatch.setattr(stoker.RecModel, "loss", loss)
+    out = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        stoker.train(data, out=out, **SETTINGS, **budget)
+    assert RunDirectory(out).steps() == [30, 38], "the step under way was finished, and what was staged is not counted"
+    with pytest.raises(Interrupted):
+        stoker.train(resume=out, display="quiet", device_memory=None)
+    stoker.train(resume=out, display="quiet", **budget, lookahead=2)
+    assert files(out)["step_000000200/manifest.json"] == files(resident)["step_000000200/manifest.json"]
+    assert {n: c for n, c in files(out).items() if "000200" in n} == {
+        n: c for n, c in files(resident).items() if "000200" in n
+    }
+
+
+def test_records_tell_what_moved(data: Dataset, resident: Path, tmp_path: Path) -> None:
+    result = stoker.train(data, out=tmp_path / "run", **{**SETTINGS, "eval_every": 1000}, device_memory=TENTH)
+    lines = records(tmp_path / "run", "train")
+    assert lines
+    for line in lines:
+        assert 0 <= line["hit_rate"] < 1
+        assert line["fetched_mib_per_step"] > 0
+        assert 0 < line["stall_share"] < 1
+    assert "hit_rate" not in records(resident, "train")[0]
+    result.model.embeddings.close()
+
+
+def test_evaluation_is_no_part_of_what_moved(data: Dataset, tmp_path: Path) -> None:
+    found = []
+    for name, every in (("a", 5), ("b", 1000)):
+        settings = {**SETTINGS, "epochs": 1, "eval_every": every, "log_every": 100, "save_every": 100}
+        stoker.train(
+            data, out=tmp_path / name, **settings, device_memory=str(sum(ROWS) * ROW - ROW)
+        ).model.embeddings.close()
+        found.append(records(tmp_path / name, "train")[0]["fetched_mib_per_step"])
+    assert found[0] <= found[1]  # validation rows brought some of the training rows; none of them are counted
+
+
+def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**SETTINGS, "display": "plain", "epochs": 1}
+    stoker.train(data, out=tmp_path / "a", **settings, device_memory=TENTH, host_memory="1KiB").model.embeddings.close()
+    err = capsys.readouterr().err
+    assert "910 rows, 17.8 KiB with optimizer state" in err
+    assert "placement: 10.0% of 910 rows in fast memory" in err
+    assert "home in a file" in err
+    stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB")
+    assert "host_memory and home_path are ignored" in capsys.readouterr().err
+
+
+def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:
+    for wrong, words in (
+        ({"device_memory": "30"}, "smallest budget that works"),
+        ({"device_memory": TENTH, "spill": "refuse"}, "smallest budget that works"),
+        ({"device_memory": "much"}, "not a number with a unit"),
+        ({"spill": "never"}, "spill 'never' is unknown"),
+        ({"lookahead": -1}, "must not be negative"),
+        ({"in_flight": 0}, "must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            stoker.train(data, out=tmp_path / "run", **SETTINGS, **wrong)
+    assert not (tmp_path / "run").exists()
+    assert TrainConfig(device_memory="all").device_memory is None
+
+
+def test_a_position_is_what_an_unstaged_stream_would_have(data: Dataset) -> None:
+    stream, other = (data.train.batches(512, seed=3) for _ in range(2))
+    epochs = Epochs(stream, 3 * len(stream) + 2)
+    batches = iter(epochs)
+    for _ in range(5):
+        next(batches)  # read ahead
+    steps = [0]
+    states = [other.state_dict()]
+    for batch in Epochs(other, 3 * len(other) + 2):
+        steps.append(batch.step + 1)
+        states.append(other.state_dict())
+    assert steps == list(range(3 * len(other) + 3))
+    assert [epochs.state_dict(step) for step in steps] == states
+    assert len(other) == 7
+
+
+def test_a_stage_and_its_stream_agree_on_the_position(data: Dataset) -> None:
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), placement=stoker.Cached(fraction=0.9))
+    plain, stream = (data.train.batches(512, seed=1) for _ in range(2))
+    staged = stoker.stage(stream, model, lookahead=4)
+    for batch, same in zip(staged, plain, strict=True):
+        assert torch.equal(batch.ids, same.ids)
+        assert staged.state_dict() == plain.state_dict()
+        model.loss(batch).backward()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_scores_of_a_model_that_does_not_fit(
+    data: Dataset, resident: Path, tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyarrow.parquet as pq
+
+    home = {"home": "file", "path": str(tmp_path / "home")} if background else {}
+    model = stoker.load(resident, placement=stoker.Cached(slots=60, spill="refuse", **home)).model
+    whole = stoker.load(resident).model
+    expected = stoker.evaluate(whole, data.test)
+    assert stoker.evaluate(model, data.test) == expected
+    assert stoker.evaluate(model, data.test, lookahead=8) == expected
+    stoker.predict(whole, data.test, tmp_path / "whole.parquet", batch_size=64)
+    stoker.predict(model, data.test, tmp_path / "placed.parquet", batch_size=64, lookahead=8)
+    assert pq.read_table(tmp_path / "placed.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
+    assert model.embeddings.groups[0].strategy.spill == "refuse"
+    model.embeddings.close()
