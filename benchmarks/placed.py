@@ -120,7 +120,7 @@ def large(run: Run) -> Outcome:
         raise NotRun(f"24 GiB of free disk under {CACHE.name} (there are {free / GIB:.0f})")
     config = {
         "num_rows": 400_000_000, "dim": DIM, "batch": 2048, "features": 8, "memory": "2GiB", "lookahead": LOOKAHEAD,
-        "skew": SKEW, "steps": 20 if run.quick else 400, "fill_batch": 8192, "grads": 4, "lr": LR, "eps": EPS,
+        "skew": SKEW, "steps": 80 if run.quick else 400, "fill_batch": 8192, "grads": 4, "lr": LR, "eps": EPS,
         "folder": str(folder),
     }  # fmt: skip
     seen: list[dict[str, Any]] = []

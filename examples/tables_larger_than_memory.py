@@ -64,7 +64,9 @@ def train(users: int, items: int, steps: int, placement: stoker.Strategy | None)
 model, losses = train(10_000_000, 1_000_000, 100, stoker.Cached(memory="24MiB", home="file"))
 storage = model.embeddings.groups[0].storage
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {storage.num_slots:,} of {storage.num_rows:,} rows in fast memory")
-print(f"{storage.stats.hit_rate:.0%} of the rows of a batch were there already; the others came from {storage.home.path}")
+print(
+    f"{storage.stats.hit_rate:.0%} of the rows of a batch were there already; the others came from {storage.home.path}"
+)
 model.embeddings.close()
 
 _, placed = train(5_000, 700, 30, stoker.Cached(fraction=0.5))

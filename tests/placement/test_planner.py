@@ -162,7 +162,7 @@ def test_the_smallest_budget_in_parts_is_the_largest_example():
 def test_settings_out_of_range_are_refused():
     for wrong in ({"batch_size": 0}, {"lookahead": -1}, {"in_flight": 0}):
         with pytest.raises(ConfigError, match="must be at least"):
-            planned(TABLES, "1GiB", **given)
+            planned(TABLES, "1GiB", **wrong)
     with pytest.raises(ConfigError, match="'small' has 100 rows, but 3 counts"):
         planned(TABLES, "1GiB", {"small": torch.ones(3)})
     wide = [TableConfig(name="huge", num_embeddings=10**12, embedding_dim=64)]
@@ -322,7 +322,7 @@ def test_a_report_shows_every_group():
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(placement.report())
     text = console.export_text()
-    for word in ("big, other", "small", "Cached over memory", "Device", "hit rate", "MiB in/step"):
+    for word in ("big, other", "small", "Cached", "memory", "Device", "hit rate of lookups", "MiB in a step"):
         assert word in text
     assert "1 table on the device, 2 tables Cached in" in placement.summary()
     assert placement.to_dict()["groups"][0]["tables"]

@@ -252,32 +252,35 @@ class Placement(MutableMapping[str, Strategy]):
             from stoker.errors import DependencyError
 
             raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
-        table = Table()
-        table.add_column("tables")
-        for name in (
-            "rows",
-            "with state",
-            "strategy",
-            "slots",
-            "hit rate",
-            "of lookups",
-            "MiB in/step",
-            "out",
-            "plan + move",
-        ):
-            table.add_column(name, justify="left" if name == "strategy" else "right")
-        for group in self.groups:
-            moving = group.home is not None
-            strategy = (
-                group.strategy + (f" over {group.home}" if moving else "") + (", in parts" if group.in_parts else "")
-            )
-            table.add_row(
-                _named(group.tables), format_count(group.rows), format_size(group.bytes), strategy,
-                format_count(group.slots), f"{group.hit_rate:.1%}", f"{group.lookup_hit_rate:.1%}",
-                *((f"{group.fetched_mib:.2f}", f"{group.written_mib:.2f}", f"{1000 * group.seconds:.1f} ms")
-                  if moving else ("-", "-", "-")),
-            )  # fmt: skip
+        table = Table(show_header=False)
+        table.add_column("")
+        for _ in self.groups:
+            table.add_column(justify="right")
+        for name, words in _FIGURES.items():
+            table.add_row(name, *(words(group) for group in self.groups))
         return table
+
+
+def _moving(words: Callable[[Group], str]) -> Callable[[Group], str]:
+    """For figures of groups whose rows come and go."""
+    return lambda group: "-" if group.home is None else words(group)
+
+
+_FIGURES: dict[str, Callable[[Group], str]] = {
+    "tables": lambda group: _named(group.tables),
+    "rows": lambda group: format_count(group.rows),
+    "with optimizer state": lambda group: format_size(group.bytes),
+    "strategy": lambda group: group.strategy + (", in parts" if group.in_parts else ""),
+    "home": _moving(lambda group: str(group.home)),
+    "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
+    "slots take": _moving(lambda group: format_size(group.slot_bytes)),
+    "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
+    "hit rate": lambda group: f"{group.hit_rate:.1%}",
+    "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",
+    "MiB in a step": _moving(lambda group: f"{group.fetched_mib:.2f}"),
+    "MiB out a step": _moving(lambda group: f"{group.written_mib:.2f}"),
+    "planning and moving": _moving(lambda group: f"{1000 * group.seconds:.1f} ms"),
+}
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,8 @@ def _tables(count: int) -> str:
 
 def _named(tables: Sequence[str]) -> str:
     """As many names as a column holds."""
-    shown = ", ".join(tables[:3])
-    return shown if len(tables) <= 3 else f"{shown} and {len(tables) - 3} more"
+    shown = ", ".join(tables[:2])
+    return shown if len(tables) <= 2 else f"{shown} and {len(tables) - 2} more"
 
 
 def _cold_share(size: float) -> float:

@@ -13,6 +13,7 @@ from stoker.tables.residency import LANDED, Ints, Residency, Shape, SlotPlan
 
 __all__ = ["FastResidency"]
 
+_LOAD = 0.75  # of the directory, at most
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -51,7 +52,7 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 class FastResidency(Residency):
     """Equal to :class:`stoker.tables.residency.ReferenceResidency`, plan for plan.
 
-    Memory: 40 bytes a slot, 128 to 256 bytes a resident or announced row, 16 bytes an announced use, N bits.
+    Memory: 40 bytes a slot, 43 to 86 bytes a resident or announced row, 24 bytes an announced use, N bits.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -61,8 +62,8 @@ class FastResidency(Residency):
         self._ranks = _ranks(self._first_row)
         self._tree, self._levels = _tree(int(self._first_row[-1]))
         self._pinned = shape.pinned_rows()
-        self._directory = np.zeros((1 << 12, kernels.WIDTH), np.int64)
-        self._ring = np.zeros((1 << 12, 2), np.int64)  # entries of the window: next use of the row, its step
+        self._directory = np.zeros((1 << 12, 4), np.int64)
+        self._ring = np.zeros((1 << 12, 3), np.int64)  # entries of the window
         self._slots = np.zeros((slots, 4), np.int64)
         self._slots[:, [kernels.ROW, kernels.NEXT]] = -1
         self.row_in_slot = self._slots[:, kernels.ROW]
@@ -87,8 +88,11 @@ class FastResidency(Residency):
 
     def _make_room(self, more: int, *, window: bool) -> None:
         needed = int(self._counters[kernels.RECORDS]) + more
-        if 2 * needed > len(self._directory):
-            larger = np.zeros((1 << (2 * needed).bit_length(), kernels.WIDTH), np.int64)
+        if needed > _LOAD * len(self._directory):
+            size = len(self._directory)
+            while needed > _LOAD * size:
+                size *= 2
+            larger = np.zeros((size, 4), np.int64)
             kernels.rehash(self._directory, larger)
             self._directory = larger
         if not window:
@@ -97,7 +101,7 @@ class FastResidency(Residency):
         if self._entries + more - oldest > len(self._ring):
             size = 1 << (self._entries + more - oldest).bit_length()
             live = np.arange(oldest, self._entries)
-            larger = np.zeros((size, 2), np.int64)
+            larger = np.zeros((size, 3), np.int64)
             larger[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
             self._ring = larger
 

@@ -1,9 +1,10 @@
 """Numba kernels of the residency: a hash directory of rows, a record for each slot, a bit tree of idle rows.
 
-The directory [P, 8] int64 is an open-addressing hash with linear probing: address + 1 (0: free), slot (>= 0; -1: none;
--2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry and the step of the first
-(-1: none). It holds resident rows, announced rows and rows on their way home: bounded by the slots and the window, not
-by the tables.
+The directory [P, 4] int64 is an open-addressing hash with linear probing: address + 1 (0: free), slot (>= 0; -1: none;
+-2 - p: evicted by plan p, whose writeback may be under way), first and last announced entry (-1: none). It holds
+resident rows, announced rows and rows on their way home: bounded by the slots and the window, not by the tables.
+
+An entry [E, 3] of the window: the next entry of its row and the step of that one (-1: none), its own step.
 
 The record of a slot [C, 4] int64: address (-1: empty), next announced step (-1: none), batches in
 flight that use it, flags. Of the slots that may be given up (parked), those without an announced use are in the bit
@@ -34,7 +35,6 @@ __all__ = [
     "RECORDS",
     "ROW",
     "WANTED",
-    "WIDTH",
     "announce",
     "cancel",
     "find",
@@ -47,8 +47,7 @@ __all__ = [
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
-ADDRESS, SLOT, FIRST, LAST, STEP = 0, 1, 2, 3, 4  # columns of the directory
-WIDTH = 8  # of which a record fills a cache line
+ADDRESS, SLOT, FIRST, LAST = 0, 1, 2, 3  # columns of the directory
 # Counters: empty slots, parked ones, records of the directory, rows with an announced use.
 FREE, PARKED, RECORDS, WANTED = 0, 1, 2, 3
 ROW, NEXT, USERS, FLAGS = 0, 1, 2, 3  # columns of a slot's record
@@ -77,7 +76,7 @@ def _hash(key):
 @_jit
 def _ask(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
-    prefetch(directory, at * WIDTH)
+    prefetch(directory, at * 4)
 
 
 @_jit
@@ -100,7 +99,6 @@ def insert(directory, row, counters):
         directory[at, SLOT] = -1
         directory[at, FIRST] = -1
         directory[at, LAST] = -1
-        directory[at, STEP] = -1
         counters[RECORDS] += 1
     return at
 
@@ -114,7 +112,7 @@ def _remove(directory, at, counters):
     while directory[here, ADDRESS] != 0:
         home = _hash(directory[here, ADDRESS]) & mask
         if ((here - home) & mask) >= ((here - hole) & mask):
-            for column in range(5):
+            for column in range(4):
                 directory[hole, column] = directory[here, column]
             hole = here
         here = (here + np.uint64(1)) & mask
@@ -136,7 +134,7 @@ def rehash(old, new):
     for i in range(old.shape[0]):
         if old[i, ADDRESS] != 0:
             at = find(new, old[i, ADDRESS] - 1)
-            for column in range(5):
+            for column in range(4):
                 new[at, column] = old[i, column]
 
 
@@ -246,6 +244,7 @@ def announce(
         entry = start + i
         entries[entry & ring, 0] = -1
         entries[entry & ring, 1] = -1
+        entries[entry & ring, 2] = step
         last = directory[at, LAST]
         directory[at, LAST] = entry
         if last >= 0:
@@ -254,7 +253,6 @@ def announce(
             entries[last & ring, 1] = step
             continue
         directory[at, FIRST] = entry
-        directory[at, STEP] = step
         counters[WANTED] += 1
         slot = directory[at, SLOT]
         if slot >= 0:
@@ -338,7 +336,6 @@ def plan(
         if staged:
             first = directory[at, FIRST] & ring
             directory[at, FIRST] = entries[first, 0]
-            directory[at, STEP] = entries[first, 1]
             if entries[first, 0] < 0:
                 directory[at, LAST] = -1
                 counters[WANTED] -= 1
@@ -373,7 +370,8 @@ def plan(
                 used += 1
             directory[at, SLOT] = slot
             slots[slot, ROW] = rows[i]
-            slots[slot, NEXT] = directory[at, STEP]
+            first = directory[at, FIRST]
+            slots[slot, NEXT] = entries[first & ring, 2] if first >= 0 else -1
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
             fetched += 1
@@ -421,7 +419,6 @@ def cancel(rows, directory, slots, tree, levels, first_row, ranks, counters):
             continue
         directory[at, FIRST] = -1
         directory[at, LAST] = -1
-        directory[at, STEP] = -1
         counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
@@ -439,7 +436,6 @@ def skip(rows, directory, entries, slots, tree, levels, first_row, ranks, counte
         first = directory[at, FIRST] & ring
         following = entries[first, 0]
         directory[at, FIRST] = following
-        directory[at, STEP] = entries[first, 1]
         if following < 0:
             directory[at, LAST] = -1
             counters[WANTED] -= 1

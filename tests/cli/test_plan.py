@@ -1,0 +1,187 @@
+"""``stoker plan``, and the memory options of train, evaluate and predict, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.cli import main
+from stoker.data.dataset import Dataset
+from stoker.placement import placement as placement_module
+from stoker.placement.profile import Profile
+from stoker.testing import make_dataset
+from stoker.training import step_time
+from stoker.training.step_time import StepTime
+
+SIZES = ["--dim", "4", "--bottom", "8", "--top", "8"]
+SMALL = [*SIZES, "--batch-size", "64", "--backend", "reference", "--no-tensorboard"]
+ROW = 4 * 4 + 4  # bytes
+PROFILE = Profile(
+    row_bytes=ROW, copy=1e10, fetch=1e6, store=1e6, plan_row=1e-6, plan_miss=1e-6, plan_lookup=1e-8, file_cold=1e4,
+    file_warm=1e5, file_store=1e5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, num_embeddings=(3000, 200, 10))
+
+
+@pytest.fixture(scope="module")
+def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "a"
+    assert call("train", data.path, "--out", out, *SMALL) == 0
+    return out
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that need not be measured."""
+    monkeypatch.setattr(placement_module, "measure_profile", lambda **_: PROFILE)
+
+
+def call(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = call(*arguments)
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    code, out, err = output(
+        capsys, "plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB", "--json"
+    )
+    assert code == 0, err
+    found = json.loads(out)
+    groups = {group["strategy"]: group for group in found["groups"]}
+    assert groups["Device"]["tables"] == ["C2", "C3"]
+    cached = groups["Cached"]
+    assert cached["tables"] == ["C1"]
+    assert cached["slots"] == 20 * 2**10 // ROW - 210
+    assert cached["home"] == "memory"
+    assert 0 < cached["hit_rate"] < 1
+    assert cached["fetched_mib"] > 0
+    step = found["step_seconds"]
+    assert step["resident"] == pytest.approx(step["read"] + step["train"])
+    assert step["placed"] == pytest.approx(step["resident"] + cached["seconds"])
+    assert found["seconds"] == cached["seconds"] > 0
+
+
+def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None) -> None:
+    memory = ["--device-memory", "20KiB", "--host-memory", "10KiB", "--home", tmp_path / "home"]
+    code, out, err = output(capsys, "plan", data.path, *SIZES, "--batch-size", "64", *memory)
+    assert code == 0, err
+    text = " ".join(out.split())
+    for words in (
+        "placement: ",
+        "Device",
+        "home",
+        "more than host_memory 10.0 KiB",
+        "expected step: ",
+        "ms model",
+    ):
+        assert words in text
+    assert str(tmp_path / "home") in out.replace("\n", "")
+    assert not (tmp_path / "home").exists(), "planning makes no home"
+    code, out, err = output(capsys, "plan", data.path, *SIZES, "--device-memory", "all")
+    assert "3 tables on the device, with all rows" in out
+    code, out, err = output(capsys, "plan", data.path, *SIZES)
+    assert code == 0, err
+    assert "3 tables on the device, with all rows" in out
+
+
+@pytest.mark.slow
+def test_this_machine_and_model_are_measured(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = output(capsys, "plan", data.path, *SIZES, "--device-memory", "20KiB", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["seconds"] > 0
+    assert found["step_seconds"]["train"] > 0
+
+
+def test_what_is_planned_is_what_is_trained(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
+) -> None:
+    budget = ["--device-memory", "20KiB", "--lookahead", "16", "--in-flight", "2"]
+    _, out, _ = output(capsys, "plan", data.path, *SIZES, "--batch-size", "64", *budget, "--json")
+    expected = next(group for group in json.loads(out)["groups"] if group["home"])
+    code, out, err = output(
+        capsys, "train", data.path, "--out", tmp_path / "a", *SMALL, *budget, "--log-every", "50", "--json"
+    )
+    assert code == 0, err
+    record = json.loads(out.splitlines()[0])
+    assert record["kind"] == "train"
+    assert record["hit_rate"] == pytest.approx(expected["hit_rate"], abs=0.05)  # of a small cache
+    assert record["fetched_mib_per_step"] == pytest.approx(expected["fetched_mib"], rel=0.2)
+    settings = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
+    assert (settings["device_memory"], settings["lookahead"], settings["in_flight"]) == ("20KiB", 16, 2)
+    assert call("train", "--resume", tmp_path / "a", "--epochs", "2", "--device-memory", "all") == 0
+
+
+def test_a_model_larger_than_memory_is_scored(
+    run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow.parquet as pq
+
+    _, out, _ = output(capsys, "evaluate", run, "--json")
+    budget = ["--device-memory", "8KiB", "--host-memory", "10KiB", "--home", tmp_path / "home"]
+    code, placed, err = output(capsys, "evaluate", run, "--json", *budget)
+    assert code == 0, err
+    assert json.loads(placed) == json.loads(out)
+    for name, memory in (("a", []), ("b", ["--device-memory", "8KiB"])):
+        assert call("predict", run, "--out", tmp_path / name, "--batch-size", "64", *memory) == 0
+    assert pq.read_table(tmp_path / "a").equals(pq.read_table(tmp_path / "b"))
+
+
+def test_mistakes_are_one_paragraph(
+    data: Dataset, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {
+        "smallest budget that works": ["plan", data.path, "--device-memory", "10"],
+        "is not a number with a unit": ["plan", data.path, "--device-memory", "lots"],
+        "there is no dataset": ["plan", tmp_path / "none"],
+        "'wide' is unknown": ["plan", data.path, "--model", "wide"],
+        "spill 'never' is unknown": ["train", data.path, "--out", tmp_path / "x", "--spill", "never"],
+        "is too little": ["evaluate", run, "--device-memory", "10"],
+    }
+    for words, arguments in cases.items():
+        code, out, err = output(capsys, *arguments)
+        assert (code, out) == (2, ""), words
+        assert words in " ".join(err.split())
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "disk_seconds", "seconds"),
+    [("cpu", 0.020, 0.031), ("cpu", 0.0, 0.041), ("cuda", 0.0, 0.031)],
+    ids=[
+        "a disk is waited for beside training",
+        "a processor does one thing after the other",
+        "a GPU trains meanwhile",
+    ],
+)
+def test_what_a_step_adds_up_to(device: str, disk_seconds: float, seconds: float) -> None:
+    costs = {"resident": False, "seconds": 0.030, "disk_seconds": disk_seconds}
+    placement: Any = SimpleNamespace(**costs, workload=SimpleNamespace(device=torch.device(device)))
+    step = StepTime(read=0.001, train=0.010)
+    assert step.placed(placement) == pytest.approx(seconds)
+    assert step.resident == pytest.approx(0.011)
+
+
+def test_tables_are_cut_to_the_memory_of_a_measurement(data: Dataset) -> None:
+    spec = step_time._cut(data.schema, 128 * 2**20 // 100)
+    assert sum(spec.num_embeddings.values()) <= 100
+    assert spec.num_embeddings["C3"] == 10
+    assert step_time._cut(data.schema, 1) == data.schema
