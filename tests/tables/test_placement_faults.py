@@ -1,4 +1,4 @@
-"""What happens when moving rows fails: the error reaches the user, with its cause, and nothing wrong is taken for right."""
+"""When moving rows fails the error reaches the user, with its cause, and nothing wrong is taken for right."""
 
 from __future__ import annotations
 
@@ -73,9 +73,13 @@ def test_a_home_file_that_shrank_is_noticed(tmp_path):
     tables = build(Cached(slots=40, home="file", path=str(tmp_path)))
     train(tables, batches(20))
     os.truncate(tables.groups[0].storage.home.path, 100)
-    with pytest.raises(HomeError):
+
+    def go_on():
         train(tables, batches(20, seed=1))
         tables.rows("t")
+
+    with pytest.raises(HomeError):
+        go_on()
 
 
 def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
@@ -134,11 +138,15 @@ def test_leaving_a_staged_loop_early_leaves_no_thread_and_no_row_behind():
 
 def test_an_interrupt_does_not_hang():
     tables = build(Cached(slots=60))
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted():
         for step, batch in enumerate(stage(batches(100), tables, background=True)):
             tables(batch.ids).square().sum().backward()
             if step == 5:
                 raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not staging_threads()
 
 

@@ -22,6 +22,7 @@ from stoker.ops.space import make_space
 from stoker.placement.expected import ZIPF, Traffic
 from stoker.tables.config import DTYPES, Cached, TableConfig
 from stoker.tables.file_home import FileHome
+from stoker.tables.home import has_numba
 from stoker.tables.residency import LANDED
 from stoker.tables.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
@@ -29,7 +30,9 @@ from stoker.tables.storage import Rows
 __all__ = ["Profile", "measure_profile"]
 
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
+_PLAIN_HOME = 2 * 2**20  # where plain Python plans
 _FILE = 64 * 2**20
+_MOST_ROWS = 2**21
 _PART = 2**16  # rows stored at a time while a home is filled
 _BATCHES = 8
 _COLD_SECONDS = 0.5  # spent on reads from the disk
@@ -111,19 +114,21 @@ def _measure(
 ) -> Profile:
     row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
     room = (available_memory() or 2 * 2**30) // 8
-    storage = _storage(min(_HOME, room) // row_bytes, dim, dtype, dict(state), device, "memory", None)
-    quick = storage.home.native
+    quick = has_numba()
+    size = min(room, _HOME if quick else _PLAIN_HOME)
+    storage = _storage(size // row_bytes, dim, dtype, dict(state), device, "memory", None)
     try:
         _fill(storage, storage.num_rows)
-        planning, fetch, store = _moving(storage, 2**15 if quick else 2**11)
+        planning, fetch, store = _moving(storage, 2**15 if quick else 2**10)
     finally:
         storage.close()
     cold = warm = written = None
     if file:
         storage = _storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, "file", directory)
         try:
-            _fill(storage, storage.num_rows if quick else 2**14)
-            cold, warm, written = _reading(storage, storage.num_rows if quick else 2**14)
+            rows = storage.num_rows if quick else min(storage.num_rows, 2**14)
+            _fill(storage, rows)
+            cold, warm, written = _reading(storage, rows)
         finally:
             storage.close()
     return Profile(
@@ -141,9 +146,9 @@ def _storage(
     home: Literal["memory", "file"],
     path: str | None,
 ) -> SlottedRows:
-    table = TableConfig(name="profile", num_embeddings=max(rows, 4096), embedding_dim=dim, dtype=dtype)  # type: ignore[arg-type]
+    table = TableConfig(name="profile", num_embeddings=min(max(rows, 512), _MOST_ROWS), embedding_dim=dim, dtype=dtype)  # type: ignore[arg-type]
     space = make_space([table.name], [table.num_embeddings], [table.features], table.features)
-    strategy = Cached(slots=max(4096, table.num_embeddings // 8), home=home, path=path)
+    strategy = Cached(slots=table.num_embeddings // 8, home=home, path=path)
     return make_slotted(strategy, [table], space, 0, state, torch.device(device))
 
 
@@ -181,14 +186,14 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
     _steps(storage, uniform(2, 256))
     hot = _steps(storage, uniform(_BATCHES, 256))
     plan_lookup = hot.planning / lookups
-    _steps(storage, uniform(slots // lookups + LANDED + 2))  # all slots taken, and rows on their way home
+    _steps(storage, uniform(5 * slots // (4 * lookups) + LANDED + 2))  # all slots taken, and rows on their way home
     cold = _steps(storage, uniform(_BATCHES))
     _steps(storage, zipf(LANDED))
     real = _steps(storage, zipf(_BATCHES))
     whole, part = cold.planning - hot.planning, real.planning - hot.planning
     # Two batches, two costs: rows that were in their slots, and those that had to come.
-    plan_miss = (whole * real.rows - part * cold.rows) / (cold.fetched * real.rows - real.fetched * cold.rows)
-    plan_miss = min(max(0.0, plan_miss), max(0.0, whole) / cold.fetched)
+    apart = max(1.0, cold.fetched * real.rows - real.fetched * cold.rows)
+    plan_miss = min(max(0.0, (whole * real.rows - part * cold.rows) / apart), max(0.0, whole) / cold.fetched)
     plan_row = max(0.0, part - plan_miss * real.fetched) / real.rows
     costs = {"plan_lookup": plan_lookup, "plan_row": plan_row, "plan_miss": plan_miss}
     return costs, cold.fetched / max(cold.fetching, 1e-9), cold.written / max(cold.storing, 1e-9)
