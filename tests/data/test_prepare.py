@@ -595,3 +595,45 @@ def test_latin_1_text(tmp_path: Path) -> None:
     assert vocabulary(tmp_path / "out", "item") == [("Amélie", 1), ("Léon", 1)]
     with pytest.raises(DataError, match=r"log\.csv:1: the header is not UTF-8"):
         stoker.prepare(shop(), raw, out=tmp_path / "other")
+
+
+SHOP_LINES = [HEAD, "1,u,a,1,0,mo", "0,v,b,2,0,mo", "1,u,b,3,0,tu", "0,v,a,4,0,we"]
+
+
+def test_what_lies_in_the_way_is_never_removed(tmp_path: Path) -> None:
+    """Directories named like ours, and inputs under the output directory, are the user's."""
+    raw = write(tmp_path / "raw.csv", SHOP_LINES)
+    mine = tmp_path / "mine"
+    (mine / "train").mkdir(parents=True)
+    (mine / "train" / "photo.jpg").write_text("precious")
+    with pytest.raises(DataError, match="not empty"):
+        stoker.prepare(shop(), raw, out=mine)
+    assert (mine / "train" / "photo.jpg").read_text() == "precious"
+    (tmp_path / "train").mkdir()
+    inside = tmp_path / "train" / "raw.csv"
+    inside.write_text(raw.read_text())
+    with pytest.raises(DataError, match="lies in"):
+        stoker.prepare(shop(), inside, out=tmp_path)
+    assert inside.exists()
+
+
+def test_overwriting_keeps_the_old_dataset_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    raw, bad, out = write(tmp_path / "raw.csv", SHOP_LINES), tmp_path / "bad.csv", tmp_path / "out"
+    bad.write_text("")
+    stoker.prepare(shop(), raw, out=out)
+    before = digests(out)
+    with pytest.raises(DataError):
+        stoker.prepare(shop(), bad, out=out, overwrite=True)
+    assert digests(out) == before
+    stoker.prepare(shop(), raw, out=out, overwrite=True)
+    assert digests(out) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "out", "raw.csv"]
+    # Killed between the two renames: the old dataset is found again.
+    (tmp_path / "out").rename(tmp_path / "out.old")
+    stoker.prepare(shop(), raw, out=out, overwrite=True)
+    assert digests(out) == before
+    # A checkpoint has a manifest too, but is no dataset.
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "manifest.json").write_text('{"kind": "checkpoint"}')
+    with pytest.raises(DataError, match="not overwritten"):
+        stoker.prepare(shop(), raw, out=tmp_path / "ckpt", overwrite=True)

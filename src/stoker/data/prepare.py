@@ -13,11 +13,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.data.dataset import Dataset
+from stoker.data.dataset import Dataset, read_manifest
 from stoker.data.fitting import Fitting
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
@@ -109,18 +109,20 @@ def run_prepare(
     chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
+    sources, target = expand(files), Path(out)
     task = Task(
         recipe=chosen,
         schema=schema,
-        files=expand(files),
-        out=Path(out),
+        files=sources,
+        out=_working_directory(target, sources, overwrite),
         limit=BadLineLimit(strict=strict, max_bad=max_bad),
         threads=threads or _cores(),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
     )
     try:
-        return _run(task, overwrite=overwrite, resume=resume)
+        report = _run(task, resume=resume)
+        return report if task.out == target else _exchange(report, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
@@ -130,6 +132,40 @@ def run_prepare(
                 "command again: finished parts are kept."
             ) from error
         raise
+
+
+def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -> Path:
+    """Where to build: ``target``, or beside it if a dataset lies there, which stays until the new one is whole.
+
+    Raises:
+        DataError: an input lies in ``target``, or something that may not be overwritten.
+    """
+    inside = target.resolve()
+    for source in sources:
+        if source.resolve().is_relative_to(inside):
+            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another --out.")
+    old = target.with_name(target.name + ".old")
+    if old.is_dir() and not target.exists():  # killed between the two renames of an exchange
+        os.replace(old, target)
+    if not (target / "manifest.json").exists():
+        return target
+    if not overwrite:
+        raise DataError(f"{target} already holds a dataset. Choose another --out, or pass --overwrite.")
+    try:
+        read_manifest(target)
+    except DataError as error:
+        raise DataError(f"{target} is not overwritten: {error} Choose another --out.") from error
+    return target.with_name(target.name + ".new")
+
+
+def _exchange(report: PrepareReport, target: Path) -> PrepareReport:
+    """Put a whole new dataset in the place of the old one."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(target, old)
+    os.replace(report.path, target)
+    shutil.rmtree(old, ignore_errors=True)
+    return replace(report, path=target)
 
 
 def _cores() -> int:
@@ -164,11 +200,11 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _run(task: Task, *, overwrite: bool, resume: bool) -> PrepareReport:
+def _run(task: Task, *, resume: bool) -> PrepareReport:
     started = time.perf_counter()
     if task.schema.split.rule == "files" and task.recipe.derive is None:
         targets_of_files(task.schema, [path.name for path in task.files])
-    task.begin(overwrite=overwrite, resume=resume)
+    task.begin(resume=resume)
     try:
         rows = read_rows(task)
         fitting = Fitting(task, rows.blocks)

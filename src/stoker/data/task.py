@@ -58,31 +58,25 @@ class Task:
         """Where unfinished work lies; the directory goes when the dataset is whole."""
         return self.out / ".work"
 
-    def begin(self, *, overwrite: bool, resume: bool) -> None:
+    def begin(self, *, resume: bool) -> None:
         """Take the output directory and open the journal of earlier work.
 
         Raises:
-            DataError: the directory holds something else, a dataset that may not be overwritten, or a
-                preparation that is running.
+            DataError: the directory holds something else, or a preparation that is running.
         """
-        self._claim(overwrite)
+        self._claim()
         self.journal = Journal(self.work, self._fingerprint(), resume=resume)
         if not self.journal.done:
             self._remove(keep=(".work",))
 
-    def _claim(self, overwrite: bool) -> None:
+    def _claim(self) -> None:
+        """Only an empty directory is ours, or one where a preparation was interrupted."""
         if self.out.exists() and not self.out.is_dir():
             raise DataError(f"{self.out} is a file. Choose another --out.")
-        present = {entry.name for entry in self.out.iterdir()} if self.out.exists() else set()
-        if "manifest.json" in present:
-            if not overwrite:
-                raise DataError(f"{self.out} already holds a dataset. Choose another --out, or pass --overwrite.")
-            (self.out / "manifest.json").unlink()  # from here on nobody takes the old files for a dataset
-            shutil.rmtree(self.out / ".work", ignore_errors=True)
-        elif present and ".work" not in present and not present <= set(_OURS):
-            foreign = sorted(present - set(_OURS))
+        present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
+        if present and not (self.work / "journal.jsonl").exists() and present != [".work"]:
             raise DataError(
-                f"{self.out} is not empty and no dataset ({', '.join(foreign[:3])} ...). Choose another --out."
+                f"{self.out} is not empty and no dataset ({', '.join(present[:3])} ...). Choose another --out."
             )
         self.out.mkdir(parents=True, exist_ok=True)
 

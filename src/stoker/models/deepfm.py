@@ -5,7 +5,6 @@ Legend: B examples, F features, N dense columns, D columns of a table, K = D - 1
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -44,9 +43,7 @@ class DeepFM(RecModel):
         self.hidden_sizes = tuple(hidden)
         generator = dense_generator(self.seed, "deepfm")
         fields = len(spec.features) + len(spec.dense)
-        self.dense_rows = normal(
-            len(spec.dense), self.embedding_dim, std=math.sqrt(1.0 / self.embedding_dim), generator=generator
-        )
+        self.dense_rows = normal(len(spec.dense), self.embedding_dim, std=0.01, generator=generator)
         self.bias = nn.Parameter(torch.zeros(1))
         self.deep = MLP(
             fields * (self.embedding_dim - 1), (*self.hidden_sizes, 1), generator=generator, last_relu=False

@@ -11,6 +11,7 @@ Legend: B examples, L layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -104,6 +105,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, relu_
         or torch.compiler.is_compiling()
         or not len(x)
         or not _onednn_works(dtype)
+        or not math.isfinite(float(x.detach().sum()))  # the fused ReLU turns NaN to 0: it would hide bad data
     )
     if plain:
         for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

@@ -14,6 +14,7 @@ files.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -188,7 +189,11 @@ def _sync_folder(path: Path) -> None:
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    save_file(dict(tensors), path)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it wraps what the operating system said
+        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
     size, digest = hash_file(path)
