@@ -91,8 +91,8 @@ class Stage:
     def _look_ahead(self, source: Iterator[Batch]) -> None:
         """Announce further batches: as many as asked for, or as have rows for all slots, whichever is less.
 
-        Further knowledge would still improve evictions a little (a Kaggle-like run: 71.6 against 73.1 % of the rows found in
-        place), but rows with a known use would then have to be searched for the farthest in every plan.
+        Further knowledge would still improve evictions a little (a Kaggle-like run: 71.6 against 73.1 % of the rows
+        found in place), but rows with a known use would then have to be searched for the farthest in every plan.
         """
         while len(self._waiting) <= self.lookahead:
             full = all(storage.residency.wanted >= storage.num_slots for _, storage, _ in self._groups)
