@@ -637,3 +637,17 @@ def test_overwriting_keeps_the_old_dataset_until_the_new_one_is_whole(tmp_path: 
     (tmp_path / "ckpt" / "manifest.json").write_text('{"kind": "checkpoint"}')
     with pytest.raises(DataError, match="not overwritten"):
         stoker.prepare(shop(), raw, out=tmp_path / "ckpt", overwrite=True)
+
+
+def test_several_values_in_a_single_valued_json_column_are_a_bad_line(tmp_path: Path) -> None:
+    rows = ['{"label":1,"item":"a","price":1,"day":"mo"}', '{"label":0,"item":"a","price":["2"],"day":"mo"}']
+    stoker.prepare(shop(), write(tmp_path / "log.jsonl", rows), out=tmp_path / "out")
+    assert quarantine(tmp_path / "out")[0]["reason"] == "column price holds several values"
+
+
+def test_a_recipe_names_the_column_that_a_parquet_file_lacks(tmp_path: Path) -> None:
+    import polars as pl
+
+    pl.DataFrame({"nothing": [1]}).write_parquet(tmp_path / "invoices.parquet")
+    with pytest.raises(DataError, match=r"invoices\.parquet"):
+        stoker.prepare("online-retail", tmp_path / "invoices.parquet", out=tmp_path / "out")

@@ -53,8 +53,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth, about a second.")] = True,
 ) -> None:
-    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can "
-    "run."""
+    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run."""
     from stoker.cli.machine import examine
 
     found = examine(measure=measure)

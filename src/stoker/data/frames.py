@@ -161,7 +161,8 @@ def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
             block = None  # something in here is not of its type: look line by line
     bad: list[BadLine] = []
     if block is None:
-        records, positions, bad = _careful_json(lines, filled)
+        single = [name for name, kind in schema.items() if not isinstance(kind, pl.List)]
+        records, positions, bad = _careful_json(lines, filled, single)
         frame = pl.DataFrame(
             {name: [_json_text(record.get(name)) for record in records] for name in types},
             schema={name: pl.List(pl.String) if isinstance(schema[name], pl.List) else pl.String for name in types},
@@ -177,7 +178,7 @@ def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
 
 
 def _careful_json(
-    lines: Sequence[bytes], filled: Sequence[int]
+    lines: Sequence[bytes], filled: Sequence[int], single: Sequence[str]
 ) -> tuple[list[dict[str, Any]], npt.NDArray[np.int64], list[BadLine]]:
     records, positions, bad = [], [], []
     for number in filled:
@@ -185,6 +186,11 @@ def _careful_json(
             record = json.loads(lines[number].decode("utf-8"), parse_float=str, parse_int=str)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
+            if nested := [name for name in single if isinstance(record.get(name), list | dict)]:
+                bad.append(
+                    BadLine(line=number, reason=f"column {nested[0]} holds several values", text=_cut(lines[number]))
+                )
+                continue
         except UnicodeDecodeError:
             bad.append(BadLine(line=number, reason="broken UTF-8", text=_cut(lines[number])))
         except ValueError as error:

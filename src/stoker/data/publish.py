@@ -26,7 +26,7 @@ from stoker.units import format_size
 
 __all__ = ["publish"]
 
-_FREE = 2**26  # bytes of disk left alone
+_FREE = 2**20  # bytes of disk left for the manifest and the like
 _SHARD_BYTES = 2**26  # of a shard at most, as one lies in memory per thread while it is filled
 _LEAST_ROWS = 2**12
 

@@ -91,9 +91,16 @@ def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
     if task.journal.finished("derived", path) is None:
         task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
         beside = path.with_suffix(".tmp")
-        task.recipe.derive(frames, task.schema).sink_parquet(
-            beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
-        )
+        try:
+            task.recipe.derive(frames, task.schema).sink_parquet(
+                beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
+            )
+        except pl.exceptions.PolarsError as error:
+            names = ", ".join(path.name for path in task.files[:3])
+            reason = str(error).strip().split("\n")[0]
+            raise DataError(
+                f"recipe {task.recipe.name} cannot work with {names}: {reason}. docs/recipes.md describes its input."
+            ) from error
         os.replace(beside, path)
         task.journal.add("derived", checksum(path))
     else:
