@@ -37,7 +37,7 @@ def test_a_person_sees_a_table_by_hit_rate(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     code, out, err = call(capsys, data.path, *SMALL)
-    assert (code, err) == (0, "")
+    assert (code, err.strip()) == (0, "")  # a slow first run may have shown a bar
     rates = [float(rate) for rate in re.findall(r"│\s+([\d.]+)% │\s+[\d.]+% │", out)]
     assert len(rates) == 9
     assert rates == sorted(rates, reverse=True)
