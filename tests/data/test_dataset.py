@@ -259,7 +259,7 @@ def test_rows_equal_batches(path: Path) -> None:
 
 
 def test_more_shards_than_open_files_allowed() -> None:
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="file size limits exist on POSIX systems only")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))

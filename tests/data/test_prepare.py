@@ -105,7 +105,7 @@ def as_frame(lines: list[str]) -> pl.DataFrame:
 
 
 def test_every_file_format_gives_the_same_dataset(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = pytest.importorskip("zstandard", reason="the test itself writes .zst files with it")
     lines = criteo_lines(500)
     text = ("\n".join(lines) + "\n").encode()
     schema = criteo().schema()
@@ -180,7 +180,7 @@ def test_bad_lines_are_set_aside_with_their_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_truncated_file_keeps_the_rows_before(tmp_path: Path, kind: str) -> None:
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = pytest.importorskip("zstandard", reason="the test itself writes .zst files with it")
     lines = criteo_lines(3000)
     text = ("\n".join(lines) + "\n").encode()
     packed = gzip.compress(text) if kind == "gz" else zstandard.ZstdCompressor().compress(text)
@@ -529,7 +529,7 @@ def test_changed_input_is_not_mixed_with_old_parts(tmp_path: Path) -> None:
 
 
 def test_two_runs_into_one_directory(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
+    pytest.importorskip("fcntl", reason="directories are locked on POSIX systems only")
     from stoker.data.parts import Journal
 
     raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"])

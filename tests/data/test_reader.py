@@ -235,7 +235,7 @@ def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Data
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_kernels_equal_numpy(tmp_path: Path, sequence: bool, wide: bool) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
     assert isinstance(make_gather(split.shards, split.starts), NumbaGather)
 
@@ -266,7 +266,7 @@ def test_without_numba(sets: dict[tuple[int, int, bool], Dataset], monkeypatch: 
 @pytest.mark.parametrize("form", [NumpyGather, NumbaGather])
 def test_damaged_lengths_are_named_not_followed(tmp_path: Path, form: Any) -> None:
     if form is NumbaGather:
-        pytest.importorskip("numba")
+        pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 100, 60, sequence=True).train
     shards = split.shards
     for value in (4, -1, 2**30):

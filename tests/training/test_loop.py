@@ -233,7 +233,7 @@ def run_script(data: Dataset, out: Path, *, resume: bool, kill: int | None = Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: Dataset, tmp_path: Path) -> None:
     assert run_script(data, tmp_path / "whole", resume=False) == 0
     chance = random.Random(0)
@@ -251,7 +251,7 @@ def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: 
     assert 128 + signal.SIGTERM in ends, "no run was stopped in time: make the runs longer"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -268,7 +268,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, 
     assert manifest["step"] == manifest["tick"] > 0
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("nth", [0, 2])
 def test_a_signal_during_evaluation_loses_nothing(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
@@ -419,7 +419,7 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="file locks")
+@pytest.mark.skipif(os.name != "posix", reason="POSIX file locks")
 def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
     with (

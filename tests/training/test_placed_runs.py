@@ -103,7 +103,7 @@ def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_p
     assert ours["extra"]["settings"] == theirs["extra"]["settings"]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, "host_memory": "1KiB"}])
 def test_a_stopped_run_resumed_under_another_budget_is_whole(
     data: Dataset, resident: Path, tmp_path: Path, budget: dict[str, Any], monkeypatch: pytest.MonkeyPatch
