@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import stoker
-from stoker.cli import main
-from stoker.cli import replay as command
+from stoker.cli import bars, main
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
 
@@ -74,7 +73,7 @@ def test_device_memory(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Non
 def test_slow_work_shows_a_bar(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
     _, _, err = call(capsys, data.path, *SMALL)

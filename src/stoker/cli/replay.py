@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli.bars import Bars
 from stoker.errors import ConfigError
 from stoker.units import format_count, format_size, parse_count
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
-_QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 
 
 def _option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
@@ -65,7 +63,7 @@ def replay(
         raise ConfigError(f"--order {order!r} is unknown. Choose shuffled or file.")
     from stoker.placement.replay import replay as run_replay
 
-    with _Bars(quiet=as_json) as bars:
+    with Bars(quiet=as_json) as bars:
         found = run_replay(
             dataset,
             slots=None if slots is None else parse_count(slots),
@@ -92,45 +90,6 @@ def _windows(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"--lookahead {text!r} is not a list of numbers. Write for example 16,64.") from error
-
-
-class _Bars:
-    """A progress bar for every stage that begins or ends after the first two seconds."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._started = quiet, time.monotonic()
-        self._bar: Any = None
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._quiet or time.monotonic() - self._started < _QUIET_SECONDS:
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description:>14}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("batches"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total)
-        self._bar.update(self._tasks[what], completed=done, total=total)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def _show(dataset: Path, order: str, found: Replay) -> None:
