@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from stoker.ops import mlp as ops_mlp
 from stoker.ops import reference
 from stoker.ops.arena import Arena
 from stoker.ops.interaction import dot_interaction
@@ -24,14 +25,17 @@ from stoker.ops.threads import Team
     batch=st.integers(0, 70),
     features=st.integers(1, 40),
     dim=st.sampled_from([1, 4, 16, 20, 64, 130]),
+    align=st.sampled_from([1, 8, 16]),
     seed=st.integers(0, 1000),
 )
-def test_interaction_equals_the_reference(batch, features, dim, seed):
+def test_interaction_equals_the_reference(batch, features, dim, align, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = [
         torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((batch, dim), (batch, features, dim))
     ]
-    out, expected = dot_interaction(*inputs), reference.dot_interaction(*inputs)
+    padded, expected = dot_interaction(*inputs, align=align), reference.dot_interaction(*inputs)
+    out, zeros = padded[:, : expected.shape[1]], padded[:, expected.shape[1] :]
+    assert not batch or (padded.shape[1] % align == 0 and zeros.shape[1] < align and not zeros.any())
     grad = torch.randn(expected.shape, generator=generator)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(
@@ -55,10 +59,19 @@ def test_interaction_is_exact_on_integers():
         assert torch.equal(ours, theirs)
 
 
+@pytest.fixture(params=[ops_mlp._Products, ops_mlp._OneDNN], ids=["torch", "onednn"])
+def products(request, monkeypatch):
+    """Both libraries, whichever this processor would choose."""
+    if request.param is ops_mlp._OneDNN and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(ops_mlp, "_products", lambda dtype: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("relu_last", [False, True])
 @pytest.mark.parametrize("sizes", [[3, 1], [13, 64, 16], [40, 32, 8, 1], [5, 1, 4]])
 @pytest.mark.parametrize("batch", [1, 33])
-def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch):
+def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch, products):
     torch.manual_seed(0)
     layers = [nn.Linear(i, o) for i, o in itertools.pairwise(sizes)]
     x = torch.randn(batch, sizes[0], requires_grad=True)
@@ -77,6 +90,30 @@ def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_chain_ignores_columns_of_zeros(products):
+    torch.manual_seed(0)
+    layers = [nn.Linear(13, 20), nn.Linear(20, 1)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    narrow = torch.randn(33, 13)
+    results = []
+    for x in (narrow, nn.functional.pad(narrow, (0, 3))):
+        x.requires_grad_()
+        out = mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=False)
+        results.append((out, *torch.autograd.grad(out.sum(), [*parameters, x])))
+    results[1] = (*results[1][:-1], results[1][-1][:, :13])
+    for plain, padded in zip(*results, strict=True):
+        assert plain.shape == padded.shape
+        torch.testing.assert_close(plain, padded, rtol=1e-5, atol=1e-5)
+
+
+def test_layer_chain_lets_nan_through(products):
+    layers = [nn.Linear(4, 8), nn.Linear(8, 1)]
+    x = torch.randn(5, 4)
+    x[2, 1] = torch.nan
+    out = mlp(x, [layer.weight for layer in layers], [layer.bias for layer in layers], relu_last=True)
+    assert out.isnan().flatten().tolist() == [False, False, True, False, False]
 
 
 def test_layer_chain_in_bfloat16_is_autocasts():

@@ -15,6 +15,7 @@ from stoker.data.features import FeatureSpec
 from stoker.models.base import RecModel
 from stoker.models.layers import MLP, dense_generator, normal
 from stoker.ops.interaction import dot_interaction
+from stoker.ops.mlp import ALIGN
 
 __all__ = ["DLRM"]
 
@@ -66,7 +67,7 @@ class DLRM(RecModel):
         else:
             assert self.constant is not None
             x = self.constant.expand(len(embedded), -1)
-        logits: Tensor = self.top(dot_interaction(x, embedded))  # [B, 1]
+        logits: Tensor = self.top(dot_interaction(x, embedded, align=ALIGN))  # [B, 1]
         return logits.squeeze(1)
 
     def config(self) -> dict[str, Any]:

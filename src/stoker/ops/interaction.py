@@ -34,9 +34,15 @@ def _kernels(dim: int) -> tuple[Kernel, Kernel]:
     return forward_kernel(dim), backward_kernel(dim)
 
 
-def _forward(dense: Tensor, embedded: Tensor) -> Tensor:
+def _width(embedded: Tensor, align: int) -> int:
+    _, features, dim = embedded.shape
+    return -(-(dim + (features + 1) * features // 2) // align) * align
+
+
+def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     batch, features, dim = embedded.shape
-    out = _arena.empty(batch, dim + (features + 1) * features // 2)
+    width = _width(embedded, align)
+    out = _arena.empty(batch, width)
     threads = torch.get_num_threads()
     stride = -(-(features + 1) // 16) * 16
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
@@ -45,6 +51,7 @@ def _forward(dense: Tensor, embedded: Tensor) -> Tensor:
         _flat(dense),
         _flat(embedded),
         _flat(out),
+        width,
         features,
         batch,
         cursor,
@@ -67,6 +74,7 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
         _flat(dense),
         _flat(embedded),
         _flat(grad.to(torch.float32).contiguous()),
+        grad.shape[1],
         _flat(grad_dense),
         _flat(grad_embedded),
         stride,
@@ -82,16 +90,16 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
 
 class _Interaction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: Tensor, embedded: Tensor) -> Tensor:
+    def forward(ctx: Any, dense: Tensor, embedded: Tensor, align: int) -> Tensor:
         dense, embedded = dense.contiguous(), embedded.contiguous()
         ctx.save_for_backward(dense, embedded)
-        return _forward(dense, embedded)
+        return _forward(dense, embedded, align)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dense, embedded = ctx.saved_tensors
-        return _backward(dense, embedded, grad)
+        return *_backward(dense, embedded, grad), None
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
@@ -106,7 +114,7 @@ def _fast(embedded: Tensor) -> bool:
 @torch.library.custom_op("stoker::dot_interaction", mutates_args=())
 def _opaque(dense: Tensor, embedded: Tensor) -> Tensor:
     """The same for ``torch.compile``, which must not look inside."""
-    return _forward(dense.contiguous(), embedded.contiguous()).clone()
+    return _forward(dense.contiguous(), embedded.contiguous(), 1).clone()
 
 
 @torch.library.custom_op("stoker::dot_interaction_backward", mutates_args=())
@@ -117,8 +125,7 @@ def _opaque_backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Ten
 
 @_opaque.register_fake
 def _(dense: Tensor, embedded: Tensor) -> Tensor:
-    batch, features, dim = embedded.shape
-    return dense.new_empty(batch, dim + (features + 1) * features // 2)
+    return dense.new_empty(len(embedded), _width(embedded, 1))
 
 
 @_opaque_backward.register_fake
@@ -133,11 +140,12 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 _opaque.register_autograd(lambda ctx, grad: _opaque_backward(*ctx.saved_tensors, grad), setup_context=_save)
 
 
-def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
+def dot_interaction(dense: Tensor, embedded: Tensor, *, align: int = 1) -> Tensor:
     """[B, D + P]: the dense vector, then the dot products of all pairs (Naumov et al. 2019, section 2.1).
 
     ``dense`` is [B, D], ``embedded`` [B, F, D]. Equals :func:`stoker.ops.reference.dot_interaction` within rounding;
-    the fast path takes float32 on the CPU (a bfloat16 dense vector is widened).
+    the fast path takes float32 on the CPU (a bfloat16 dense vector is widened), and may append columns of zeros up to
+    a multiple of ``align``, which the matrix product after it then need not pay for with unaligned rows.
     """
     if not _fast(embedded):
         return reference.dot_interaction(dense, embedded)
@@ -145,5 +153,5 @@ def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         opaque: Tensor = _opaque(dense, embedded)
         return opaque
-    result: Tensor = _Interaction.apply(dense, embedded)  # type: ignore[no-untyped-call]
+    result: Tensor = _Interaction.apply(dense, embedded, align)  # type: ignore[no-untyped-call]
     return result

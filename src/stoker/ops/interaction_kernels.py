@@ -15,15 +15,14 @@ __all__ = ["backward_kernel", "forward_kernel"]
 
 @lru_cache(maxsize=64)
 def forward_kernel(dim: int) -> Kernel:
-    """Kernel of [B, D] and [B, F, D] to [B, D + P]: the vectors are turned, so that one row meets 16 others at once."""
+    """Kernel of [B, D] and [B, F, D] to [B, width]: the vectors are turned, so that one row meets 16 others at once."""
 
     def forward(p):
-        dense, embedded, out, features, batch, cursor, block, all_rows, all_columns = arguments(p)
+        dense, embedded, out, width, features, batch, cursor, block, all_rows, all_columns = arguments(p)
         me = thread_index(p)
         rows, columns = all_rows[me], all_columns[me]
         vectors = features + 1
         stride = (vectors + LANES - 1) // LANES * LANES
-        width = dim + vectors * features // 2
         products = np.empty(LANES, np.float32)
         while True:
             start = fetch_add(cursor, block)
@@ -50,6 +49,7 @@ def forward_kernel(dim: int) -> Kernel:
                             for k in range(v - begin):
                                 out[at + begin + k] = products[k]
                     at += v
+                out[at : (b + 1) * width] = 0.0
 
     return Kernel(forward)
 
@@ -59,12 +59,11 @@ def backward_kernel(dim: int) -> Kernel:
     """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
 
     def backward(p):
-        dense, embedded, grad, grad_dense, grad_embedded, stride, features, batch, cursor, block, all_rows = arguments(
-            p
+        dense, embedded, grad, width, grad_dense, grad_embedded, stride, features, batch, cursor, block, all_rows = (
+            arguments(p)
         )
         rows = all_rows[thread_index(p)]
         vectors = features + 1
-        width = dim + vectors * features // 2
         while True:
             start = fetch_add(cursor, block)
             if start >= batch:
