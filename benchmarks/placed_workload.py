@@ -17,10 +17,12 @@ import torch
 from benchmarks.harness import CACHE, WrongResult
 from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
 from stoker.data.dataset import Dataset
-from stoker.tables.config import TableConfig
+from stoker.optim import RowWiseAdagrad
+from stoker.placement.planner import plan
+from stoker.tables.config import Slotted, TableConfig
 from stoker.tables.home import Initial
 
-__all__ = ["EPS", "LR", "FileTrace", "check_close", "check_same_losses", "large_rows"]
+__all__ = ["EPS", "LR", "FileTrace", "check_close", "check_same_losses", "large_rows", "planned_memory"]
 
 LR = 0.05
 EPS = 1e-8
@@ -187,3 +189,18 @@ def large_rows(config: dict[str, Any], figures: dict[str, Any], rows: np.ndarray
             total[seen] += np.square(g[seen]).mean(1)
             weight[seen] -= LR * g[seen] / (np.sqrt(total[seen]) + EPS)[:, None]
     return weight
+
+
+def planned_memory(config: dict[str, Any], budget: str) -> int:
+    """Bytes of slots that ``stoker.plan`` gives the table of ``peers/stoker_large.py`` in ``budget`` of main memory."""
+    table = TableConfig(
+        name="rows", num_embeddings=config["num_rows"], embedding_dim=config["dim"],
+        features=tuple(f"f{i}" for i in range(config["features"])),
+    )  # fmt: skip
+    placement = plan(
+        [table], optimizer=RowWiseAdagrad(lr=config["lr"]), device_memory=budget, host_memory="1GiB", device="cpu",
+        batch_size=config["batch"], lookahead=config["lookahead"],
+    )  # fmt: skip
+    strategy = placement["rows"]
+    assert isinstance(strategy, Slotted)
+    return int(strategy.memory or 0)

@@ -14,7 +14,17 @@ __all__ = [
 
 
 class StokerError(ValueError):
-    """Base of every error that a user can mend. The command line prints it without a traceback."""
+    """Base of every error that a user can mend. The command line prints it without a traceback.
+
+    Args:
+        message: the number, the cause, the remedy.
+        settings: names of parameters in ``message`` that the command line shows as its options, ``epochs`` as
+            ``--epochs``. Names with an underscore need not be given, except in errors about files.
+    """
+
+    def __init__(self, message: str = "", *, settings: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.settings = settings
 
 
 class ConfigError(StokerError):

@@ -6,7 +6,7 @@ import re
 
 from stoker.errors import ConfigError
 
-__all__ = ["format_count", "format_duration", "format_size", "parse_count", "parse_share", "parse_size"]
+__all__ = ["format_count", "format_duration", "format_size", "parse_count", "parse_share", "parse_size", "plural"]
 
 _BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
@@ -77,6 +77,11 @@ def format_count(count: float) -> str:
         if abs(count) < 1000:
             return f"{count:.1f} {unit}" if count >= 100 else f"{count:.2f} {unit}"
     return f"{count / 1000:.2f} T"
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 step"``, ``"1,200 steps"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -69,6 +69,25 @@ def test_dataset_as_text(app: typer.Typer, dataset: Dataset) -> None:
     assert "verified" not in text
 
 
+def test_the_recipe_is_named_as_people_say_it(app: typer.Typer, tmp_path: Path) -> None:
+    from stoker.data.prepare import run_prepare
+    from stoker.data.synthetic import write
+
+    write("criteo", 30, tmp_path / "log.tsv", scale=0.001)
+    (tmp_path / "own.toml").write_text(
+        'name = "shop"\nlabel = "a"\n[[dense]]\nname = "b"\n[split]\ntrain = 1.0\nvalid = 0.0\ntest = 0.0\n'
+    )
+    (tmp_path / "own.csv").write_text("a,b\n1,2\n0,3\n")
+    run_prepare("criteo", tmp_path / "log.tsv", out=tmp_path / "known", preset="nvt")
+    run_prepare(tmp_path / "own.toml", tmp_path / "own.csv", out=tmp_path / "own")
+    known, own = (run(app, "inspect", tmp_path / name, "--verify") for name in ("known", "own"))
+    assert "recipe           criteo, preset nvt\n" in known
+    assert "made by          stoker prepare criteo --preset nvt, Stoker" in known
+    assert "recipe           shop, a schema of your own\n" in own
+    assert "{" not in known + own
+    assert "verified: checksums are right, 3 files\n" in own
+
+
 def test_damage_is_reported(app: typer.Typer, tmp_path: Path) -> None:
     path = make_dataset(tmp_path, rows=50).path
     shard = path / "train" / "00000.safetensors"
@@ -87,6 +106,7 @@ def test_damage_is_reported(app: typer.Typer, tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "neither a dataset nor a checkpoint nor a run"),
         (lambda path: path.write_text("x"), "neither a dataset"),
         (lambda path: (path / "train").mkdir(parents=True), "preparation was interrupted"),
+        (lambda path: (path / ".work").mkdir(parents=True), "preparation was interrupted"),
         (lambda path: (path.mkdir(), (path / "manifest.json").write_text("{")), "cannot be read"),
         (
             lambda path: (path.mkdir(), (path / "manifest.json").write_text('{"kind": "soup"}')),

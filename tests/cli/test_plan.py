@@ -141,8 +141,8 @@ def test_a_model_larger_than_memory_is_scored(
     assert code == 0, err
     assert json.loads(placed) == json.loads(out)
     for name, memory in (("a", []), ("b", ["--device-memory", "8KiB"])):
-        assert call("predict", run, "--out", tmp_path / name, "--batch-size", "64", *memory) == 0
-    assert pq.read_table(tmp_path / "a").equals(pq.read_table(tmp_path / "b"))
+        assert call("predict", run, "--out", tmp_path / f"{name}.parquet", "--batch-size", "64", *memory) == 0
+    assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
 def test_mistakes_are_one_paragraph(

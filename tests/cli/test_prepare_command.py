@@ -9,7 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from stoker.cli import main
 from stoker.cli.prepare import register
+from stoker.data.parts import Journal
 from stoker.errors import StokerError
 
 SCHEMA = """
@@ -42,7 +44,7 @@ def run(*arguments: object) -> Result:
 def test_summary_shows_splits_tables_and_bad_lines(log: Path) -> None:
     done = run(log / "shop.toml", log / "log.csv", "--out", log / "out")
     assert done.exit_code == 0, done.output
-    for part in ("train", "15", "item", "1 bad lines", "rows/s", "peak memory"):
+    for part in ("train", "15", "item", "1 bad line (", "rows/s", "peak memory"):
         assert part in done.output
 
 
@@ -73,3 +75,55 @@ def test_errors_reach_the_caller_as_stoker_errors(log: Path) -> None:
         done = run(*arguments)
         assert isinstance(done.exception, StokerError)
         assert message in str(done.exception)
+
+
+def test_one_of_a_thing_is_no_several(log: Path) -> None:
+    (log / "one.csv").write_text("label,item,price\n1,a,1\n")
+    (log / "one.toml").write_text(SCHEMA.replace("runs = 4", "runs = 2"))
+    done = run(log / "one.toml", log / "one.csv", "--out", log / "out")
+    assert done.exit_code == 0, done.output
+    assert "1 row in" in done.output
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[object, str]:
+    """Exit code and standard error of the whole command line, in one line."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code, " ".join(capsys.readouterr().err.split())
+
+
+def test_messages_name_options(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("prepare", log / "shop.toml", log / "log.csv", "--out", log / "out")
+    code, text = told(capsys, *given, "--max-bad", "lots")
+    assert (code, text[:46]) == (2, "error: --max-bad: share 'lots' is not a number")
+    for option, value in (("--drift", 2), ("--scale", -1), ("--base-rate", 0), ("--seed", -1), ("--bad", 7)):
+        code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "x.tsv", option, value)
+        assert (code, text.split(":", 1)[1].split()[0].rstrip(":")) == (2, option)
+    code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "log.csv")
+    assert code == 2
+    assert text.endswith("log.csv is there already. Choose another --out, or pass --overwrite to replace it.")
+
+
+def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    add, out = Journal.add, log / "out"
+
+    def stop(self: Journal, name: str, entry: object) -> object:
+        if name.startswith("table"):
+            raise KeyboardInterrupt
+        return add(self, name, entry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "add", stop)
+    code, text = told(capsys, "prepare", log / "shop.toml", log / "log.csv", "--out", out)
+    assert code == 130
+    assert text == (
+        f"interrupted; 1 finished step kept in {out / '.work'}. Give the same command again to go on from there."
+    )
+    monkeypatch.setattr("stoker.data.synthetic.writer._write_file", stop_at_once)
+    code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "new" / "x.tsv")
+    assert code == 130
+    assert text.startswith(f"interrupted; nothing was written to {log / 'new' / 'x.tsv'}.")
+    assert not (log / "new").exists()
+
+
+def stop_at_once(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -103,7 +103,7 @@ def test_mistakes_are_one_paragraph_without_traceback(
     cases = {
         "there is no dataset": ["train", tmp_path / "no", "--out", tmp_path / "x"],
         "needs a dataset": ["train", "--out", tmp_path / "x"],
-        "either out": ["train", data.path],
+        "either --out": ["train", data.path],
         "not empty. Continue it with --resume": ["train", data.path, "--out", run],
         "'wide' is unknown": ["train", data.path, "--out", tmp_path / "x", "--model", "wide"],
         "are not numbers": ["train", data.path, "--out", tmp_path / "x", "--top", "8-big"],

@@ -54,6 +54,8 @@ def row_of(schema: Schema, names: list[str], line: bytes, separator: str) -> dic
     row: dict[str, Any] = {"cell": cell}
     label = typed("float", cell[schema.label.column])
     rule = schema.label.parsed()
+    if rule is None and label not in (0, 1):
+        raise Bad
     row["label"] = {">=": label >= rule[1], "<": label < rule[1]}[rule[0]] if rule else label
     row["dense"] = [typed("float", cell[c.raw]) if cell[c.raw] else None for c in schema.dense]
     row["features"] = []

@@ -138,7 +138,7 @@ def _check_globo(rows: pl.DataFrame, clicks: pl.DataFrame, sample: int) -> None:
 
 
 def test_globo_negatives_are_read_in_the_same_hours(tmp_path: Path) -> None:
-    (file,) = generated(tmp_path, "globo", 12_000, drift=2.0)
+    (file,) = generated(tmp_path, "globo", 12_000, drift=1.0)
     clicks = pl.read_parquet(file)
     rows = derived(recipes.get("globo"), {"clicks": clicks})
     _check_globo(rows, clicks, 300)

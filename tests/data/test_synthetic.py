@@ -300,6 +300,81 @@ def test_refusals_name_the_remedy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("drift", 2, r"drift 2 lies outside 0 to 1\."),
+        ("drift", -0.1, r"drift -0\.1 lies outside 0 to 1\."),
+        ("alpha", float("nan"), r"alpha nan lies outside 0 to 10\."),
+        ("signal", 5.5, r"signal 5\.5 lies outside 0 to 5\."),
+        ("scale", 0, r"scale 0 must be above 0 and at most 100\."),
+        ("scale", -1, r"scale -1 must be above 0"),
+        ("scale", 1e30, r"scale 1e\+30 must be above 0 and at most 100\."),
+        ("base_rate", 0, r"base_rate 0 must lie between 0 and 1, without either\."),
+        ("base_rate", 1.5, r"base_rate 1\.5 must lie between 0 and 1"),
+        ("seed", -1, r"seed -1 is negative\. Give 0 or more\."),
+        ("bad", "2", r"bad: share '2' lies outside 0 to 100 %\."),
+        ("rows", "-5", r"rows: count '-5' is not a number"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["criteo", "taobao", "ebnerd"])
+def test_settings_out_of_range(tmp_path: Path, recipe: str, setting: str, value: float | str, message: str) -> None:
+    arguments = {"rows": 10, setting: value}
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        synthetic.write(recipe, out=tmp_path / "made" / "x", **arguments)
+    assert list(tmp_path.iterdir()) == []
+    if setting != "bad":
+        with pytest.raises(ConfigError):
+            synthetic.dataset(tmp_path / "set", **arguments)
+
+
+def test_a_log_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    for recipe, out in (("criteo", tmp_path / "log.tsv"), ("movielens", tmp_path / "movielens")):
+        synthetic.write(recipe, 50, out, scale=0.001)
+        before = _tree(tmp_path)
+        with pytest.raises(ConfigError, match=r"is there already\. Choose another out, or pass overwrite") as caught:
+            synthetic.write(recipe, 50, out, scale=0.001, seed=1)
+        assert caught.value.settings == ("out", "overwrite")
+        assert _tree(tmp_path) == before
+        synthetic.write(recipe, 50, out, scale=0.001, seed=1, overwrite=True)
+        assert set(_tree(tmp_path)) == set(before)
+        assert _tree(tmp_path) != before
+
+
+def test_an_output_of_the_wrong_kind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"is a directory\. Name a file in it: {tmp_path}/trivago\.csv\."):
+        synthetic.write("trivago", 50, tmp_path)
+    with pytest.raises(ConfigError, match=r"file is a file, but this log has 4\. Name a directory"):
+        synthetic.write("ebnerd", 50, tmp_path / "file", overwrite=True)
+    assert _tree(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_log_that_was_not_finished_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Not even those of its files that were whole, nor the directories made for it."""
+    meter = synthetic.TruthMeter.add
+
+    def stop(self: synthetic.TruthMeter, logits: np.ndarray, weight: float = 1.0) -> None:
+        if not len(logits):  # users.dat, after the whole of ratings.dat
+            raise error
+        meter(self, logits, weight)
+
+    monkeypatch.setattr(synthetic.TruthMeter, "add", stop)
+    with pytest.raises(error) as caught:
+        synthetic.write("movielens", 100, tmp_path / "new" / "log")
+    if error is KeyboardInterrupt:
+        assert "nothing was written" in str(caught.value)
+        assert "same command again" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_prepared_dataset_is_whole_numbered_by_frequency_and_repeatable(tmp_path: Path) -> None:
     arguments = {
         "rows": 90_000,
@@ -346,7 +421,7 @@ def test_a_prepared_dataset_with_bags(tmp_path: Path) -> None:
 _PEAK = """
 import resource, sys
 from stoker.data import synthetic
-synthetic.write("criteo", int(sys.argv[1]), sys.argv[2], workers=2)
+synthetic.write("criteo", int(sys.argv[1]), sys.argv[2], workers=2, overwrite=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -169,3 +169,30 @@ def test_memory_does_not_grow_with_the_table():
     plan = residency.plan_now(np.array([0, 10**9, 2 * 10**9 - 1]))
     residency.release(plan.slots, changed=True)
     assert residency.plan_now(np.arange(10**9 + 1, 10**9 + 99)).evict_rows.tolist() == [2 * 10**9 - 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_wider_than_the_slots_keep_the_order(seed):
+    """Hundreds of batches with far more known uses than slots: keys go stale, the heap overflows and is rebuilt."""
+    random = np.random.default_rng(seed)
+    first = np.array([0, 300, 340, 700])
+    plain, fast = (make_residency(first, 70, fast=f) for f in (False, True))
+    flying: list[tuple[np.ndarray, np.ndarray]] = []
+    for step in range(400):
+        # Now and then the window runs dry, so that the heap is not needed for a while.
+        target = 12 if step // 60 % 2 == 0 else 1
+        while plain.announced < target:
+            rows = np.unique(np.minimum(random.zipf(1.1, 24) - 1, 699) * 37 % 700)
+            plain.announce(rows)
+            fast.announce(rows)
+        plans = plain.plan(), fast.plan()
+        assert same_plans(*plans)
+        assert plans[0] is not None
+        flying.append((plans[0].slots, plans[1].slots))
+        if len(flying) > step % 3:
+            for side, slots in zip((plain, fast), flying.pop(0), strict=True):
+                side.release(slots, changed=bool(step % 2))
+        while len(flying) > 1:
+            for side, slots in zip((plain, fast), flying.pop(0), strict=True):
+                side.release(slots, changed=True)
+    assert plain.wanted == fast.wanted

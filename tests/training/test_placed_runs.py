@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stoker
 from stoker.data.dataset import Dataset
 from stoker.errors import ConfigError
 from stoker.tables.slotted import SlottedRows
 from stoker.testing import make_dataset
-from stoker.training import Interrupted, TrainConfig
+from stoker.timeline import Recorder, Span
+from stoker.training import Interrupted, TrainConfig, TrainResult
 from stoker.training.placing import Epochs
 from stoker.training.rundir import RunDirectory
+from stoker.training.totals import STAGES, StageTotals
+from stoker.training.trace import stage_times
 
 ROWS = (600, 300, 10)
 ROW = 4 * 4 + 4  # bytes: 4 columns and row-wise Adagrad's scalar
@@ -29,6 +34,8 @@ SETTINGS: dict[str, Any] = {
     "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "tensorboard": False,
     "display": "quiet", "threads": 1, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,
 }  # fmt: skip
+
+SHORT = {name: value for name, value in SETTINGS.items() if name != "epochs"}  # for runs of so many steps
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,39 +67,57 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def placements(home: Path) -> dict[str, dict[str, Any]]:
-    return {
-        "tenth": {"device_memory": TENTH},
-        "tenth over a file": {"device_memory": TENTH, "host_memory": "1KiB", "home_path": str(home)},
-        "half": {"device_memory": HALF, "in_flight": 3, "lookahead": 5},
-        "half over a file": {"device_memory": HALF, "host_memory": "1KiB", "home_path": str(home), "spill": "refuse"},
-        "all": {"device_memory": "1GiB"},
-    }
+@pytest.fixture(scope="module", params=[{}, {"host_memory": "1KiB"}], ids=["memory", "file"])
+def tenth(
+    request: pytest.FixtureRequest, data: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainResult]:
+    """The same run with a tenth of the rows in fast memory, in both ways to stage: in line, and by threads (file)."""
+    out = tmp_path_factory.mktemp("runs") / "tenth"
+    result = stoker.train(data, out=out, **SETTINGS, **request.param, device_memory=TENTH)
+    yield result
+    result.model.embeddings.close()
 
 
-@pytest.mark.parametrize("name", list(placements(Path())))
-def test_a_placed_run_ends_with_the_files_of_a_resident_one(
-    data: Dataset, resident: Path, tmp_path: Path, name: str
-) -> None:
-    result = stoker.train(data, out=tmp_path / "run", **SETTINGS, **placements(tmp_path / "home")[name])
-    storages = [group.storage for group in result.model.embeddings.groups]
-    assert any(isinstance(storage, SlottedRows) for storage in storages) == (name != "all")
-    assert files(tmp_path / "run") == files(resident)
+def is_slotted(result: TrainResult) -> bool:
+    return any(isinstance(group.storage, SlottedRows) for group in result.model.embeddings.groups)
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    assert files(run) == files(other)
     for kind in ("train", "valid", "test"):
-        ours, theirs = records(tmp_path / "run", kind), records(resident, kind)
+        ours, theirs = records(run, kind), records(other, kind)
         keep = ("step", "epoch", "loss", "auc", "log_loss")
         assert [[line.get(k) for k in keep] for line in ours] == [[line.get(k) for k in keep] for line in theirs]
+
+
+def test_a_placed_run_ends_with_the_files_of_a_resident_one(resident: Path, tenth: TrainResult) -> None:
+    assert is_slotted(tenth)
+    assert_same_run(tenth.run, resident)
+
+
+def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tmp_path: Path) -> None:
+    window = {"in_flight": 3, "lookahead": 5, "spill": "refuse"}
+    home = {"host_memory": "1KiB", "home_path": str(tmp_path / "home")}
+    result = stoker.train(data, out=tmp_path / "run", **SETTINGS, **window, **home, device_memory=HALF)
+    assert is_slotted(result)
+    assert_same_run(tmp_path / "run", resident)
+    assert list((tmp_path / "home").glob("*"))
     result.model.embeddings.close()
     assert not list((tmp_path / "home").glob("*"))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_path: Path, number: int) -> None:
+def test_a_budget_that_holds_all_rows_makes_the_run_resident(data: Dataset, resident: Path, tmp_path: Path) -> None:
+    result = stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory="1GiB")
+    assert not is_slotted(result)
+    assert_same_run(tmp_path / "run", resident)
+
+
+def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    steps = ({"device_memory": TENTH}, {"device_memory": None}, {"device_memory": HALF, "host_memory": "1KiB"})
-    stoker.train(data, out=out, **{**SETTINGS, "steps": 45, **steps[number]})
-    stoker.train(resume=out, display="quiet", steps=130, **steps[number + 1])
-    last = stoker.train(resume=out, display="quiet", steps=200, **steps[number - 1])
+    stoker.train(data, out=out, steps=45, **SHORT, device_memory=TENTH)
+    stoker.train(resume=out, display="quiet", steps=95, device_memory=None)
+    stoker.train(resume=out, display="quiet", steps=150, device_memory=HALF, host_memory="1KiB")
+    last = stoker.train(resume=out, display="quiet", steps=200, device_memory=TENTH, host_memory=None)
     assert last.step == 200
     reference = files(resident)
     kept = {name: content for name, content in files(out).items() if "step_000000200" in name}
@@ -130,22 +155,58 @@ def test_a_stopped_run_resumed_under_another_budget_is_whole(
     }
 
 
-def test_records_tell_what_moved(data: Dataset, resident: Path, tmp_path: Path) -> None:
-    result = stoker.train(data, out=tmp_path / "run", **{**SETTINGS, "eval_every": 1000}, device_memory=TENTH)
-    lines = records(tmp_path / "run", "train")
+def test_records_tell_what_moved(resident: Path, tenth: TrainResult) -> None:
+    lines = records(tenth.run, "train")
     assert lines
+    # Threads: training; over a file also staging and writing back.
+    threads = 1 if json.loads((tenth.run / "config.json").read_text())["settings"]["host_memory"] is None else 3
     for line in lines:
         assert 0 <= line["hit_rate"] < 1
         assert line["fetched_mib_per_step"] > 0
         assert 0 < line["stall_share"] < 1
+        stages = line["stage_seconds"]
+        assert {"read", "plan", "fetch", "lookup", "update", "writeback"} <= set(stages)
+        assert all(seconds > 0 for seconds in stages.values())
+        assert sum(stages.values()) <= threads * 10 * line["seconds_per_step"]
     assert "hit_rate" not in records(resident, "train")[0]
-    result.model.embeddings.close()
+
+
+def test_totals_leave_a_timeline_of_the_callers_alone(data: Dataset, tmp_path: Path) -> None:
+    with Recorder() as mine:
+        settings = {**SHORT, "steps": 20, "device_memory": TENTH}
+        stoker.train(data, out=tmp_path / "run", **settings).model.embeddings.close()
+    assert any(span.name == "fetch" for span in mine.spans)
+    assert records(tmp_path / "run", "train")[0]["stage_seconds"] == {}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_totals_are_those_of_the_whole_timeline(draw: st.DataObject) -> None:
+    """The time of every stage without those inside it, from the spans in the order in which they end."""
+    spans: list[Span] = []
+    names = [name for name in STAGES if name != "stall"]
+
+    def inside(begin: int, end: int, depth: int) -> None:
+        while begin < end and len(spans) < 60:
+            start = draw.draw(st.integers(begin, end))
+            stop = draw.draw(st.integers(start, end))
+            if depth < 4 and draw.draw(st.booleans()):
+                inside(start + 1, stop - 1, depth + 1)
+            spans.append(Span(draw.draw(st.sampled_from(names)), 0, start, stop, None))
+            begin = stop + 1
+
+    inside(0, 1000, 0)
+    totals = StageTotals()
+    for one in spans:
+        totals.add(one.name, one.start, one.end, None)
+    expected = {stage.name: stage.seconds for stage in stage_times(spans, ["main"], 0, 1000)[0]}
+    assert totals.seconds() == pytest.approx({name: expected.get(name, 0.0) for name in STAGES})
 
 
 def test_evaluation_is_no_part_of_what_moved(data: Dataset, tmp_path: Path) -> None:
     found = []
     for name, every in (("a", 5), ("b", 1000)):
-        settings = {**SETTINGS, "epochs": 1, "eval_every": every, "log_every": 100, "save_every": 100}
+        settings = {**SHORT, "steps": 40, "eval_every": every, "log_every": 40, "save_every": 40}
         stoker.train(
             data, out=tmp_path / name, **settings, device_memory=str(sum(ROWS) * ROW - ROW)
         ).model.embeddings.close()
@@ -154,14 +215,14 @@ def test_evaluation_is_no_part_of_what_moved(data: Dataset, tmp_path: Path) -> N
 
 
 def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {**SETTINGS, "display": "plain", "epochs": 1}
+    settings = {**SHORT, "display": "plain", "steps": 2}
     stoker.train(data, out=tmp_path / "a", **settings, device_memory=TENTH, host_memory="1KiB").model.embeddings.close()
     err = capsys.readouterr().err
     assert "910 rows, 17.8 KiB with optimizer state" in err
     assert "placement: 10.0% of 910 rows in fast memory" in err
     assert "home in a file" in err
     stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB")
-    assert "host_memory and home_path are ignored" in capsys.readouterr().err
+    assert "host memory and home are ignored" in capsys.readouterr().err
 
 
 def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:
@@ -170,7 +231,7 @@ def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Pa
         ({"device_memory": TENTH, "spill": "refuse"}, "smallest budget that works"),
         ({"device_memory": "much"}, "not a number with a unit"),
         ({"spill": "never"}, "spill 'never' is unknown"),
-        ({"lookahead": -1}, "must not be negative"),
+        ({"lookahead": -1}, "must not be a negative"),
         ({"in_flight": 0}, "must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -16,7 +16,8 @@ import stoker
 from stoker.errors import ConfigError
 from stoker.testing import make_dataset
 from stoker.timeline import Recorder, Span, span, spanned
-from stoker.training.trace import STAGES, stage_times
+from stoker.training.totals import STAGES
+from stoker.training.trace import stage_times
 
 SMALL: dict[str, Any] = {
     "embedding_dim": 4,
@@ -94,6 +95,13 @@ def test_it_begins_where_asked_and_ends_with_the_run(run: Path) -> None:
     assert (short.begin, short.steps, short.out) == (35, 5, None)
     with pytest.raises(ConfigError, match="would change the run"):
         stoker.trace(run, seed=3)
+
+
+def test_the_last_steps_of_a_run_read_ahead_like_others(run: Path) -> None:
+    found = stoker.trace(run, steps=5, begin=30, device_memory="17KiB")
+    assert found.begin + found.steps == 40
+    counts = {stage.name: stage.count for stage in found.stages}
+    assert counts["read"] == counts["forward"] == 5
 
 
 def test_stalls_go_to_what_was_done_meanwhile() -> None:

@@ -18,6 +18,7 @@ from stoker.tables.slotted import SlottedRows
 from stoker.tables.transfer import DirectLink
 from stoker.testing import make_dataset
 from stoker.training import TrainConfig
+from stoker.training.rerun import find_section
 from stoker.training.rundir import RunDirectory
 from stoker.training.verify import Verification
 
@@ -90,9 +91,11 @@ def test_a_run_with_its_own_budget(data: Dataset, tmp_path: Path, settings: dict
 
 
 def test_where_to_begin(run: Path) -> None:
-    assert stoker.verify(run, steps=1).begin == 30
-    assert stoker.verify(run, steps=25).begin == 10
-    assert stoker.verify(run, steps=3, begin="start").checkpoint is None
+    assert find_section(run, steps=1).begin == 30
+    assert find_section(run, steps=10).begin == 30
+    assert find_section(run, steps=11).begin == 20
+    assert find_section(run, steps=25).begin == 10
+    assert find_section(run, steps=3, begin="start").checkpoint is None
     found = stoker.verify(run, steps=15, begin=30)
     assert (found.begin, found.steps) == (30, 10), "no more than the run has"
 
@@ -136,7 +139,7 @@ def test_a_lost_writeback_is_found(run: Path, data: Dataset, monkeypatch: pytest
     monkeypatch.setattr(SlottedRows, "__init__", remember)
     monkeypatch.setattr(DirectLink, "write_back", break_it)
     if not staged:
-        monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config: batches)
+        monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config, **named: batches)
     found = stoker.verify(run, steps=40, begin="start")
     assert lost, "something was to be lost"
     difference = found.difference
@@ -199,7 +202,7 @@ def test_a_wrong_loss_is_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return lookup(self, bags, space)
 
     monkeypatch.setattr(SlottedRows, "acquire", alter)
-    monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config: batches)
+    monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config, **named: batches)
     difference = stoker.verify(run, steps=2).difference
     assert difference is not None
     assert difference.what == "loss"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -16,8 +21,8 @@ COMMANDS = {
     "prepare": "stoker.cli.prepare",
     "synthetic": "stoker.cli.synthetic",
     "train": "stoker.cli.train",
-    "evaluate": "stoker.cli.train",
-    "predict": "stoker.cli.train",
+    "evaluate": "stoker.cli.scoring",
+    "predict": "stoker.cli.scoring",
     "plan": "stoker.cli.plan",
     "replay": "stoker.cli.replay",
     "verify": "stoker.cli.verify",
@@ -44,6 +49,23 @@ class _LazyGroup(TyperGroup):
             _register_missing(part, cmd_name, error)
         group: Any = typer.main.get_command(part)
         return group.commands.get(cmd_name)
+
+    # typer would end at a Ctrl-C without a word.
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **settings)
+        except KeyboardInterrupt as stop:
+            raise _Stopped from stop
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise _Stopped from stop
+
+
+class _Stopped(Exception):
+    """Ctrl-C, on its way to :func:`main`."""
 
 
 def _nothing() -> None: ...
@@ -101,29 +123,77 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    with _noting_interrupts() as interrupts:
+        try:
+            app(arguments, prog_name="stoker")
+        except (Exception, KeyboardInterrupt) as error:
+            from stoker.cli.wording import interruption
+
+            stop = interruption(error)
+            if stop or interrupts:
+                _say(str(stop or "") or "interrupted", "yellow")
+                raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT)) from None
+            if debug:
+                raise
+            _explain(error, _options(arguments))
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """The list of Ctrl-C that came so far: packages that are being imported may swallow one and fail of what it left
+    undone."""
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler and current_thread() is main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        app(arguments, prog_name="stoker")
-    except Exception as error:
-        if debug:
-            raise
-        from stoker.errors import StokerError
-
-        if isinstance(error, StokerError):
-            _fail(str(error), 2)
-        if isinstance(error, OSError):
-            _fail(f"{error.filename or 'the operating system'}: {error.strerror or error}.", 2)
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            _fail(f"out of memory: {error}. Lower embedding_dim or batch_size, or free some memory.", 2)
-        _fail(
-            f"{type(error).__name__}: {error}\nThis is a mistake in Stoker. Run it again with --debug and "
-            "report what it prints.",
-            1,
-        )
+        yield seen
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _fail(message: str, code: int) -> None:
+def _options(arguments: list[str]) -> dict[str, str]:
+    """Parameter name -> option, of the command that was called."""
+    name = next((argument for argument in arguments if argument in COMMANDS), None)
+    if name is None:
+        return {}
+    group: Any = typer.main.get_command(app)
+    command = group.get_command(typer.Context(group, info_name="stoker"), name)
+    return {p.name: p.opts[0] for p in command.params if p.param_type_name == "option"}
+
+
+def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
+    from stoker.cli.wording import message_of
+    from stoker.errors import StokerError
+
+    if isinstance(error, StokerError):
+        _fail(message_of(error, options), 2)
+    if isinstance(error, OSError):
+        _fail(f"{error.filename or 'the operating system'}: {error.strerror or error}.", 2)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        smaller = [options[name] for name in ("embedding_dim", "dim", "batch_size") if name in options]
+        remedy = f"Lower {' or '.join(smaller)}, or free some memory." if smaller else "Free some memory."
+        _fail(f"out of memory: {error}. {remedy}", 2)
+    _fail(
+        f"{type(error).__name__}: {error}\nThis is a mistake in Stoker. Run it again with --debug and "
+        "report what it prints.",
+        1,
+    )
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _say(f"error: {message}", "red")
+    raise SystemExit(code)
+
+
+def _say(message: str, style: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text(f"error: {message}", style="red"), soft_wrap=True)
-    raise SystemExit(code)
+    Console(stderr=True).print(Text(message, style=style), soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.errors import DataError
-from stoker.units import format_count, format_size
+from stoker.units import format_count, format_size, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,7 +84,7 @@ def _kind(path: Path) -> str:
         return "checkpoint"
     if not path.exists():
         raise DataError(f"{path} does not exist. Give the directory of a dataset, a checkpoint or a run.")
-    if path.is_dir() and any((path / name).is_dir() for name in ("train", "valid", "vocab")):
+    if path.is_dir() and any((path / name).is_dir() for name in (".work", "train", "valid", "vocab")):
         raise DataError(
             f"{path} looks like a dataset whose preparation was interrupted: it has no manifest.json. "
             "Run the same stoker prepare command again; finished parts are kept."
@@ -127,6 +127,16 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
+def _recipe(recipe: str | dict[str, str] | None) -> str:
+    """Name and preset as people say them; older and generated datasets have a name alone."""
+    if not isinstance(recipe, dict):
+        return recipe or "unknown"
+    from stoker.data.recipe import OWN_SCHEMA
+
+    own = recipe["preset"] == OWN_SCHEMA
+    return f"{recipe['name']}, a schema of your own" if own else f"{recipe['name']}, preset {recipe['preset']}"
+
+
 def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
 
@@ -144,12 +154,13 @@ def _line(console: Console, name: str, value: object) -> None:
 
 def _verified(console: Console, found: dict[str, Any]) -> None:
     if "verified_files" in found:
-        console.print(f"verified: {found['verified_files']:,} files match their checksums", style="green")
+        console.print(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", style="green")
 
 
 def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     _line(console, "dataset", found["path"])
-    _line(console, "recipe", f"{found['recipe']} ({found['created_by']}, Stoker {found['stoker_version']})")
+    _line(console, "recipe", _recipe(found["recipe"]))
+    _line(console, "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
     _line(console, "size", f"{format_size(found['bytes'])}, format {found['format_version']}")
     _line(console, "schema", found["schema_hash"][:16])
     if found["quarantined"]:
@@ -216,7 +227,7 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
             "data position",
             f"epoch {stream['epoch']}, batch {stream['position']:,} of {stream['batches']:,}",
         )
-    _line(console, "size", f"{format_size(found['bytes'])} in {found['files']:,} files")
+    _line(console, "size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
     _table(
         console,
         "Tables",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.train import HomePath, HostMemory, InFlight, Lookahead, Spill, model_options
+from stoker.cli import options
 
 if TYPE_CHECKING:
     from stoker.placement.placement import Placement
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_MODEL, _MACHINE = "Model", "Machine"
 _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
-
-
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def register(app: typer.Typer) -> None:
@@ -31,51 +26,48 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    dataset: Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote.")],
+    dataset: options.DataArgument,
     device_memory: Annotated[
         str | None,
-        _option("Memory", "For rows and their optimizer state, such as 4GiB. (default: 80% of what is free)"),
+        options.option("Memory", "For rows and their optimizer state, such as 4GiB. (default: 80% of what is free)"),
     ] = None,
-    host_memory: HostMemory = None,
-    home_path: HomePath = None,
-    lookahead: Lookahead = None,
-    in_flight: InFlight = None,
-    spill: Spill = None,
-    model: Annotated[str | None, _option(_MODEL, "dlrm, deepfm or dcn. (default: dlrm)")] = None,
-    embedding_dim: Annotated[
-        int | None, _option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim")
-    ] = None,
-    bottom: Annotated[str | None, _option(_MODEL, "DLRM: bottom layers. (default: 512-256-64)")] = None,
-    top: Annotated[str | None, _option(_MODEL, "DLRM: top layers. (default: 512-256)")] = None,
-    hidden: Annotated[str | None, _option(_MODEL, "DeepFM, DCN: layers of the MLP.")] = None,
-    model_option: Annotated[
-        list[str] | None, _option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
-    ] = None,
-    dtype: Annotated[str | None, _option(_MODEL, "Of the tables: float32 or bfloat16.")] = None,
-    batch_size: Annotated[int | None, _option(_MODEL, "Examples. (default: 2048)")] = None,
-    row_optimizer: Annotated[
-        str | None, _option(_MODEL, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")
-    ] = None,
-    device: Annotated[str | None, _option(_MACHINE, "auto, cpu or cuda.")] = None,
-    backend: Annotated[str | None, _option(_MACHINE, "Kernels of the tables: auto, reference, cpu or triton.")] = None,
-    threads: Annotated[int | None, _option(_MACHINE, "CPU threads.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    host_memory: options.HostMemory = None,
+    home_path: options.HomePath = None,
+    lookahead: options.Lookahead = None,
+    in_flight: options.InFlight = None,
+    spill: options.Spill = None,
+    model: options.Model = None,
+    embedding_dim: options.EmbeddingDim = None,
+    bottom: options.Bottom = None,
+    top: options.Top = None,
+    hidden: options.Hidden = None,
+    model_option: options.ModelOption = None,
+    dtype: options.Dtype = None,
+    batch_size: options.BatchSize = None,
+    row_optimizer: options.RowOptimizer = None,
+    device: options.Device = None,
+    backend: options.Backend = None,
+    threads: options.Threads = None,
+    as_json: options.OneObject = False,
 ) -> None:
     """Show where the tables of a model would lie, and what to expect, without training it.
 
-    Reads how often each id occurs, measures this machine and a few steps of the model for some seconds, and prints
-    strategy, slots, hit rate, traffic and step time. stoker train --device-memory takes the same decisions.
+    Reads how often each id occurs, measures this machine and a few steps of
+    the model for some seconds, and prints strategy, slots, hit rate, traffic
+    and step time. stoker train --device-memory takes the same decisions.
 
     \b
     stoker plan data/criteo --device-memory 1GiB
-    stoker plan data/criteo --dim 64 --device-memory 4GiB --host-memory 16GiB --home /fast/disk --json
+    stoker plan data/criteo --dim 64 --device-memory 4GiB --batch-size 8192
+    stoker plan data/criteo --device-memory 4GiB --host-memory 16GiB --home /fast
+    stoker plan data/criteo --device-memory 1GiB --json
     """
     given = dict(locals())
     for name in ("dataset", "as_json", "bottom", "top", "hidden", "model_option"):
         given.pop(name)
     settings = {name: value for name, value in given.items() if value is not None}
-    if options := model_options(bottom, top, hidden, model_option):
-        settings["model_options"] = options
+    if own := options.model_options(bottom, top, hidden, model_option):
+        settings["model_options"] = own
 
     import torch
 
@@ -108,7 +100,7 @@ def plan(
 def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> None:
     from rich.console import Console
 
-    from stoker.units import format_duration
+    from stoker.units import format_duration, format_size
 
     console = Console()
 
@@ -120,6 +112,13 @@ def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> No
     console.print(placement.report())
     if placement.note:
         line(placement.note)
+    if not placement.resident:
+        fast, beside = (
+            sum(getattr(group, name) for group in placement.groups) for name in ("slot_bytes", "beside_bytes")
+        )
+        line(
+            f"rows in fast memory: {format_size(fast)}; finding and planning them: {format_size(beside)} of main memory"
+        )
     parts = f"{format_duration(step.train)} model, {format_duration(step.read)} reading"
     if placement.resident:
         line(f"expected step: {format_duration(step.resident)} ({parts})")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.errors import ConfigError
-from stoker.units import format_count, format_duration, format_size
+from stoker.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -24,19 +24,22 @@ __all__ = ["register"]
 
 _HELP = """Prepare raw click logs for training.
 
-RECIPE is the name of a known log (stoker prepare --list shows them) or your own schema file (.toml, .yaml).
-FILES are delimited text, Parquet or JSON lines; text may be .gz or .zst. Patterns are expanded.
+RECIPE is the name of a known log (stoker prepare --list shows them) or
+your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
+JSON lines; text may be .gz or .zst. Patterns are expanded.
 
 Examples:
 
   stoker prepare criteo day_*.gz --out data/criteo
 
-  stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/criteo
+  stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 
   stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 
-An interrupted run goes on where it stopped when the same command is given again. Bad lines are set aside in
-OUT/quarantine.jsonl with file, line and reason.
+An interrupted run goes on where it stopped when the same command is given
+again. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
+reason. A label that is a number but neither 0 nor 1 stops the run, unless
+--max-bad says what share of lines may be damaged.
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 _STAGES = {"read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing"}
@@ -186,17 +189,19 @@ def _show(report: PrepareReport) -> None:
     rows = sum(report.rows.values())
     rate = format_count(rows / report.seconds) if report.seconds else "-"
     parts = [
-        f"{format_count(rows)} rows in {format_duration(report.seconds)} ({rate} rows/s)",
+        f"{format_count(rows)} {'row' if rows == 1 else 'rows'} in {format_duration(report.seconds)} ({rate} rows/s)",
         f"peak memory {format_size(report.peak_memory)}",
     ]
     if report.reused:
-        parts.append(f"{report.reused} steps kept from the interrupted run")
+        parts.append(f"{plural(report.reused, 'step')} kept from the interrupted run")
     if report.dropped:
-        parts.append(f"{report.dropped:,} rows left out by split, sampling or oov rule")
+        parts.append(f"{plural(report.dropped, 'row')} left out by split, sampling or oov rule")
     console.print("; ".join(parts))
     if report.bad:
         bad_share = report.bad / max(report.lines, 1)
-        console.print(f"{report.bad:,} bad lines ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}")
+        console.print(
+            f"{plural(report.bad, 'bad line')} ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
+        )
     else:
         console.print("no bad lines")
 

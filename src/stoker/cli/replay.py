@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.cli.bars import Bars
+from stoker.cli.options import DataArgument, OneObject, option
 from stoker.errors import ConfigError
 from stoker.units import format_count, format_size, parse_count
 
@@ -20,43 +21,40 @@ __all__ = ["register"]
 _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 
 
-def _option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command("replay")(replay)
 
 
 def replay(
-    dataset: Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote.")],
-    fraction: Annotated[str | None, _option(_SLOTS, "Share of all rows, 0.1 or 10%. (default: 10%)")] = None,
-    slots: Annotated[str | None, _option(_SLOTS, "Rows, such as 50k.")] = None,
-    device_memory: Annotated[str | None, _option(_SLOTS, "Bytes for rows and their state, such as 1GiB.")] = None,
-    lookahead: Annotated[str, _option(None, "Batches whose ids are known ahead, several windows.")] = "1,4,16,64,256",
-    in_flight: Annotated[int, _option(None, "Batches whose rows may not leave, the current one included.")] = 1,
-    batch_size: Annotated[int, _option(_TRACE, "Examples.")] = 2048,
-    steps: Annotated[int | None, _option(_TRACE, "Batches in all. (default: one epoch)")] = None,
-    order: Annotated[str, _option(_TRACE, "shuffled, as in training, or file.")] = "shuffled",
-    seed: Annotated[int, _option(_TRACE, "Of the shuffled order.")] = 0,
-    dim: Annotated[int, _option("Rows", "Columns of every table.", "--dim", "--embedding-dim")] = 16,
-    dtype: Annotated[str, _option("Rows", "Of the tables: float32 or bfloat16.")] = "float32",
+    dataset: DataArgument,
+    fraction: Annotated[str | None, option(_SLOTS, "Share of all rows, 0.1 or 10%. (default: 10%)")] = None,
+    slots: Annotated[str | None, option(_SLOTS, "Rows, such as 50k.")] = None,
+    device_memory: Annotated[str | None, option(_SLOTS, "Bytes for rows and their state, such as 1GiB.")] = None,
+    lookahead: Annotated[str, option(None, "Batches whose ids are known ahead, several windows.")] = "1,4,16,64,256",
+    in_flight: Annotated[int, option(None, "Batches whose rows may not leave, the current one included.")] = 1,
+    batch_size: Annotated[int, option(_TRACE, "Examples.")] = 2048,
+    steps: Annotated[int | None, option(_TRACE, "Batches in all. (default: one epoch)")] = None,
+    order: Annotated[str, option(_TRACE, "shuffled, as in training, or file.")] = "shuffled",
+    seed: Annotated[int, option(_TRACE, "Of the shuffled order.")] = 0,
+    dim: Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim")] = 16,
+    dtype: Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.")] = "float32",
     optimizer: Annotated[
-        str, _option("Rows", "Its state travels with a row: sgd, adagrad, rowwise_adagrad or adam.")
+        str, option("Rows", "Its state travels with a row: sgd, adagrad, rowwise_adagrad or adam.")
     ] = "rowwise_adagrad",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: OneObject = False,
 ) -> None:
     """Replay the ids of a dataset through cache strategies, without training.
 
-    Shows how often a row that a batch needs already lies in fast memory, and what has to travel: for least recently
-    used (lru), least frequently used (lfu), Stoker's lookahead with several windows, no cache at all (host-pipelined),
-    and the optimum that knows all batches (belady).
+    Shows how often a row that a batch needs already lies in fast memory, and
+    what has to travel: for least recently used (lru), least frequently used
+    (lfu), Stoker's lookahead with several windows, no cache at all
+    (host-pipelined), and the optimum that knows all batches (belady).
 
     \b
     stoker replay data/criteo
     stoker replay data/criteo --device-memory 1GiB --dim 64 --optimizer adam
-    stoker replay data/globo --fraction 5% --order file --lookahead 16,64 --in-flight 3
+    stoker replay data/globo --fraction 5% --order file --lookahead 16,64
     stoker replay data/criteo --slots 200k --batch-size 8192 --steps 500 --json
     """
     if order not in ("shuffled", "file"):

@@ -17,17 +17,20 @@ def _synthetic(
     recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
     rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
     out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
-    seed: Annotated[int, typer.Option(help="Another seed, another log.")] = 0,
-    alpha: Annotated[float, typer.Option(help="Exponent of Zipf's law for ids, without --curve.")] = 1.05,
+    seed: Annotated[int, typer.Option(help="Another seed, another log; 0 or more.")] = 0,
+    alpha: Annotated[float, typer.Option(help="Exponent of Zipf's law for ids, without --curve; 0 to 10.")] = 1.05,
     curve: Annotated[
         str | None,
         typer.Option(help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."),
     ] = None,
-    drift: Annotated[float, typer.Option(help="Share of the frequency ranks that change hands over the log.")] = 0.0,
+    drift: Annotated[
+        float, typer.Option(help="Share of the frequency ranks that change hands over the log, 0 to 1.")
+    ] = 0.0,
     bad: Annotated[str, typer.Option(help="Share of lines to spoil, such as 0.1%.")] = "0",
-    scale: Annotated[float, typer.Option(help="Factor on the number of distinct ids.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Factor on the number of distinct ids, up to 100.")] = 1.0,
     base_rate: Annotated[float | None, typer.Option(help="Share of positives; default: that of the real log.")] = None,
-    signal: Annotated[float, typer.Option(help="Spread of the true logit; 0 plants nothing.")] = 1.3,
+    signal: Annotated[float, typer.Option(help="Spread of the true logit, 0 to 5; 0 plants nothing.")] = 1.3,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a log that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the planted truth as JSON.")] = False,
 ) -> None:
     """Write a generated log with a planted truth.
@@ -36,7 +39,7 @@ def _synthetic(
     be called synthetic.
     """
     from stoker.data.synthetic import write
-    from stoker.units import format_count, format_duration
+    from stoker.units import format_count, format_duration, plural
 
     start = time.perf_counter()
     truth = write(
@@ -51,6 +54,7 @@ def _synthetic(
         scale=scale,
         base_rate=base_rate,
         signal=signal,
+        overwrite=overwrite,
     )
     seconds = time.perf_counter() - start
     if as_json:
@@ -58,7 +62,7 @@ def _synthetic(
         return
     spoiled = f", {truth.bad:,} of them spoiled" if truth.bad else ""
     typer.echo(
-        f"{out}: {truth.rows:,} rows of {truth.recipe}{spoiled}, in {format_duration(seconds)} "
+        f"{out}: {plural(truth.rows, 'row')} of {truth.recipe}{spoiled}, in {format_duration(seconds)} "
         f"({format_count(truth.rows / max(seconds, 1e-9))} rows/s)"
     )
     typer.echo(

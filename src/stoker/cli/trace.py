@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli import options
 from stoker.cli.bars import Bars
-from stoker.cli.train import Backend, Device, HomePath, HostMemory, InFlight, Lookahead, Spill, Threads
-from stoker.cli.verify import DeviceMemory, Start, begin_at
 
 if TYPE_CHECKING:
     from stoker.training.trace import Trace
@@ -24,37 +23,34 @@ def register(app: typer.Typer) -> None:
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="Run directory; it is only read.")],
+    run: options.RunArgument,
     steps: Annotated[int, typer.Option(help="Steps to record.")] = 30,
     out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced.")] = Path("trace.json"),
-    start: Start = None,
-    data: Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")] = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    home_path: HomePath = None,
-    lookahead: Lookahead = None,
-    in_flight: InFlight = None,
-    spill: Spill = None,
-    device: Device = None,
-    backend: Backend = None,
-    threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    start: options.Start = None,
+    data: options.Data = None,
+    device_memory: options.Budget = None,
+    host_memory: options.HostMemory = None,
+    home_path: options.HomePath = None,
+    lookahead: options.Lookahead = None,
+    in_flight: options.InFlight = None,
+    spill: options.Spill = None,
+    device: options.Device = None,
+    backend: options.Backend = None,
+    threads: options.Threads = None,
+    as_json: options.OneObject = False,
 ) -> None:
     """Record what every thread does during some steps of a run.
 
-    Replays steps with the run's placement, prints the time of each stage and how long training waited for it, and
-    writes a timeline that https://ui.perfetto.dev and chrome://tracing open.
+    Replays steps with the run's placement, prints the time of each stage and
+    how long training waited for it, and writes a timeline that
+    https://ui.perfetto.dev and chrome://tracing open.
 
     \b
     stoker trace runs/a
     stoker trace runs/a --steps 100 --device-memory 256MiB --out runs-a.json
     """
-    given = dict(locals())
-    names = (
-        "device_memory", "host_memory", "home_path", "lookahead", "in_flight", "spill", "device", "backend", "threads",
-    )  # fmt: skip
-    settings = {name: given[name] for name in names if given[name] is not None}
-    begin = begin_at(start)
+    settings = options.rerun_settings(locals())
+    begin = options.begin_at(start)
 
     from stoker.training.trace import trace as run_trace
 
@@ -70,7 +66,7 @@ def _show(found: Trace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from stoker.training.trace import STAGES
+    from stoker.training.totals import STAGES
     from stoker.units import format_count, format_duration
 
     console = Console()

@@ -12,12 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data import text_kernels as kernels
+from stoker.units import plural
 
-__all__ = ["BadLine", "Block", "Field", "RawColumn", "TextParser", "careful_value", "spans_to_strings"]
+__all__ = [
+    "TEXT_CUT",
+    "BadLine",
+    "Block",
+    "Field",
+    "RawColumn",
+    "TextParser",
+    "careful_value",
+    "cut_text",
+    "spans_to_strings",
+    "split_list",
+    "type_spans",
+]
 
 Array = npt.NDArray[Any]
-KINDS = {"float": kernels.FLOAT, "int": kernels.INT, "hex": kernels.HEX, "string": kernels.TEXT}
-_TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
+KINDS = {
+    "float": kernels.FLOAT, "int": kernels.INT, "hex": kernels.HEX, "string": kernels.TEXT, "datetime": kernels.TEXT,
+}  # fmt: skip
+TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 _INT = re.compile(rb"[+-]?[0-9]+")
 _FLOAT = re.compile(rb"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _HEX = re.compile(rb"[0-9a-fA-F]{1,16}")
@@ -28,7 +43,7 @@ class Field:
     """A raw column read as one type. Several features may ask for the same one."""
 
     column: str
-    kind: str  # float | int | hex | string
+    kind: str  # float | int | hex | string | datetime (text, or microseconds where the file is typed)
     separator: str | None = None  # of a list; None: a single value
     max_length: int = 0  # of a list
     keep: str = "last"
@@ -79,6 +94,7 @@ class BadLine:
     line: int  # counted from 0 within the block
     reason: str
     text: str
+    label: bool = False  # its only fault is a label that is a number but neither 0 nor 1
 
 
 @dataclass(kw_only=True)
@@ -89,17 +105,29 @@ class Block:
     lines: int  # good, bad and skipped ones, for numbering what follows
     columns: dict[Field, RawColumn]
     row_line: npt.NDArray[np.int64]  # [rows] line within the block
+    row_at: npt.NDArray[np.int64]  # [rows] what ``text_at`` knows each row by
+    text_at: Callable[[int], str]  # the text of a row, for the quarantine
     bad: list[BadLine] = field(default_factory=list)
 
-    def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], text: Callable[[int], str]) -> None:
+    def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:
         """Move the rows that ``wrong`` marks to the bad lines."""
         for row in np.flatnonzero(wrong).tolist():
-            self.bad.append(BadLine(line=int(self.row_line[row]), reason=reason(row), text=text(row)))
+            text = self.text_at(int(self.row_at[row]))
+            self.bad.append(BadLine(line=int(self.row_line[row]), reason=reason(row), text=text, label=label))
         self.bad.sort(key=lambda bad: bad.line)
         keep = ~wrong
         self.columns = {key: column.take(keep) for key, column in self.columns.items()}
-        self.row_line = self.row_line[keep]
+        self.row_line, self.row_at = self.row_line[keep], self.row_at[keep]
         self.rows = int(keep.sum())
+
+    def drop_labels(self, item: Field) -> None:
+        """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines."""
+        values = self.columns[item].values
+        if values is None:
+            return
+        wrong = (values != 0) & (values != 1)
+        if wrong.any():
+            self.drop(wrong, lambda row: f"column {item.column}: {values[row]:g} is neither 0 nor 1", label=True)
 
 
 def careful_value(kind: str, text: bytes) -> float | int | None:
@@ -201,13 +229,15 @@ class TextParser:
             if num_bad <= room_bad and num_slow <= room_slow:
                 break
             room_bad, room_slow = max(room_bad, num_bad), max(room_slow, num_slow)
-        text_of = raw.tobytes if num_bad else bytes
-        original = text_of()
+        original = raw.tobytes() if num_bad else b""
         bad_lines = [
-            BadLine(line=line, reason=self._reason(reason, where, original, at), text=_line_text(original, at))
+            BadLine(line=line, reason=self._reason(reason, where, original, at), text=self._text(raw, at))
             for line, at, reason, where in bad[:num_bad].tolist()
         ]
-        block = Block(rows=rows, lines=lines, columns={}, row_line=row_line[:rows], bad=bad_lines)
+        block = Block(
+            rows=rows, lines=lines, columns={}, row_line=row_line[:rows], row_at=row_at[:rows],
+            text_at=lambda at: self._text(raw, at), bad=bad_lines,
+        )  # fmt: skip
         wrong: dict[int, str] = {}
         for row, output, start, stop in slow[:num_slow].tolist():
             column, kind = self._plan[output]
@@ -235,10 +265,9 @@ class TextParser:
                 for row in np.flatnonzero(block.columns[item].absent()).tolist():
                     wrong.setdefault(row, f"column {item.column}: missing value")
         if wrong:
-            original = original or raw.tobytes()
             marked = np.zeros(rows, np.bool_)
             marked[list(wrong)] = True
-            block.drop(marked, wrong.__getitem__, lambda row: _line_text(original, int(row_at[row])))
+            block.drop(marked, wrong.__getitem__)
         return block
 
     def _room(self, capacity: int) -> tuple[Array, ...]:
@@ -259,9 +288,13 @@ class TextParser:
             self._local.room = held
         return held
 
+    def _text(self, raw: npt.NDArray[np.uint8], at: int) -> str:
+        line = raw[at : at + 4 * TEXT_CUT].tobytes().split(b"\n", 1)[0]
+        return cut_text(line.replace(bytes([self._sep]), self.separator))
+
     def _reason(self, reason: int, where: int, data: bytes, at: int) -> str:
         if reason == kernels.REASON_FEW:
-            return f"{where} fields, expected {len(self.names)}"
+            return f"{plural(where, 'field')}, expected {len(self.names)}"
         if reason == kernels.REASON_MANY:
             return f"more than {len(self.names)} fields"
         if reason == kernels.REASON_QUOTE:
@@ -321,10 +354,9 @@ def _not_a(kind: str, column: str, text: bytes) -> str:
     return f"column {column}: {text[:40].decode('utf-8', 'replace')!r} is not {what}"
 
 
-def _line_text(data: bytes, at: int) -> str:
-    stop = data.find(b"\n", at)
-    line = data[at : stop if stop >= 0 else None][: 4 * _TEXT_CUT]
-    return line.decode("utf-8", "replace").rstrip("\r")[:_TEXT_CUT]
+def cut_text(line: bytes) -> str:
+    """What the quarantine keeps of a line."""
+    return line[: 4 * TEXT_CUT].decode("utf-8", "replace").rstrip("\r")[:TEXT_CUT]
 
 
 def _broken_utf8_lines(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:

@@ -75,6 +75,17 @@ def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, 
     return arrays[f"codes.{index}"], arrays[f"counts.{index}"]
 
 
+def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
+    """The value behind a code above 0, after fill and modulo."""
+    if column.type == "string":
+        ends = arrays[f"ends.{index}"]
+        return arrays[f"bytes.{index}"][ends[code - 1] : ends[code]].tobytes().decode()
+    value = arrays[f"values.{index}"][code - 1]
+    if column.type == "hex":
+        return f"{value.view(np.uint64):x}"
+    return str(value.view(np.float64) if column.type == "float" else value)
+
+
 def build_table(
     table: str,
     layout: Layout,
@@ -222,8 +233,10 @@ class Encoder:
         flat = np.concatenate(pieces).astype(self._id_type) if pieces else np.empty(0, self._id_type)
         return flat, np.array(bases, np.int64)
 
-    def without_ids(self, part: PartRows) -> npt.NDArray[np.bool_]:
+    def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
         """Rows in which a column with oov="drop" has a value without id.
+
+        ``place_of`` words where a row of a part stands, for the error.
 
         Raises:
             DataError: a column with oov="error" has one.
@@ -242,9 +255,10 @@ class Encoder:
                 if column.oov == "drop":
                     drop[rows] = True
                 elif rows.size:
+                    value = _raw_value(arrays, index, column, int(codes[unknown][0]))
                     raise DataError(
-                        f"row {part.start + int(rows[0]) + 1:,} has a value of {column.name} that no id was "
-                        f"given in training (min_count {column.min_count}), and its oov policy is error. "
+                        f"{place_of(part, int(rows[0]))} has {value!r} in {column.name}, which got no id in training "
+                        f"(min_count {column.min_count}), and the column's oov policy is error. "
                         "Use oov = 'reserved' for id 0, or 'drop' to leave such rows out."
                     )
         return drop

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from stoker.data.dataset import describe_file
 from stoker.data.encode import build_table
 from stoker.data.ingest import IngestedBlock, ordered_map
+from stoker.data.leftovers import UnusableInput
 from stoker.data.parts import PartFile
 from stoker.data.shards import hash_file
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
 from stoker.data.transforms import DenseFit, fit_dense
-from stoker.errors import DataError
 
 __all__ = ["Fitting", "same_file"]
 
@@ -47,7 +47,7 @@ class Fitting:
         for part in self.parts:
             self._measure(part)
         if not self.sizes[:, 0].any():
-            raise DataError(
+            raise UnusableInput(
                 f"the split rule {task.schema.split.rule!r} leaves no training row of "
                 f"{int(self.sizes.sum()):,}. Change the split in the schema."
             )
@@ -63,6 +63,12 @@ class Fitting:
     def open(self, part: PartRows) -> PartFile:
         """The arrays of a part."""
         return PartFile(self.blocks[part.index].path)
+
+    def place_of(self, part: PartRows, row: int) -> str:
+        """Where a row of a part stands, for messages."""
+        source = self.blocks[part.index].source
+        start = next(other.start for other in self.parts if other.file == part.file)
+        return f"{source.name}: row {part.start - start + row + 1:,}, not counting bad lines,"
 
     def _measure(self, part: PartRows) -> None:
         self.sizes[part.index] = np.bincount(np.minimum(self.assign(part), 3), minlength=4)

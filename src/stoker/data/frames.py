@@ -1,21 +1,19 @@
-"""Typed columns from dataframes: Parquet row ranges, JSON lines, and typed raw lines back into frames."""
+"""Typed columns from dataframes: Parquet row ranges, and typed raw lines back into frames."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
-from stoker.data.columns import BadLine, Block, Field, RawColumn, split_list, type_spans
+from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, split_list, type_spans
 from stoker.data.schema_check import near
 from stoker.errors import DataError
 
-__all__ = ["block_frame", "check_columns", "json_block", "parquet_block", "parquet_columns", "parquet_rows"]
+__all__ = ["block_frame", "check_columns", "frame_block", "parquet_block", "parquet_columns", "parquet_rows"]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
 _WORDS = {
@@ -24,7 +22,6 @@ _WORDS = {
     "hex": "hexadecimal (up to 16 digits)",
     "string": "text",
 }
-_CUT = 200
 
 
 def parquet_rows(path: Path) -> int:
@@ -50,11 +47,16 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
         frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
-    return _frame_block(frame, fields)
+    return frame_block(frame, fields)
 
 
-def _frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
-    block = Block(rows=frame.height, lines=frame.height, columns={}, row_line=np.arange(frame.height, dtype=np.int64))
+def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
+    """Typed columns of a frame; a row that does not fit becomes a bad line."""
+    numbers = np.arange(frame.height, dtype=np.int64)
+    block = Block(
+        rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
+        text_at=lambda row: str(frame.row(row))[:TEXT_CUT],
+    )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
         series = frame.get_column(item.column)
@@ -71,12 +73,17 @@ def _frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
     if wrong:
         marked = np.zeros(frame.height, np.bool_)
         marked[list(wrong)] = True
-        block.drop(marked, wrong.__getitem__, lambda row: str(frame.row(row))[:_CUT])
+        block.drop(marked, wrong.__getitem__)
     return block
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
-    if item.kind == "string":
+    if series.dtype.is_float():
+        series = series.fill_nan(None)  # what writers of frames put where a value is missing
+    if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
+        moments = series.dt.epoch("us")
+        return RawColumn(values=moments.fill_null(0).to_numpy(), missing=moments.is_null().to_numpy())
+    if item.kind in ("string", "datetime"):
         if series.dtype.is_temporal():
             series = series.dt.to_string("iso")
         return _text_column(series.cast(pl.String))
@@ -104,7 +111,11 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
 def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if item.separator is None:
         raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
-    lists = series.cast(pl.List(series.dtype.inner)) if isinstance(series.dtype, pl.Array) else series
+    assert isinstance(series.dtype, pl.List | pl.Array)
+    inner_type = series.dtype.inner
+    lists = series.cast(pl.List(inner_type)) if isinstance(series.dtype, pl.Array) else series
+    if inner_type.is_float():
+        lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
     counts = lists.list.len().fill_null(0).to_numpy().astype(np.int32)
@@ -135,84 +146,6 @@ def _text_column(series: pl.Series) -> RawColumn:
 
 def _reason(item: Field, value: object) -> str:
     return f"column {item.column}: {str(value)[:40]!r} is not {_WORDS[item.kind]}"
-
-
-def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
-    """Rows and bad lines of a block of JSON lines, one object each; absent keys are missing values."""
-    data = raw.tobytes()
-    lines = data.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    types = {item.column: _TYPES[item.kind] if item.kind != "hex" else pl.String for item in fields}
-    schema = {
-        name: pl.List(types[name]) if any(f.separator for f in fields if f.column == name) else types[name]
-        for name in types
-    }
-    filled = [number for number, line in enumerate(lines) if line.strip()]
-    mixed = len({(item.column, item.kind) for item in fields}) != len(types)
-    block: Block | None = None
-    if not mixed:
-        try:
-            frame = pl.read_ndjson(data, schema=schema)
-            if frame.height == len(filled):
-                block = _frame_block(frame, fields)
-                positions = np.array(filled, np.int64)
-        except pl.exceptions.PolarsError:
-            block = None  # something in here is not of its type: look line by line
-    bad: list[BadLine] = []
-    if block is None:
-        single = [name for name, kind in schema.items() if not isinstance(kind, pl.List)]
-        records, positions, bad = _careful_json(lines, filled, single)
-        frame = pl.DataFrame(
-            {name: [_json_text(record.get(name)) for record in records] for name in types},
-            schema={name: pl.List(pl.String) if isinstance(schema[name], pl.List) else pl.String for name in types},
-        )
-        block = _frame_block(frame, fields)
-    block.row_line = positions[block.row_line]
-    moved = [
-        BadLine(line=int(positions[b.line]), reason=b.reason, text=_cut(lines[positions[b.line]])) for b in block.bad
-    ]
-    block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-    block.lines = len(lines)
-    return block
-
-
-def _careful_json(
-    lines: Sequence[bytes], filled: Sequence[int], single: Sequence[str]
-) -> tuple[list[dict[str, Any]], npt.NDArray[np.int64], list[BadLine]]:
-    records, positions, bad = [], [], []
-    for number in filled:
-        try:
-            record = json.loads(lines[number].decode("utf-8"), parse_float=str, parse_int=str)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-            if nested := [name for name in single if isinstance(record.get(name), list | dict)]:
-                bad.append(
-                    BadLine(line=number, reason=f"column {nested[0]} holds several values", text=_cut(lines[number]))
-                )
-                continue
-        except UnicodeDecodeError:
-            bad.append(BadLine(line=number, reason="broken UTF-8", text=_cut(lines[number])))
-        except ValueError as error:
-            bad.append(BadLine(line=number, reason=f"not a JSON object: {error}", text=_cut(lines[number])))
-        else:
-            records.append(record)
-            positions.append(number)
-    return records, np.array(positions, np.int64), bad
-
-
-def _json_text(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return [_json_text(item) for item in value]
-    return json.dumps(value)
-
-
-def _cut(line: bytes) -> str:
-    return line[: 4 * _CUT].decode("utf-8", "replace").rstrip("\r")[:_CUT]
 
 
 def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
@@ -252,7 +185,14 @@ def _strings(column: RawColumn) -> pl.Series:
 
 
 def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
-    """Refuse a file that lacks a column."""
+    """Refuse a file that lacks a column, or has it twice."""
+    for name in wanted:
+        if present.count(name) > 1:
+            places = [str(place) for place, other in enumerate(present, 1) if other == name]
+            raise DataError(
+                f"{path}:1: the header gives the name {name!r} to columns {', '.join(places[:-1])} and {places[-1]}. "
+                "Rename all but one."
+            )
     missing = [name for name in wanted if name not in present]
     if missing:
         raise DataError(

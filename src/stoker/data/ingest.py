@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from stoker.data.columns import BadLine, Block, Field, TextParser
-from stoker.data.frames import check_columns, json_block, parquet_block, parquet_columns, parquet_rows
-from stoker.data.layout import LabelError
+from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_rows
+from stoker.data.json_lines import json_block
+from stoker.data.leftovers import UnusableInput
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit, write_bad_lines
 from stoker.data.schema import SourceFormat
 from stoker.data.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
-from stoker.errors import DataError
 
 __all__ = ["IngestedBlock", "Source", "ingest", "ordered_map"]
 
@@ -36,15 +36,19 @@ class Source:
     path: Path
     fields: Sequence[Field]
     format: SourceFormat
+    name: str = ""  # for messages and the quarantine; empty: the path as it was given
     kind: str = ""  # csv | parquet | jsonl
     _parser: TextParser | None = None
     _header: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.path)
 
     def open(self) -> None:
         """Look at the header or the Parquet schema.
 
         Raises:
-            DataError: a column that the schema names is not there.
+            DataError: a column that the schema names is not there, or there twice.
         """
         self.kind = source_kind(self.path, self.format.kind)
         wanted = list(dict.fromkeys(item.column for item in self.fields))
@@ -97,7 +101,7 @@ class Source:
         if skipped:
             result.lines += skipped
             result.row_line = result.row_line + skipped
-            result.bad = [BadLine(line=b.line + skipped, reason=b.reason, text=b.text) for b in result.bad]
+            result.bad = [replace(bad, line=bad.line + skipped) for bad in result.bad]
         if block.damage is not None:
             result.bad.append(BadLine(line=result.lines, reason=block.damage, text=""))
             result.lines += 1
@@ -162,7 +166,8 @@ def ingest(
     """Turn every block of every source into a part. Returns the parts and how many were there already.
 
     Raises:
-        DataError: a label that is neither 0 nor 1, a bad line under --strict, more bad lines than allowed.
+        DataError: a bad line under --strict, more bad lines than allowed, or a label that is neither 0 nor 1 where
+            no share of bad lines was allowed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for source in sources:
@@ -177,35 +182,28 @@ def ingest(
                     bad_path=directory / f"{name}.bad", size=size, read=read,
                 )  # fmt: skip
 
-    def work(job: _Job) -> tuple[_Job, Mapping[str, Any] | LabelError]:
+    def work(job: _Job) -> tuple[_Job, Mapping[str, Any]]:
         done = journal.finished(job.step, job.path)
         if done is not None and (not done["bad"] or job.bad_path.exists()):
             job.reused = True
             return job, done
         block = job.read()
-        try:
-            record = sink(block, job.source.path.name, job.path)
-        except LabelError as error:
-            return job, error
+        record = sink(block, job.source.name, job.path)
         if block.bad:
             write_bad_lines(job.bad_path, block.bad)
-        return job, {**record, "rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
+        labels = sum(bad.label for bad in block.bad)
+        return job, {**record, "rows": block.rows, "lines": block.lines, "bad": len(block.bad), "labels": labels}
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
     for job, record in ordered_map(work, jobs(), threads):
-        name, number = job.source.path.name, job.source.number
-        if isinstance(record, LabelError):
-            raise DataError(
-                f"{name}:{before[number] + record.line + 1}: label {record.column} is {record.value:g}, "
-                f"expected 0 or 1. Give the label a rule in the schema, for example rule = '> 0'."
-            )
+        number = job.source.number
         if job.reused:
             reused += 1
         else:
             record = journal.add(job.step, record)
         kept = job.bad_path if record["bad"] else None
-        limit.add(name, before[number], record["lines"], record["bad"], kept)
+        limit.add(job.source.name, before[number], record["lines"], record["bad"], kept, labels=record["labels"])
         finished.append(
             IngestedBlock(
                 source=job.source,
@@ -221,9 +219,12 @@ def ingest(
         progress(job.size)
     limit.check()
     if not any(block.rows for block in finished):
-        reason = f" All {limit.bad:,} lines are bad, the first: {limit.first}." if limit.bad else ""
-        names = ", ".join(source.path.name for source in sources[:3])
-        raise DataError(f"there is no usable row in {names}.{reason} Check the files, the separator and the columns.")
+        which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
+        reason = f" {which}: {limit.first}." if limit.bad else ""
+        names = ", ".join(source.name for source in sources[:3])
+        raise UnusableInput(
+            f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
+        )
     return finished, reused
 
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from stoker.data import dictionary_kernels, text_kernels
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
+from stoker.data.leftovers import UnusableInput
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.data.transforms import dense_values, raw_dense
-from stoker.errors import DataError
 
 __all__ = ["Layout", "share_of_hash"]
 
@@ -49,8 +49,7 @@ class Layout:
         self.feature_fields = [_feature_field(column) for column in self.features]
         self.time: Field | None = None
         if schema.timestamp is not None:
-            kind = "string" if schema.timestamp.type == "datetime" else schema.timestamp.type
-            self.time = Field(column=schema.timestamp.column, kind=kind, required=True)
+            self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
         self.split: Field | None = None
         if schema.split.column is not None and schema.split.rule in (
             "hash",
@@ -69,13 +68,15 @@ class Layout:
         return list(dict.fromkeys(item.column for item in self.fields))
 
     def arrays(self, block: Block, file: str) -> dict[str, Array]:
-        """The part of a block. Rows whose time cannot be read join its bad lines.
+        """The part of a block. Rows whose label is neither 0 nor 1 or whose time cannot be read join its bad lines.
 
         Raises:
-            DataError: a label that is neither 0 nor 1, or a split value the schema does not list.
+            DataError: a split value the schema does not list.
         """
+        if self.schema.label.rule is None:
+            block.drop_labels(self.label)
         time = self._times(block)
-        out: dict[str, Array] = {"labels": self._labels(block, file)}
+        out: dict[str, Array] = {"labels": self._labels(block)}
         if time is not None:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
@@ -96,16 +97,12 @@ class Layout:
         self._split_arrays(block, file, out)
         return out
 
-    def _labels(self, block: Block, file: str) -> npt.NDArray[np.float32]:
+    def _labels(self, block: Block) -> npt.NDArray[np.float32]:
         column = block.columns[self.label]
         rule = self.schema.label.parsed()
         if rule is None:
-            values = column.values
-            assert values is not None
-            wrong = np.flatnonzero((values != 0) & (values != 1))
-            if wrong.size:
-                raise LabelError(int(block.row_line[wrong[0]]), float(values[wrong[0]]), self.label.column)
-            return values.astype(np.float32)
+            assert column.values is not None
+            return column.values.astype(np.float32)
         operator, operand = rule
         assert column.values is not None or isinstance(operand, str)
         if isinstance(operand, str):
@@ -128,7 +125,7 @@ class Layout:
         wrong = moments.is_null().to_numpy()
         if wrong.any():
             name = self.time.column
-            block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time", lambda row: "")
+            block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time")
         return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
 
     def _encode(self, index: int, column: RawColumn, codes: Array, out: dict[str, Array]) -> None:
@@ -165,20 +162,12 @@ class Layout:
         names = [raw[begin:end].decode() for begin, end in pairwise(ends)]
         unknown = [name for name in names if name not in rule.values]
         if unknown:
-            raise DataError(
+            raise UnusableInput(
                 f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
                 f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."
             )
         lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
         out["split"] = lookup[codes]
-
-
-class LabelError(Exception):
-    """A label outside {0, 1} on a line of a block; whoever knows the file turns it into a DataError."""
-
-    def __init__(self, line: int, value: float, column: str) -> None:
-        super().__init__(line, value, column)
-        self.line, self.value, self.column = line, value, column
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:

@@ -7,7 +7,6 @@ written.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -19,16 +18,17 @@ from typing import Any
 
 from stoker.data.dataset import Dataset, read_manifest
 from stoker.data.fitting import Fitting
+from stoker.data.leftovers import UnusableInput, absent_folders, remove_empty
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
-from stoker.data.recipe import Recipe
+from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
-from stoker.units import format_size
+from stoker.units import format_size, plural
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
 
@@ -70,7 +70,8 @@ def prepare(
         out: directory to make.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
-        max_bad: share of lines that may be bad, e.g. ``"0.1%"``; None: any.
+        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
+            such label.
         overwrite: replace a dataset that is there.
         resume: go on where an interrupted run stopped; False starts from the beginning.
         threads: that parse and encode; None: one per core. Does not change a byte of the result.
@@ -83,6 +84,7 @@ def prepare(
         SchemaError: a schema that does not fit the files or contradicts itself. DataError: no usable input,
         a missing column, a label outside {0, 1}, too many bad lines, a full disk, or
             an output directory that is in use.
+        KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     run_prepare(
         recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
@@ -185,7 +187,7 @@ def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | 
     if preset is not None:
         raise DataError("a preset belongs to a recipe; a schema has none. Leave --preset out.")
     schema = recipe if isinstance(recipe, Schema) else Schema.from_file(Path(recipe))
-    own = Recipe(name=schema.name, description="own schema", presets={"schema": lambda: schema})
+    own = Recipe(name=schema.name, description="own schema", presets={OWN_SCHEMA: lambda: schema})
     return own, schema
 
 
@@ -204,16 +206,25 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
     started = time.perf_counter()
     if task.schema.split.rule == "files" and task.recipe.derive is None:
         targets_of_files(task.schema, [path.name for path in task.files])
-    task.begin(resume=resume)
+    made = absent_folders(task.out) or [task.out] * task.work.exists()
     try:
-        rows = read_rows(task)
-        fitting = Fitting(task, rows.blocks)
-        fitting.fit()
-        manifest = publish(task, rows, fitting)
+        task.begin(resume=resume)
+        try:
+            rows = read_rows(task)
+            fitting = Fitting(task, rows.blocks)
+            fitting.fit()
+            manifest = publish(task, rows, fitting)
+        except UnusableInput:
+            task.discard()
+            raise
+        finally:
+            task.journal.close()
+            if not task.journal.done:  # a run that failed before it had finished anything leaves nothing
+                shutil.rmtree(task.work, ignore_errors=True)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_kept(task, resume=resume)) from stop
     finally:
-        task.journal.close()
-        if not task.journal.done:
-            _leave_nothing(task)
+        remove_empty(made)
     shutil.rmtree(task.work)
     written = {name: entry["rows"] for name, entry in manifest["splits"].items()}
     return PrepareReport(
@@ -230,11 +241,14 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
     )
 
 
-def _leave_nothing(task: Task) -> None:
-    """Remove directories made for a run that failed before it had finished anything."""
-    shutil.rmtree(task.work, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        task.out.rmdir()
+def _kept(task: Task, *, resume: bool) -> str:
+    """What an interrupted run leaves, and how to go on."""
+    done = task.journal.done if hasattr(task, "journal") else {}
+    if not done:
+        return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."
+    again = "Give the same command again" + ("" if resume else " without --no-resume")
+    steps = plural(len(done), "finished step")
+    return f"interrupted; {steps} kept in {task.work}. {again} to go on from there."
 
 
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:

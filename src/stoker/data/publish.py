@@ -80,7 +80,7 @@ class _Publisher:
     def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
         if any(column.oov != "reserved" for column in self.layout.features):
             for part in self.fitting.parts:
-                self.fitting.drop(part, encoder.without_ids(part))
+                self.fitting.drop(part, encoder.without_ids(part, self.fitting.place_of))
         if self.fitting.any_dropped:
             found = encoder.count(self.fitting.parts, self.fitting.train_rows)
             return {name: torch.from_numpy(array) for name, array in found.items()}
@@ -142,9 +142,7 @@ class _Publisher:
         splits: dict[str, dict[str, Any]],
         unknown: dict[str, dict[str, list[int]]],
     ) -> dict[str, Any]:
-        bad_blocks = [
-            (block.source.path.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad
-        ]
+        bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad]
         bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
         files = {"quarantine.jsonl": stored.describe_file(self.out / "quarantine.jsonl")}
         files["counts.safetensors"] = stored.write_counts(self.out, counts)
@@ -161,7 +159,7 @@ class _Publisher:
         schema = self.schema.to_dict()
         manifest = {
             "stoker_version": stoker.__version__,
-            "created_by": f"stoker prepare {self.task.recipe.name} --preset {self.task.recipe.preset_name}",
+            "created_by": self.task.recipe.command,
             "recipe": {"name": self.task.recipe.name, "preset": self.task.recipe.preset_name},
             "schema": schema,
             "schema_hash": stored.hash_schema(schema),

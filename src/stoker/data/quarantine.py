@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from stoker.data.columns import BadLine
 from stoker.data.shards import atomic_file
-from stoker.errors import DataError
+from stoker.errors import ConfigError, DataError
 from stoker.units import parse_share
 
 __all__ = ["BadLineLimit", "collect_quarantine", "write_bad_lines"]
 
+_RULE = "give the label a rule in the schema, such as rule = '> 0'"
 _EARLY = 1_000_000  # lines after which a share already exceeded stops the run
 
 
@@ -21,7 +21,14 @@ def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
     """Keep a block's bad lines, numbered from the block's start, until :func:`collect_quarantine`."""
     with path.open("w", encoding="utf-8") as file:
         for line in bad:
-            file.write(json.dumps([line.line, line.reason, line.text], ensure_ascii=False) + "\n")
+            file.write(json.dumps([line.line, line.reason, line.text, line.label], ensure_ascii=False) + "\n")
+
+
+def _read(kept: Path) -> Iterator[BadLine]:
+    with kept.open(encoding="utf-8") as lines:
+        for raw in lines:
+            line, reason, text, label = json.loads(raw)
+            yield BadLine(line=line, reason=reason, text=text, label=label)
 
 
 def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> int:
@@ -29,55 +36,73 @@ def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> i
     total = 0
     with atomic_file(path) as file:
         for name, before, kept in blocks:
-            with kept.open(encoding="utf-8") as lines:
-                for raw in lines:
-                    line, reason, text = json.loads(raw)
-                    entry = {"file": name, "line": before + line + 1, "reason": reason, "text": text}
-                    file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-                    total += 1
+            for bad in _read(kept):
+                entry = {"file": name, "line": before + bad.line + 1, "reason": bad.reason, "text": bad.text}
+                file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+                total += 1
     return total
 
 
 class BadLineLimit:
     """Counts lines in file order and stops at the first bad one (strict) or past a share (max_bad).
 
+    A label that is a number but neither 0 nor 1 more often means a column of another kind (stars, counts, several
+    kinds of clicks) than damage, so it is a bad line like any other only where the user has said, by ``max_bad``,
+    that lines may be damaged.
+
     Args:
         strict: no bad line at all.
-        max_bad: share of all lines, e.g. ``"0.1%"``; None: any number.
+        max_bad: share of all lines, e.g. ``"0.1%"``; None: any number, but no such label.
+        remedy: what to do where ``strict`` stops; None: the user's own choice of it can be taken back.
+
+    Raises:
+        ConfigError: ``max_bad`` is no share.
     """
 
-    def __init__(self, *, strict: bool = False, max_bad: str | float | None = None) -> None:
+    def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
         self.strict = strict
-        self.share = None if max_bad is None else parse_share(max_bad)
+        self.remedy = remedy or "Mend the line, or leave --strict out to set bad lines aside."
+        try:
+            self.share = None if max_bad is None else parse_share(max_bad)
+        except ConfigError as error:
+            raise ConfigError(f"max_bad: {error}") from None
         self.lines = 0
         self.bad = 0
+        self.labels = 0
         self.first = ""
 
-    def add(self, file: str, before: int, lines: int, bad: int, kept: Path | None) -> None:
+    def add(self, file: str, before: int, lines: int, bad: int, kept: Path | None, *, labels: int = 0) -> None:
         """Note the next block.
+
+        Args:
+            file, before, kept: name of the file, its lines before this block, and the block's bad lines.
+            lines, bad, labels: how many lines the block has, how many are bad, and how many of these for their label.
 
         Raises:
             DataError: the limit is exceeded.
         """
         self.lines += lines
         self.bad += bad
-        if bad and not self.first and kept is not None:
-            self.first = _describe(file, before, kept)
+        self.labels += labels
+        if kept is not None:
+            first = next(_read(kept))
             if self.strict:
-                raise DataError(f"{self.first}. Mend the line, or leave --strict out to set bad lines aside.")
+                raise DataError(f"{file}:{before + first.line + 1}: {first.reason}. {self.remedy}")
+            if labels and self.share is None:
+                first = next(line for line in _read(kept) if line.label)
+                raise DataError(
+                    f"{file}:{before + first.line + 1}: {first.reason}. Where that is what the column holds, {_RULE}. "
+                    "Where the line is damaged, mend it or say what share of lines may be bad: --max-bad 0.1%."
+                )
+            self.first = self.first or f"{file}:{before + first.line + 1}: {first.reason}"
         if self.lines >= _EARLY:
             self.check()
 
     def check(self) -> None:
         """Raise :class:`DataError` where the share of bad lines is exceeded."""
         if self.share is not None and self.bad > self.share * self.lines:
+            labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
             raise DataError(
                 f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), "
-                f"more than the {self.share:.3%} that --max-bad allows. The first: {self.first}."
+                f"more than the {self.share:.3%} that --max-bad allows. The first: {self.first}.{labels}"
             )
-
-
-def _describe(file: str, before: int, kept: Path) -> str:
-    with kept.open(encoding="utf-8") as lines:
-        entry: list[Any] = json.loads(lines.readline())
-    return f"{file}:{before + entry[0] + 1}: {entry[1]}"

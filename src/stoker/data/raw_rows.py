@@ -44,9 +44,13 @@ def read_rows(task: Task) -> Rows:
         blocks = _ingest(task, sources, "parts", _PartSink(task), task.limit)
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
-    derived = Source(number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"))
+    made = Source(
+        number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
+        name=f"rows that recipe {task.recipe.name} derives",
+    )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
-    return Rows(blocks=_ingest(task, [derived], "parts", _PartSink(task), BadLineLimit(strict=True)), raw=raw)
+    limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
+    return Rows(blocks=_ingest(task, [made], "parts", _PartSink(task), limit), raw=raw)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def _ingest(
 
     blocks, reused = ingest(
         sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
-        block_bytes=task.block_bytes, suffix=".parquet" if sink is _raw_sink else ".part",
+        block_bytes=task.block_bytes, suffix=".parquet" if isinstance(sink, _RawSink) else ".part",
     )  # fmt: skip
     task.reused += reused
     return blocks
@@ -96,7 +100,7 @@ def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
                 beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
             )
         except pl.exceptions.PolarsError as error:
-            names = ", ".join(path.name for path in task.files[:3])
+            names = ", ".join(str(path) for path in task.files[:3])
             reason = str(error).strip().split("\n")[0]
             raise DataError(
                 f"recipe {task.recipe.name} cannot work with {names}: {reason}. docs/recipes.md describes its input."
@@ -117,17 +121,24 @@ def _raw_frame(task: Task, done: list[IngestedBlock], name: str, raw: RawInput, 
         return pl.scan_parquet(parquet)
     fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
     sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
-    blocks = _ingest(task, sources, f"raw-{name}", _raw_sink, task.limit)
+    labels = [item for item in fields if item.column in raw.labels]
+    blocks = _ingest(task, sources, f"raw-{name}", _RawSink(labels), task.limit)
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
 
 
-def _raw_sink(block: Block, file: str, path: Path) -> dict[str, int]:
-    names = list(dict.fromkeys(item.column for item in block.columns))
-    beside = path.with_suffix(".tmp")
-    block_frame(block, names).write_parquet(beside, compression="lz4")
-    os.replace(beside, path)
-    return checksum(path)
+@dataclass(frozen=True)
+class _RawSink:
+    labels: Sequence[Field]
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
+        for item in self.labels:
+            block.drop_labels(item)
+        names = list(dict.fromkeys(item.column for item in block.columns))
+        beside = path.with_suffix(".tmp")
+        block_frame(block, names).write_parquet(beside, compression="lz4")
+        os.replace(beside, path)
+        return checksum(path)
 
 
 def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, RawInput, list[Path]]]:
@@ -138,7 +149,7 @@ def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, 
         left = [path for path in left if path not in matched[name]]
     if left:
         patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
-        raise DataError(f"recipe {recipe.name} has no use for {left[0].name}. It reads: {', '.join(patterns)}.")
+        raise DataError(f"recipe {recipe.name} has no use for {left[0]}. It reads: {', '.join(patterns)}.")
     for name, raw in recipe.inputs.items():
         if not matched[name] and not raw.optional:
             raise DataError(

@@ -5,6 +5,9 @@ of one pool (``shuffle_memory`` at most): when a pool is finished its pages are 
 consumed the kernel is asked to read the next one. These are clean pages of the page cache; the stream itself
 holds about 1 MB.
 
+A shard is checked when the first of its rows is due: in file order one after the other, shuffled all of them before
+the first batch.
+
 Legend: B rows of a batch, F features, L ids in all, W ranks.
 """
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.gather import make_gather
+from stoker.data.integrity import ShardChecks
 from stoker.data.order import EpochOrder, rows_that_fit
 from stoker.data.prefetch import prefetched
 from stoker.errors import CheckpointError, ConfigError
@@ -78,6 +82,9 @@ class BatchStream:
     Each ``for`` loop over it yields the rest of the current epoch: a whole epoch as a rule, or what remains
     of one whose loop was left early or which was resumed. The next loop goes on with the next epoch, in
     another order.
+
+    Raises:
+        DataError: (while read) a shard is damaged, or holds an id outside its table.
     """
 
     def __init__(
@@ -227,10 +234,15 @@ class BatchStream:
         order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
         pages = _Pages(self.split, order, self.rows)
         gather = make_gather(self.split.shards, self.split.starts)
+        checks = ShardChecks(self.split)
+        if self._seed is not None:
+            checks.before(0, self.rows)  # a shuffled batch takes its rows from everywhere
         # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
         ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
         for index in range(position, len(self)):
             start, stop = self._shares.span(index, self._rank)
+            if self._seed is None:
+                checks.before(start, stop)
             pages.at(start)
             step = epoch * len(self) + index
             allocate = partial(self._allocate, ring[index % len(ring)])

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from stoker.data.schema import Schema
 
-__all__ = ["Derive", "RawInput", "Recipe"]
+__all__ = ["OWN_SCHEMA", "Derive", "RawInput", "Recipe"]
 
+OWN_SCHEMA = "schema"  # the preset of a recipe that was made of a user's schema
 RAW_TYPES = ("hex", "int", "float", "string")
 
 Derive = Callable[[Mapping[str, "pl.LazyFrame"], "Schema"], "pl.LazyFrame"]
@@ -39,15 +40,17 @@ class RawInput:
     format: SourceFormat = field(default_factory=SourceFormat)
     columns: Mapping[str, str]  # raw column -> hex | int | float | string
     required: tuple[str, ...] = ()  # an empty field here is a bad line
+    labels: tuple[str, ...] = ()  # numbers that must be 0 or 1
     optional: bool = False  # whether the recipe works without any such file
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():
             if kind not in RAW_TYPES:
                 raise SchemaError(f"raw column {name!r}: type {kind!r} is not one of: {', '.join(RAW_TYPES)}.")
-        unknown = sorted(set(self.required) - set(self.columns))
-        if unknown:
-            raise SchemaError(f"required columns {unknown} are not among the raw columns.")
+        for what, names in (("required columns", self.required), ("labels", self.labels)):
+            unknown = sorted(set(names) - set(self.columns))
+            if unknown:
+                raise SchemaError(f"{what} {unknown} are not among the raw columns.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,13 @@ class Recipe:
     def preset_name(self) -> str:
         """The chosen preset, else the first."""
         return self.preset or next(iter(self.presets))
+
+    @property
+    def command(self) -> str:
+        """How it is called, for a manifest."""
+        if self.preset_name == OWN_SCHEMA:
+            return f"stoker prepare with the schema {self.name}"
+        return f"stoker prepare {self.name} --preset {self.preset_name}"
 
     def schema(self, preset: str | None = None) -> Schema:
         """The schema of ``preset``, else of the chosen preset."""

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
-_CHUNK = 2**22  # bytes hashed or written at a time
+_CHUNK = 2**22  # bytes written at a time
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 2**20  # bytes; ours take some hundred
@@ -91,13 +91,10 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file, read a few MiB at a time."""
-    digest, size = hashlib.sha256(), 0
+    """Size in bytes and sha256 of a file, read a little at a time."""
     with Path(path).open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
 def write_shard(
@@ -189,6 +186,7 @@ class MappedShard:
 
     path: Path
     rows: int
+    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
     map: mmap.mmap
     dense: npt.NDArray[np.float32]  # [n, num_dense]
     labels: npt.NDArray[np.float32]  # [n]
@@ -212,10 +210,39 @@ class MappedShard:
             if end > begin:
                 self.map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
+    def digest(self) -> tuple[int, str]:
+        """Size in bytes and sha256 of the mapped file.
+
+        Read with system calls, not through the map: a bad sector is then an error, where the map would end the
+        process. What it has read is in the page cache for the map.
+
+        Raises:
+            DataError: the file cannot be read, or is no longer the one that was mapped.
+        """
+        try:
+            with self.path.open("rb") as file:
+                if _identity(file) != self.identity:
+                    raise DataError(
+                        f"{self.path} was changed or replaced since it was opened. Let what writes to it finish, then "
+                        "open the dataset again."
+                    )
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                return file.tell(), digest
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error.strerror}. Look at the disk, and restore the file from a copy, or "
+                "prepare the dataset again."
+            ) from error
+
     def release(self) -> None:
         """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
         if hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def _identity(file: BinaryIO) -> tuple[int, ...]:
+    state = os.fstat(file.fileno())
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def open_shard(path: str | Path, *, rows: int) -> MappedShard:
@@ -230,6 +257,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     try:
         with path.open("rb") as file:
             extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            identity = _identity(file)  # before the map: what changes in between is then noticed
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
     except ValueError as error:
         raise DataError(f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again.") from error
@@ -249,6 +277,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     return MappedShard(
         path=path,
         rows=rows,
+        identity=identity,
         map=mapped,
         dense=tensors["dense"],
         labels=tensors["labels"],

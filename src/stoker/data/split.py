@@ -13,18 +13,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.data.features import FeatureSpec
+from stoker.data.integrity import check_ids
 from stoker.data.reader import BatchStream
 from stoker.data.shards import MappedShard, allow_open_files, open_shard
 from stoker.errors import DataError
 
 __all__ = ["Split"]
-
-_CHECKED = 2**16  # rows looked at together
 
 
 class Split:
@@ -168,30 +166,10 @@ class Split:
         """Check every id of the split against its table.
 
         Raises:
-            DataError: naming the first shard, feature and id outside its table.
+            DataError: naming the first shard, row, feature and id outside its table.
         """
-        features = self.schema.features
-        limits = np.array([self.schema.num_embeddings[feature.table] for feature in features], np.int64)
         for shard in self.shards:
-            for start in range(0, shard.rows, _CHECKED):
-                stop = min(start + _CHECKED, shard.rows)
-                if shard.lengths is None or shard.row_offsets is None:
-                    ids, column = (
-                        shard.ids[start:stop].reshape(-1),
-                        np.tile(np.arange(len(limits)), stop - start),
-                    )
-                else:
-                    ids = shard.ids[shard.row_offsets[start] : shard.row_offsets[stop]]
-                    column = np.tile(np.arange(len(limits)), stop - start)
-                    column = np.repeat(column, shard.lengths[start:stop].reshape(-1))
-                bad = np.flatnonzero((ids < 0) | (ids >= limits[column]))
-                if len(bad):
-                    feature = features[int(column[bad[0]])]
-                    raise DataError(
-                        f"{shard.path}: feature {feature.name} holds id {int(ids[bad[0]]):,}, table "
-                        f"{feature.table} has {limits[column[bad[0]]]:,} rows. Prepare the dataset again."
-                    )
-            shard.release()
+            check_ids(shard, self.schema)
 
     def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel to read rows [start, stop) soon."""

@@ -19,7 +19,7 @@ from stoker.errors import DataError
 
 __all__ = ["SPLITS", "Progress", "Task"]
 
-WORK_VERSION = 1  # of the parts; raise it when their content changes
+WORK_VERSION = 2  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", ".work", *SPLITS)
 
@@ -68,6 +68,11 @@ class Task:
         self.journal = Journal(self.work, self._fingerprint(), resume=resume)
         if not self.journal.done:
             self._remove(keep=(".work",))
+
+    def discard(self) -> None:
+        """Forget all finished work."""
+        self.journal.done.clear()
+        self._remove(keep=(".work",))
 
     def _claim(self) -> None:
         """Only an empty directory is ours, or one where a preparation was interrupted."""

@@ -14,6 +14,7 @@ import torch
 from stoker.device import available_memory
 from stoker.errors import ConfigError
 from stoker.placement.expected import Traffic, Uses, expect
+from stoker.placement.footprint import Footprint
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import DTYPES, Device, HostPipelined, Slotted, Strategy, TableConfig
 from stoker.units import format_count, format_size
@@ -44,6 +45,7 @@ class Group:
     home: Literal["memory", "file"] | None  # where all rows lie, if not in their slots
     slots: int  # rows in fast memory
     slot_bytes: int  # what they take, with optimizer state
+    beside_bytes: int  # main memory that it takes at most to find and plan them
     distinct_rows: float  # that a batch needs
     hit_rate: float  # share of a batch's distinct rows that lie in a slot already
     lookup_hit_rate: float  # the same share of lookups
@@ -67,6 +69,13 @@ class Workload:
     def depth(self, home: str | None) -> int:
         """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
         return self.in_flight or (2 if home == "file" or self.device.type == "cuda" else 1)
+
+    def footprint(self, tables: Sequence[TableConfig]) -> Footprint:
+        """The memory of tables that share slots."""
+        return Footprint(
+            [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state), lookahead=self.lookahead,
+            in_flight=self.depth("file"), on_cpu=self.device.type == "cpu", rounded=tables[0].dtype == "bfloat16",
+        )  # fmt: skip
 
     def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
         """What is expected of tables behind ``slots``, and whether batches come in parts."""
@@ -173,9 +182,10 @@ class Placement(MutableMapping[str, Strategy]):
     ) -> Group:
         work, strategy = self.workload, bucket.strategy
         rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
-        slots, home, seconds, disk, parts = rows, None, 0.0, 0.0, False
+        slots, beside, home, seconds, disk, parts = rows, 0, None, 0.0, 0.0, False
         if isinstance(strategy, Slotted):
             slots, home = strategy.count_slots(rows, size), strategy.home
+            beside = work.footprint(tables).beside(slots).total
             traffic, parts = work.traffic(tables, strategy, slots)
             profile = measured(tables[0], strategy)
             seconds = profile.plan_seconds(traffic)
@@ -192,7 +202,8 @@ class Placement(MutableMapping[str, Strategy]):
         return Group(
             tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=rows * size,
             strategy=type(strategy).__name__, home=home, slots=slots, slot_bytes=slots * size,
-            distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate, lookup_hit_rate=traffic.lookup_hit_rate,
+            beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
+            lookup_hit_rate=traffic.lookup_hit_rate,
             fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
             seconds=seconds, disk_seconds=disk,
         )  # fmt: skip
@@ -274,6 +285,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "home": _moving(lambda group: str(group.home)),
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
     "slots take": _moving(lambda group: format_size(group.slot_bytes)),
+    "finding and planning rows": _moving(lambda group: format_size(group.beside_bytes)),
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
     "hit rate": lambda group: f"{group.hit_rate:.1%}",
     "hit rate of lookups": lambda group: f"{group.lookup_hit_rate:.1%}",

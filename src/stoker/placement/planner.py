@@ -2,12 +2,15 @@
 
 If all rows fit the device, they lie there. If not, tables stay on the device one after the other, those with the most
 used rows per byte first, as far as that lowers the traffic of the others, which share the remaining memory as slots.
+
+Finding and planning rows takes main memory beside them (:mod:`stoker.placement.footprint`). Where the slots lie in main
+memory too, their budget has to cover it; behind a GPU, that of the rows at home.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +21,10 @@ from stoker.device import device_memory as memory_of
 from stoker.errors import ConfigError
 from stoker.optim import RowOptimizer
 from stoker.placement.expected import Uses, uses_of
+from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
-from stoker.tables.config import Cached, Device, HostPipelined, Strategy, TableConfig
+from stoker.tables.config import Cached, Device, TableConfig
 from stoker.units import format_size, parse_size
 
 __all__ = ["plan"]
@@ -29,7 +33,6 @@ Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 
 _MARGIN = 0.05  # batches are not quite independent draws
 _DEVIATIONS = 5.0  # and their distinct rows scatter
-_LITTLE_MORE = 1.1  # times the rows in flight: below, nothing is worth keeping
 _SHARES = 16  # parts in which memory is dealt out to several kinds
 _AS_GOOD = 1.01  # times the least traffic
 _HOME_SHARE = 0.8  # of the available memory
@@ -59,9 +62,10 @@ def plan(
         counts: table -> training occurrences by id [num_embeddings], falling, such as ``dataset.counts``. Tables
             without are taken to follow Zipf's law with exponent 1.05.
         optimizer: the row optimizer, whose state travels with a row.
-        device_memory: bytes for rows and their state in fast memory, such as "4GiB". The dense part needs its own.
-        host_memory: bytes for all rows at home; None takes 80 % of what is available (less the slots, where the device
-            is the CPU). If the homes need more they become files.
+        device_memory: bytes for rows and their state in fast memory, such as "4GiB". Where the device is the CPU they
+            also cover what it takes to find and plan the rows. The dense part needs its own.
+        host_memory: bytes for all rows at home, and with a GPU for finding and planning rows; None takes 80 % of what
+            is available (less ``device_memory``, where the device is the CPU). Homes that need more become files.
         batch_size: examples.
         in_flight: batches whose rows are in fast memory at a time; None as in :func:`stoker.stage`.
         lookahead: batches whose ids are known in advance.
@@ -84,30 +88,35 @@ def plan(
     mean = {name: _of(ids_per_feature, name, 1.0) for table in tables for name in table.features}
     most = {name: int(_of(max_ids, name, math.ceil(mean[name]))) for name in mean}
     state = dict(optimizer.state)
-    needs = _Needs(tables, counts or {}, state, batch_size, mean, most, in_flight, spill)
-    work = Workload(uses=needs.uses, state=state, lookahead=lookahead, in_flight=in_flight, device=chosen)
+    work = Workload(
+        uses=_uses(tables, counts or {}, batch_size, mean), state=state, lookahead=lookahead, in_flight=in_flight,
+        device=chosen,
+    )  # fmt: skip
+    needs = _Needs(work, most, spill)
     total = sum(needs.bytes(table) for table in tables)
     if total <= budget:
         _check_device(total, chosen)
         return Placement(tables, {table.name: Device() for table in tables}, work, profile)
-    needs.check(budget, batch_size)
-    resident, memory = _divide(tables, budget, needs, work)
-    taken = sum(needs.bytes(table) for table in resident) + sum(memory.values())
-    _check_device(taken, chosen)
+    needs.check(tables, budget, batch_size)
+    resident, slots = _divide(tables, budget, needs, work)
     rest = [table for table in tables if table not in resident]
+    kinds = by_kind(rest)
+    taken = sum(needs.bytes(table) for table in resident)
+    taken += sum(needs.footprint(members).fast(slots[kind]) for kind, members in kinds.items())
+    _check_device(taken, chosen)
     homes = sum(needs.bytes(table) for table in rest)
-    home, note = _home(homes, host_memory, taken if chosen.type == "cpu" else 0, path)
+    beside = 0
+    if chosen.type != "cpu":
+        beside = sum(needs.footprint(members).counted(slots[kind]) for kind, members in kinds.items())
+    home, note = _home(homes, beside, host_memory, taken if chosen.type == "cpu" else 0, path)
     options: dict[str, Any] = {"home": home, "spill": spill}
     if home == "file":
         options["path"] = None if path is None else str(path)
-    strategies: dict[str, Strategy] = {}
-    for table in tables:
-        if table in resident:
-            strategies[table.name] = Device()
-            continue
-        kind = _kind(table)
-        little = memory[kind] < _LITTLE_MORE * needs.expected_bytes(by_kind(rest)[kind], work.depth(home))
-        strategies[table.name] = (HostPipelined if little else Cached)(memory=memory[kind], **options)
+    # With as few slots as the rows in flight a cache still fetches no more than a pipeline without one (HostPipelined).
+    cached = {
+        kind: Cached(memory=slots[kind] * row_bytes(members[0], state), **options) for kind, members in kinds.items()
+    }
+    strategies = {table.name: Device() if table in resident else cached[_kind(table)] for table in tables}
     return Placement(tables, strategies, work, profile, note)
 
 
@@ -121,32 +130,31 @@ def _kind(table: TableConfig) -> Kind:
     return table.embedding_dim, table.pooling, table.dtype
 
 
-class _Needs:
-    """What tables need, in rows and bytes."""
+def _uses(
+    tables: Sequence[TableConfig], counts: Mapping[str, Any], batch_size: int, mean: Mapping[str, float]
+) -> dict[str, Uses]:
+    """How often the rows of each table are used."""
+    found: dict[str, Uses] = {}
+    for table in tables:
+        known = counts.get(table.name)
+        if known is not None and len(known) != table.num_embeddings:
+            raise ConfigError(
+                f"table {table.name!r} has {table.num_embeddings:,} rows, but {len(known):,} counts. Give those of "
+                "its own vocabulary."
+            )
+        found[table.name] = uses_of(
+            table.num_embeddings, known, batch_size * sum(mean[name] for name in table.features)
+        )
+    return found
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        counts: Mapping[str, Any],
-        state: Mapping[str, str],
-        batch_size: int,
-        mean: Mapping[str, float],
-        most: Mapping[str, int],
-        in_flight: int | None,
-        spill: str,
-    ) -> None:
-        self.tables, self.state, self.most = tables, state, most
-        self.in_flight, self.spill = in_flight, spill
-        self.uses: dict[str, Uses] = {}
-        for table in tables:
-            known = counts.get(table.name)
-            if known is not None and len(known) != table.num_embeddings:
-                raise ConfigError(
-                    f"table {table.name!r} has {table.num_embeddings:,} rows, but {len(known):,} counts. Give those of "
-                    "its own vocabulary."
-                )
-            lookups = batch_size * sum(mean[name] for name in table.features)
-            self.uses[table.name] = uses_of(table.num_embeddings, known, lookups)
+
+class _Needs:
+    """What tables need: rows in slots, and bytes of fast memory."""
+
+    def __init__(self, work: Workload, most: Mapping[str, int], spill: str) -> None:
+        self.work, self.most, self.spill = work, most, spill
+        self.uses, self.state = work.uses, work.state
+        self._footprints: dict[tuple[str, ...], Footprint] = {}
 
     def bytes(self, table: TableConfig) -> int:
         """Of all rows of a table."""
@@ -156,42 +164,46 @@ class _Needs:
         """Rows used a step, per byte."""
         return self.uses[table.name].distinct / self.bytes(table)
 
-    def _expected(self, tables: Sequence[TableConfig], depth: int) -> float:
-        return sum(self.uses[table.name].distinct_of(depth) for table in tables)
+    def footprint(self, members: Sequence[TableConfig]) -> Footprint:
+        """Of tables of one kind."""
+        names = tuple(table.name for table in members)
+        if names not in self._footprints:
+            self._footprints[names] = self.work.footprint(members)
+        return self._footprints[names]
 
-    def expected_bytes(self, tables: Sequence[TableConfig], depth: int) -> float:
-        """Of the rows of ``depth`` batches of tables of one kind, on average."""
-        return self._expected(tables, depth) * row_bytes(tables[0], self.state)
-
-    def in_flight_bytes(self, tables: Sequence[TableConfig], depth: int) -> int:
-        """The same with a margin: few batches have more."""
-        expected = self._expected(tables, depth)
+    def in_flight_slots(self, members: Sequence[TableConfig], depth: int) -> int:
+        """Rows of ``depth`` batches of tables of one kind, with a margin: few batches have more."""
+        expected = sum(self.uses[table.name].distinct_of(depth) for table in members)
         rows = math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))
-        return min(rows, sum(table.num_embeddings for table in tables)) * row_bytes(tables[0], self.state)
+        return min(rows, sum(table.num_embeddings for table in members))
 
-    def largest_bytes(self, tables: Sequence[TableConfig]) -> int:
-        """Of the rows of the largest example, of tables of one kind."""
-        rows = sum(min(table.num_embeddings, sum(self.most[name] for name in table.features)) for table in tables)
-        return max(1, rows) * row_bytes(tables[0], self.state)
+    def largest_slots(self, members: Sequence[TableConfig]) -> int:
+        """Rows of the largest example, of tables of one kind."""
+        rows = sum(min(table.num_embeddings, sum(self.most[name] for name in table.features)) for table in members)
+        return max(1, rows)
 
-    def least_bytes(self, tables: Sequence[TableConfig]) -> int:
-        """Of slots for these tables, of any kinds: with fewer they cannot be trained."""
-        kinds = by_kind(tables).values()
+    def least_slots(self, members: Sequence[TableConfig]) -> int:
+        """With fewer, tables of one kind cannot be trained."""
+        largest = self.largest_slots(members)
         if self.spill == "refuse":
-            return sum(self.in_flight_bytes(members, self.in_flight or 1) for members in kinds)
-        return sum(map(self.largest_bytes, kinds))
+            return max(largest, self.in_flight_slots(members, self.work.in_flight or 1))
+        return largest
 
-    def wanted_bytes(self, tables: Sequence[TableConfig]) -> int:
-        """Of slots with which one batch can be staged while another is trained."""
-        return sum(self.in_flight_bytes(members, self.in_flight or 2) for members in by_kind(tables).values())
+    def wanted_slots(self, members: Sequence[TableConfig]) -> int:
+        """With these, one batch can be staged while another is trained."""
+        return self.in_flight_slots(members, self.work.in_flight or 2)
 
-    def check(self, budget: int, batch_size: int) -> None:
+    def fast(self, tables: Sequence[TableConfig], slots: Callable[[Sequence[TableConfig]], int]) -> int:
+        """Bytes of fast memory for tables of any kinds, each kind behind so many slots."""
+        return sum(self.footprint(members).fast(slots(members)) for members in by_kind(tables).values())
+
+    def check(self, tables: Sequence[TableConfig], budget: int, batch_size: int) -> None:
         """Refuse a budget that cannot work."""
-        least = self.least_bytes(self.tables)
+        least = self.fast(tables, self.least_slots)
         if budget >= least:
             return
         if self.spill == "refuse":
-            depth = self.in_flight or 1
+            depth = self.work.in_flight or 1
             number = "a batch" if depth == 1 else f"{depth} batches in flight"
             what = f"{number} of {batch_size:,} examples needs about {format_size(least)} of rows at once"
             remedy = "lower in_flight or batch_size, or choose spill='parts', which works on large batches in parts"
@@ -200,7 +212,8 @@ class _Needs:
             remedy = "or choose fewer columns (embedding_dim)"
         raise ConfigError(
             f"device_memory {format_size(budget)} is too little: {what}, with optimizer state. The smallest budget "
-            f"that works is {_at_least(least)}. Give that much (--device-memory), {remedy}."
+            f"that works is {_at_least(least)}. Give that much (--device-memory), {remedy}.",
+            settings=("spill",),
         )
 
 
@@ -215,63 +228,75 @@ def by_kind(tables: Sequence[TableConfig]) -> dict[Kind, list[TableConfig]]:
 def _divide(
     tables: Sequence[TableConfig], budget: int, needs: _Needs, work: Workload
 ) -> tuple[list[TableConfig], dict[Kind, int]]:
-    """The tables that stay on the device, and the memory of the others' slots by kind."""
+    """The tables that stay on the device, and the slots of the others by kind."""
     order = sorted(tables, key=lambda table: (-needs.density(table), table.name))
     options: list[tuple[float, int, dict[Kind, int]]] = []
     used = 0
     for count in range(len(order)):
         rest = order[count:]
         # Where not even all memory holds the batches in flight, it all goes to slots.
-        if count and used + needs.wanted_bytes(rest) > budget:
+        if count and used + needs.fast(rest, needs.wanted_slots) > budget:
             break
-        memory, moved = _deal(by_kind(rest), budget - used, needs, work)
-        options.append((moved, count, memory))
+        slots, moved = _deal(by_kind(rest), budget - used, needs, work)
+        options.append((moved, count, slots))
         used += needs.bytes(order[count])
     least = min(moved for moved, _, _ in options)
     # Of those as good as the best, the one with the most tables on the device: they need no planning.
-    _, count, memory = max((option for option in options if option[0] <= _AS_GOOD * least), key=lambda o: o[1])
-    return order[:count], memory
+    _, count, slots = max((option for option in options if option[0] <= _AS_GOOD * least), key=lambda o: o[1])
+    return order[:count], slots
 
 
 def _deal(
     kinds: Mapping[Kind, Sequence[TableConfig]], memory: int, needs: _Needs, work: Workload
 ) -> tuple[dict[Kind, int], float]:
-    """Memory for the slots of each kind, whole rows, and the bytes that are then fetched in a step.
+    """The slots of each kind, and the bytes that are then fetched in a step.
 
     Each kind gets what it needs; the rest is dealt out in parts to whoever it saves most traffic.
     """
-    size = {kind: row_bytes(members[0], needs.state) for kind, members in kinds.items()}
-    limit = {kind: sum(map(needs.bytes, members)) for kind, members in kinds.items()}
+    prints = {kind: needs.footprint(members) for kind, members in kinds.items()}
+    limit = {kind: found.fast(found.rows) for kind, found in prints.items()}
 
     def moved(kind: Kind, given: int) -> float:
-        slots = given // size[kind]
-        traffic, _ = work.traffic(kinds[kind], Cached(slots=max(1, slots)), max(1, slots))
-        return traffic.fetched * size[kind]
+        slots = max(1, prints[kind].slots_within(given))
+        traffic, _ = work.traffic(kinds[kind], Cached(slots=slots), slots)
+        return traffic.fetched * prints[kind].row_bytes
 
     if len(kinds) == 1:
         kind = next(iter(kinds))
         given = {kind: min(memory, limit[kind])}
     else:
-        given = {kind: needs.largest_bytes(members) for kind, members in kinds.items()}
-        enough = {kind: max(given[kind], needs.wanted_bytes(members)) for kind, members in kinds.items()}
-        if sum(enough.values()) > memory:
-            enough = {kind: max(given[kind], needs.least_bytes(members)) for kind, members in kinds.items()}
-        if sum(enough.values()) <= memory:
-            given = enough
+
+        def enough(slots: Callable[[Sequence[TableConfig]], int]) -> dict[Kind, int]:
+            return {
+                kind: prints[kind].fast(max(slots(members), needs.least_slots(members)))
+                for kind, members in kinds.items()
+            }
+
+        given = enough(needs.wanted_slots)
+        if sum(given.values()) > memory:
+            given = enough(needs.least_slots)
         part = max(1, (memory - sum(given.values())) // _SHARES)
         now = {kind: moved(kind, given[kind]) for kind in kinds}
         for _ in range(_SHARES):
             after = {kind: moved(kind, min(limit[kind], given[kind] + part)) for kind in kinds}
             best = max(kinds, key=lambda kind: now[kind] - after[kind])
             given[best], now[best] = min(limit[best], given[best] + part), after[best]
-    given = {kind: value // size[kind] * size[kind] for kind, value in given.items()}
-    return given, sum(moved(kind, value) for kind, value in given.items())
+    slots = {kind: prints[kind].slots_within(value) for kind, value in given.items()}
+    return slots, sum(moved(kind, value) for kind, value in given.items())
 
 
 def _home(
-    needed: int, host_memory: int | str | None, slots: int, path: str | Path | None
+    needed: int, beside: int, host_memory: int | str | None, slots: int, path: str | Path | None
 ) -> tuple[Literal["memory", "file"], str]:
-    """Where rows lie that do not fit the device, and why."""
+    """Where rows lie that do not fit the device, and why.
+
+    Args:
+        needed: bytes of all their rows.
+        beside: bytes of main memory that it takes to find and plan them.
+        host_memory: as for :func:`plan`.
+        slots: bytes of main memory that are given away already.
+        path: as for :func:`plan`.
+    """
     if host_memory is not None:
         room: float = parse_size(host_memory)
         given = f"host_memory {format_size(room)}"
@@ -279,8 +304,10 @@ def _home(
         available = available_memory()
         room = math.inf if available is None else _HOME_SHARE * max(0, available - slots)
         given = f"80 % of the available memory, {format_size(room)}"
-    if needed <= room:
+    if needed + beside <= room:
         return "memory", f"the rows at home take {format_size(needed)} of memory"
+    if beside:
+        given += f" less {format_size(beside)} to find and plan them"
     where = "the system's temporary directory" if path is None else str(path)
     return "file", f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
 

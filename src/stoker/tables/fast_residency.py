@@ -18,7 +18,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
-    """Tables to number all rows by (row within the table, table): see ``residency_kernels._rank``.
+    """Tables to number all rows by (row within the table, table): see ``eviction_order.rank_of``.
 
     Up to the size of the smallest table every table has a row of each number, up to the next one all but that, and so
     on: G segments. (start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
@@ -52,7 +52,8 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 class FastResidency(Residency):
     """Equal to :class:`stoker.tables.residency.ReferenceResidency`, plan for plan.
 
-    Memory: 40 bytes a slot, 43 to 86 bytes a resident or announced row, 24 bytes an announced use, N bits.
+    Memory: 40 bytes a slot (56 if the window wants more rows than there are slots), 43 to 86 bytes a resident or
+    announced row, 24 bytes an announced use, N bits.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -68,6 +69,7 @@ class FastResidency(Residency):
         self._slots[:, [kernels.ROW, kernels.NEXT]] = -1
         self.row_in_slot = self._slots[:, kernels.ROW]
         self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
+        self._heap = np.zeros(2 * slots, np.int64)  # memory comes when it is touched, which few runs do
         self._counters = np.zeros(8, np.int64)
         self._counters[kernels.FREE] = slots
         self._window: deque[tuple[int, int, Ints]] = deque()  # step, first entry, rows
@@ -76,7 +78,8 @@ class FastResidency(Residency):
 
     @property
     def _structures(self) -> tuple[Any, ...]:
-        return self._slots, self._tree, self._levels, self._first_row, self._ranks, self._counters
+        order = (self._tree, self._levels, self._heap)
+        return self._slots, order, self._first_row, self._ranks, self._counters
 
     def announce(self, rows: Ints) -> None:
         rows = np.ascontiguousarray(rows, np.int64)

@@ -337,11 +337,16 @@ def load(
     Raises:
         CheckpointError: a missing or damaged file, or a model that differs from the saved one.
     """
-    from stoker.training.rundir import find_checkpoint
+    from stoker.training.rundir import find_checkpoint, whole_beside
 
     directory = find_checkpoint(directory)
     manifest = read_manifest(directory)
-    verify(directory, manifest)
+    try:
+        verify(directory, manifest)
+    except CheckpointError as error:
+        if model is not None:
+            raise
+        raise CheckpointError(f"{error} {whole_beside(directory)}") from error
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
     if model is None:
         kind = manifest["model"]["model"]

@@ -43,7 +43,9 @@ _DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3}
 
 def _choice(name: str, value: str, choices: Any) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.")
+        raise ConfigError(
+            f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", settings=(name,)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +113,20 @@ class TrainConfig:
         _choice("metric", self.metric, ("auc", "log_loss"))
         for name in ("embedding_dim", "batch_size", "epochs", "keep_last", "log_every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
         _choice("spill", self.spill, ("parts", "refuse"))
         if self.device_memory == "all":
             object.__setattr__(self, "device_memory", None)
-        for size in (self.device_memory, self.host_memory):
-            if size is not None:
-                parse_size(size)
+        for name in ("device_memory", "host_memory", "shuffle_memory"):
+            if (size := getattr(self, name)) is not None:
+                try:
+                    parse_size(size)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}", settings=(name,)) from error
         if self.lookahead < 0:
-            raise ConfigError(f"lookahead is {self.lookahead} batches; it must not be negative.")
+            raise ConfigError(
+                f"lookahead is {self.lookahead}; it must not be a negative number of batches.", settings=("lookahead",)
+            )
         for name in (
             "steps",
             "decay_steps",
@@ -131,7 +138,9 @@ class TrainConfig:
             "in_flight",
         ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1, or left out.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1, or left out.", settings=(name,)
+                )
         for name in (
             "row_lr",
             "dense_lr",
@@ -142,7 +151,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value}; it must be finite and not negative.")
+                raise ConfigError(f"{name} is {value}; it must be finite and not negative.", settings=(name,))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -169,6 +178,10 @@ class TrainConfig:
         if changes:
             self.from_dict(changes)
         return replace(self, **changes)
+
+    def total_steps(self, epoch: int) -> int:
+        """Batches of the whole run, where an epoch has ``epoch`` of them."""
+        return self.epochs * epoch if self.steps is None else self.steps
 
     def make_schedule(self, total_steps: int) -> Schedule:
         """The factor on both learning rates over a run of ``total_steps``."""

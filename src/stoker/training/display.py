@@ -12,6 +12,8 @@ from stoker.units import format_count, format_duration
 
 __all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
 
+_REFRESH = 0.1  # seconds between two movements of the bar
+
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
 
 
@@ -28,6 +30,9 @@ class Display:
 
     def start(self, step: int, total: int, facts: str) -> None:
         """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
+
+    def step(self, done: int) -> None:
+        """One more step is done. Called after every step: must cost next to nothing."""
 
     def record(self, values: dict[str, Any]) -> None:
         """One record of metrics.jsonl."""
@@ -101,7 +106,10 @@ class ProgressBar(Display):
         )
         self._task: Any = None
         self._total = 0
+        self._next = 0.0  # when the bar moves again
         self._auc = ""
+        self._status = ""
+        self._seconds_per_step = 0.0
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -114,16 +122,27 @@ class ProgressBar(Display):
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
 
+    def step(self, done: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _REFRESH
+            self._move(done)
+
+    def _move(self, done: int) -> None:
+        left = (self._total - done) * self._seconds_per_step
+        status = f"{self._status}  {format_duration(left)} left" if self._status else ""
+        self._bar.update(self._task, completed=done, status=status)
+
     def record(self, values: dict[str, Any]) -> None:
         if values["kind"] != "train":
             if values.get("auc") is not None:
                 self._auc = f"  AUC {values['auc']:.4f}"
             self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
             return
-        left = format_duration((self._total - values["step"]) * values["seconds_per_step"])
         rate = format_count(values["samples_per_second"])
-        status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s  {left} left"
-        self._bar.update(self._task, completed=values["step"], status=status)
+        self._status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s"
+        self._seconds_per_step = values["seconds_per_step"]
+        self._move(values["step"])
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)

@@ -25,9 +25,13 @@ from stoker.training.metrics import StreamingMetrics
 if TYPE_CHECKING:
     from stoker.data.split import Split
 
-__all__ = ["check_dataset", "dataset_identity", "evaluate", "finite", "predict"]
+__all__ = ["check_dataset", "check_scores_file", "dataset_identity", "evaluate", "finite", "predict"]
 
 _BATCH = 8192  # examples
+_REMEDY = (
+    "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
+    "named), or train a model on this one."
+)
 
 
 def dataset_identity(dataset: Dataset) -> dict[str, str]:
@@ -51,14 +55,12 @@ def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] 
         if canonical_json(mine[what]) != canonical_json(theirs[what]):
             raise ConfigError(
                 f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are "
-                f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. Use the dataset "
-                "of the run."
+                f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. {_REMEDY}"
             )
     if trained_on is not None and trained_on != dataset_identity(dataset):
         raise ConfigError(
             f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
-            "its ids stand for other values and the scores would mean nothing. Prepare it with the "
-            "vocabulary of the run's dataset."
+            f"its ids stand for other values and the scores would mean nothing. {_REMEDY}"
         )
 
 
@@ -140,27 +142,29 @@ def predict(
     rows: int | None = None,
     lookahead: int | None = None,
 ) -> int:
-    """Write scores to a Parquet file: row (int64, position in the split), label (float32), score (float32).
+    """Write scores to a file: row (int64, position in the split), label (float32), score (float32).
 
     The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
+
+    Args:
+        model: the model.
+        split: for example ``dataset.test``.
+        out: a name that ends in .parquet or .csv, which decides the format.
+        batch_size: examples at a time.
+        rows: the first so many rows only; None means all.
+        lookahead: as for :func:`evaluate`.
 
     Returns:
         The number of rows.
 
     Raises:
-        ConfigError: ``out`` exists.
+        ConfigError: ``out`` exists, or its name ends otherwise.
         DependencyError: pyarrow is not installed.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise DependencyError(
-            "writing Parquet needs pyarrow, which is not installed. Run: pip install pyarrow"
-        ) from error
     out = Path(out)
-    if out.exists():
-        raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
+    check_scores_file(out)
+    import pyarrow as pa
+
     schema = pa.schema([("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())])
     done = 0
 
@@ -178,7 +182,7 @@ def predict(
 
     with (
         atomic_file(out) as file,
-        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        _writer(file, out.suffix, schema) as writer,
         _scoring(model),
         closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
     ):
@@ -193,6 +197,37 @@ def predict(
         if pending or not done:
             writer.write_table(table(pending, done) if pending else schema.empty_table())
     return done + held
+
+
+def check_scores_file(out: Path) -> None:
+    """Refuse a file that :func:`predict` cannot write, before a model is read.
+
+    Raises:
+        ConfigError: it exists, or its name does not say a format.
+        DependencyError: pyarrow is not installed.
+    """
+    if out.suffix not in (".parquet", ".csv"):
+        raise ConfigError(
+            f"{out} ends in neither .parquet nor .csv, which says the format of the scores. Choose for example "
+            f"{out.with_suffix('.parquet')}."
+        )
+    if out.exists():
+        raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(
+            "writing scores needs pyarrow, which is not installed. Run: pip install pyarrow"
+        ) from error
+
+
+def _writer(file: Any, suffix: str, schema: Any) -> Any:
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    if suffix == ".csv":
+        return pyarrow.csv.CSVWriter(file, schema)
+    return pyarrow.parquet.ParquetWriter(file, schema, compression="zstd")
 
 
 def _score(model: RecModel, batch: Batch) -> tuple[Tensor | None, Tensor]:

@@ -57,7 +57,7 @@ def _events(path: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         warnings.warn(
-            "tensorboard=True is ignored because tensorboard is not installed. Run: pip install tensorboard",
+            "no TensorBoard events are written because tensorboard is not installed. Run: pip install tensorboard",
             stacklevel=4,
         )
         return None

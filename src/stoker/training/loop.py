@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +14,26 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
-from stoker.errors import CheckpointError, ConfigError
+from stoker.errors import ConfigError
 from stoker.models import RecModel
-from stoker.optim import Constant
+from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.evaluation import dataset_identity, evaluate, finite
+from stoker.training.finish import TrainResult, finish
 from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
+from stoker.training.metrics import deciding
 from stoker.training.placing import Epochs, let_go, moved, movement, place_run, staged
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.resume import reopen, restore
 from stoker.training.rundir import RunDirectory
-from stoker.units import format_count, format_size
+from stoker.units import format_count, format_size, plural
 
 __all__ = ["TrainResult", "train"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a finished run leaves. ``model`` holds the rows of the best checkpoint.
-
-    Where rows lie in a file, ``model.embeddings.close()`` removes it; so does the end of the process.
-    """
-
-    run: Path
-    model: RecModel
-    step: int  # batches trained
-    best_step: int | None  # None where there are no validation rows
-    valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
-    test: dict[str, float | None]  # and on the test rows
-    samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
 
 
 def train(
@@ -78,15 +63,7 @@ def train(
         StokerError: the loss is no longer finite.
         Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written.
     """
-    if (out is None) == (resume is None):
-        raise ConfigError("give either out, the run directory to make, or resume, the one to continue.")
-    if resume is None:
-        if dataset is None:
-            raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
-        data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-        config = (config or TrainConfig()).replace(**settings)
-    else:
-        data, config = reopen(resume, dataset, config, settings)
+    data, config = _opened(dataset, config, out, resume, settings)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
@@ -100,9 +77,7 @@ def train(
         reuse=device.type != "cuda" and (placement is None or placement.resident),  # staged batches wait in the window
         pin_memory=device.type == "cuda",
     )
-    if len(stream) == 0:
-        raise ConfigError(f"{data.path} has no training rows.")
-    total = config.steps or config.epochs * len(stream)
+    total = config.total_steps(len(stream))
     schedule = config.make_schedule(total)
     model = config.make_model(data.schema, config.make_row_optimizer(schedule), placement)
     dense = config.make_dense_optimizer(model)
@@ -113,7 +88,7 @@ def train(
     progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown, run.locked():
         if resume is not None:
-            progress = restore(run, data, model, dense, stream, shown)
+            progress = restore(run, data, model, dense, stream, config, shown)
             run.write("config.json", kept)
         log = RunLog(run, progress.step, tensorboard=config.tensorboard)
         feed = staged(Epochs(stream, total), model, config)
@@ -122,15 +97,13 @@ def train(
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
             if placement is None and (config.host_memory or config.home_path):
-                shown.note("host_memory and home_path are ignored: without device_memory all rows lie on the device")
+                shown.note("host memory and home are ignored: without a limit on device memory all rows lie there")
             try:
-                clock = _fit(model, dense, feed, data, config, total, progress, run, log, shown)
-            except Diverged as error:
-                what = f"the loss is {error.loss}"
-                raise explain(what, error.step, model, dense, schedule, run) from None
-            except checkpoint.NotFiniteError as error:
-                raise explain(str(error), progress.step, model, dense, schedule, run) from None
-            return _finish(model, data, config, progress, clock, run, log, shown)
+                clock = _fit(model, dense, schedule, feed, data, config, total, progress, run, log, shown)
+            except (Diverged, checkpoint.NotFiniteError) as error:
+                step = error.step if isinstance(error, Diverged) else progress.step
+                raise explain(str(error), step, model, dense, schedule, run) from None
+            return finish(model, data, config, progress, clock, total, run, log, shown)
         except BaseException:
             let_go(model)
             raise
@@ -138,9 +111,42 @@ def train(
             log.close()
 
 
+def _opened(
+    dataset: Dataset | str | Path | None,
+    config: TrainConfig | None,
+    out: str | Path | None,
+    resume: str | Path | None,
+    settings: dict[str, Any],
+) -> tuple[Dataset, TrainConfig]:
+    """The dataset and all settings, checked against each other before anything is written."""
+    if (out is None) == (resume is None):
+        raise ConfigError(
+            "give either out, the run directory to make, or resume, the one to continue.", settings=("out", "resume")
+        )
+    if settings.get("epochs") is not None and settings.get("steps") is not None:
+        raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
+    if resume is None:
+        if dataset is None:
+            raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
+        config = (config or TrainConfig()).replace(**settings)
+        data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+    else:
+        data, config = reopen(resume, dataset, config, settings)
+    if not len(data.train):
+        raise ConfigError(f"{data.path} has no training rows.")
+    if config.patience is not None and not data.splits.get("valid"):
+        raise ConfigError(
+            f"{data.path} has no validation rows, by which patience could stop. Leave patience out, or prepare the "
+            "data with a split that has some.",
+            settings=("patience",),
+        )
+    return data, config
+
+
 def _fit(
     model: RecModel,
     dense: torch.optim.Optimizer,
+    schedule: Schedule,
     feed: Epochs | Stage,
     data: Dataset,
     config: TrainConfig,
@@ -151,7 +157,6 @@ def _fit(
     shown: Display,
 ) -> Clock:
     """Train until ``total`` steps are done or patience ends. This is the loop."""
-    schedule = config.make_schedule(total)
     for group in dense.param_groups:
         group.setdefault("initial_lr", group["lr"])
     parameters = model.dense_parameters()
@@ -172,10 +177,12 @@ def _fit(
             improved = False
             if due and valid and progress.evaluated < step and stop.number is None:
                 clock.pause()
-                metrics = evaluate(model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None)
+                metrics = finite(evaluate(model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None))
                 if stop.number is None:
-                    improved = _judge(progress, metrics, config)
-                    _record(log, shown, "valid", feed.step / epoch, step, **finite(metrics))
+                    if progress.latest is None and deciding(metrics, config.metric) != config.metric:
+                        shown.note("all validation labels are the same: without an AUC, log loss says what is best")
+                    improved = progress.judge(metrics, config.metric)
+                    _record(log, shown, "valid", feed.step / epoch, step, **metrics)
                 clock.go()
             finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
             wanted = step % config.save_every == 0 if config.save_every else due
@@ -183,9 +190,8 @@ def _fit(
             if step > 0 and state != saved and (wanted or improved or finished or stop.number is not None):
                 clock.pause()
                 progress.read_losses()
-                path = run.checkpoint(step)
                 checkpoint.save(
-                    path,
+                    run.checkpoint(step),
                     model,
                     dense,
                     feed,
@@ -218,6 +224,7 @@ def _fit(
             dense.zero_grad()
             progress.step += 1
             clock.examples += len(batch)
+            shown.step(progress.step)
 
             if progress.step % config.log_every == 0:
                 clock.pause()
@@ -242,31 +249,19 @@ def _fit(
 
 
 def _each(feed: Epochs | Stage) -> Generator[Batch, None, None]:
+    """The batches as a generator, which can be closed: that ends the threads behind a stage."""
     yield from feed
 
 
-def _judge(progress: Progress, metrics: dict[str, float], config: TrainConfig) -> bool:
-    """Note the evaluation; whether it is the best so far."""
-    progress.evaluated = progress.step
-    value = metrics[config.metric]
-    before = None if progress.best is None else progress.best["metric"]
-    rising = config.metric == "auc"
-    better = math.isfinite(value) and (before is None or (value > before if rising else value < before))
-    if better:
-        progress.best = {"step": progress.step, "metric": value, "valid": finite(metrics)}
-        progress.stale = 0
-    else:
-        progress.stale += 1
-    return better
-
-
 def _record(log: RunLog, shown: Display, kind: str, epoch: float, step: int, **values: Any) -> None:
+    """One record, written and shown."""
     record = {"kind": kind, "step": step, "epoch": round(epoch, 6), **values, "time": round(time.time(), 3)}
     log.write(record)
     shown.record(record)
 
 
 def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint keeps besides the model and its optimizers."""
     settings = {name: value for name, value in config.to_dict().items() if name not in RESUMABLE}
     return {
         "best": progress.best,
@@ -276,52 +271,13 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
     }
 
 
-def _finish(
-    model: RecModel,
-    data: Dataset,
-    config: TrainConfig,
-    progress: Progress,
-    clock: Clock,
-    run: RunDirectory,
-    log: RunLog,
-    shown: Display,
-) -> TrainResult:
-    """Go back to the best checkpoint, evaluate it on the test rows, write the report."""
-    best = progress.best
-    if best is not None and best["step"] != progress.step:
-        try:
-            checkpoint.load(run.checkpoint(int(best["step"])), model)
-        except CheckpointError as error:
-            shown.note(f"warning: {error} The last checkpoint stands in for the best one.")
-            best = {
-                "step": progress.step,
-                "valid": finite(evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead)),
-            }
-    test: dict[str, float | None] = {}
-    if split := data.splits.get("test"):
-        test = finite(evaluate(model, split, lookahead=config.lookahead))
-        record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
-        log.write(record)
-        shown.record(record)
-    result = TrainResult(
-        run=run.path,
-        model=model,
-        step=progress.step,
-        best_step=None if best is None else int(best["step"]),
-        valid={} if best is None else best["valid"],
-        test=test,
-        samples_per_second=clock.examples / clock.seconds if clock.examples else None,
-    )
-    run.write("report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")})
-    return result
-
-
 def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int, placement: Placement | None) -> str:
+    """What is about to be trained, for the first line on the screen."""
     rows = sum(table.num_embeddings for table in model.tables)
     size = sum(table.num_embeddings * row_bytes(table, model.embeddings.optimizer.state) for table in model.tables)
     dense = sum(parameter.numel() for parameter in model.dense_parameters())
     return (
-        f"{model.name}: {len(model.tables)} tables, {format_count(rows)} rows, {format_size(size)} with "
+        f"{model.name}: {plural(len(model.tables), 'table')}, {format_count(rows)} rows, {format_size(size)} with "
         f"optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
-        f"rows, {total:,} steps of {config.batch_size:,} on {model.device}"
+        f"rows, {plural(total, 'step')} of {config.batch_size:,} on {model.device}"
     ) + ("" if placement is None else f"\n{placement.summary()}")

@@ -7,13 +7,14 @@ The area under the ROC curve is exact, ties included, up to ``exact_rows``; beyo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["StreamingMetrics", "auc"]
+__all__ = ["StreamingMetrics", "auc", "deciding", "merit"]
 
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
@@ -46,6 +47,24 @@ def _bin_of(scores: Scores) -> npt.NDArray[np.int64]:
     bits = (scores + np.float32(0.0)).view(np.uint32)  # -0.0 and 0.0 are one score
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
     return (ordered >> np.uint32(_SHIFT)).astype(np.int64)
+
+
+def merit(values: Mapping[str, float | None], metric: str) -> float:
+    """How good an evaluation is by ``"auc"`` or ``"log_loss"``: the larger the better, -inf where it is undefined.
+
+    Without both classes there is no AUC; log loss decides then.
+    """
+    name = deciding(values, metric)
+    value = values.get(name)
+    if value is None or not math.isfinite(value):
+        return -math.inf
+    return value if name == "auc" else -value
+
+
+def deciding(values: Mapping[str, float | None], metric: str) -> str:
+    """The metric that says how good an evaluation is, where ``metric`` was asked for."""
+    rows = values.get("rows")
+    return "log_loss" if rows is not None and values.get("positives") in (0, rows) else metric
 
 
 class StreamingMetrics:

@@ -21,8 +21,11 @@ from stoker.placement.profile import Profile
 from stoker.tables import Stage, TableConfig, stage, tables_for
 from stoker.tables.slotted import SlottedRows
 from stoker.training.config import TrainConfig
+from stoker.training.totals import STAGES, StageTotals
 
 __all__ = ["Epochs", "let_go", "moved", "movement", "place", "place_run", "place_saved", "slotted", "staged"]
+
+_SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
 class Epochs:
@@ -136,11 +139,31 @@ def slotted(model: RecModel) -> list[SlottedRows]:
     return [group.storage for group in model.embeddings.groups if isinstance(group.storage, SlottedRows)]
 
 
-def staged(batches: Epochs, model: RecModel, config: TrainConfig) -> Epochs | Stage:
-    """The batches of a run with their rows in place, where rows come and go."""
+class MeteredStage(Stage):
+    """Counts how long each stage of training takes while a loop goes through its batches."""
+
+    totals: StageTotals
+
+    @classmethod
+    def of(cls, made: Stage, in_flight: int | None) -> MeteredStage:
+        """The same batches, staged in the same way."""
+        found = cls(made.stream, made.tables, made.lookahead, in_flight, made.background)
+        found.totals = StageTotals()
+        return found
+
+    def __iter__(self) -> Iterator[Batch]:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(RuntimeError):  # the caller records a timeline of its own
+                stack.enter_context(self.totals)
+            yield from super().__iter__()
+
+
+def staged(batches: Epochs, model: RecModel, config: TrainConfig, *, metered: bool = True) -> Epochs | Stage:
+    """The batches of a run with their rows in place, where rows come and go; ``metered``: with times by stage."""
     if not slotted(model):
         return batches
-    return stage(batches, model, lookahead=config.lookahead, in_flight=config.in_flight)
+    made = stage(batches, model, lookahead=config.lookahead, in_flight=config.in_flight)
+    return MeteredStage.of(made, config.in_flight) if metered else made
 
 
 def let_go(model: RecModel) -> None:
@@ -151,25 +174,33 @@ def let_go(model: RecModel) -> None:
 
 
 def moved(model: RecModel, feed: Epochs | Stage) -> dict[str, float]:
-    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited."""
+    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
+    seconds of every stage."""
     storages = slotted(model)
     if not storages:
         return {}
     waited = feed.stall_seconds if isinstance(feed, Stage) else 0.0
+    seconds = feed.totals.seconds() if isinstance(feed, MeteredStage) else {}
     return {
         "rows": sum(storage.stats.rows for storage in storages),
         "hits": sum(storage.stats.hits for storage in storages),
         "bytes": sum(storage.stats.fetched_bytes for storage in storages),
         "waited": waited + sum(storage.stats.stall_seconds for storage in storages),
-    }
+    } | {_SECONDS + name: value for name, value in seconds.items()}
 
 
-def movement(amount: dict[str, float], steps: int, seconds: float) -> dict[str, float]:
-    """The fields of a training record for what moved during ``steps`` and ``seconds``; none if nothing could."""
+def movement(amount: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
+    """The fields of a training record for what moved during ``steps`` and ``seconds``; none if nothing could.
+
+    ``stage_seconds`` adds up threads: what goes on beside training is in it, waited for or not.
+    """
     if not amount:
         return {}
     return {
         "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
         "fetched_mib_per_step": amount["bytes"] / 2**20 / steps,
         "stall_share": min(1.0, amount["waited"] / seconds),
+        "stage_seconds": {
+            name: round(amount[_SECONDS + name], 6) for name in STAGES if amount.get(_SECONDS + name, 0.0) > 0
+        },
     }

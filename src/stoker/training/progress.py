@@ -14,6 +14,7 @@ from torch import Tensor
 from stoker.errors import StokerError
 from stoker.models import RecModel
 from stoker.optim import Schedule
+from stoker.training.metrics import merit
 from stoker.training.rundir import RunDirectory
 
 __all__ = ["Clock", "Diverged", "Progress", "explain"]
@@ -25,7 +26,8 @@ class Progress:
 
     step: int = 0
     evaluated: int = 0  # step of the last evaluation
-    best: dict[str, Any] | None = None  # {"step", "metric", "valid"}
+    latest: dict[str, Any] | None = None  # the last evaluation: {"step", "valid"}
+    best: dict[str, Any] | None = None  # the best one
     stale: int = 0  # evaluations since the best one
     loss_sum: float = 0.0  # over the steps since the last training record
     loss_count: int = 0
@@ -49,20 +51,31 @@ class Progress:
             self.loss_sum += loss
             self.loss_count += 1
 
+    def judge(self, metrics: dict[str, float | None], metric: str) -> bool:
+        """Note an evaluation; whether it is the best so far."""
+        self.evaluated = self.step
+        self.latest = {"step": self.step, "valid": metrics}
+        better = merit(metrics, metric) > (-math.inf if self.best is None else merit(self.best["valid"], metric))
+        if better:
+            self.best, self.stale = self.latest, 0
+        else:
+            self.stale += 1
+        return better
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the losses must have been read."""
         return {name: getattr(self, name) for name in _KEPT}
 
 
-_KEPT = ("step", "evaluated", "best", "stale", "loss_sum", "loss_count")
+_KEPT = ("step", "evaluated", "latest", "best", "stale", "loss_sum", "loss_count")
 
 
 class Diverged(Exception):
     """The loss of a step is not finite."""
 
     def __init__(self, step: int, loss: float) -> None:
-        self.step, self.loss = step, loss
-        super().__init__(step, loss)
+        super().__init__(f"the loss is {loss}")
+        self.step = step
 
 
 @dataclass

@@ -120,9 +120,12 @@ class Rerun:
         section: the steps.
         placement: where the rows lie; None: on the device.
         wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
+        endless: look ahead beyond the end of the run too, so that its last steps take as long as others.
     """
 
-    def __init__(self, section: Section, placement: Placement | None, *, wait: bool = False) -> None:
+    def __init__(
+        self, section: Section, placement: Placement | None, *, wait: bool = False, endless: bool = False
+    ) -> None:
         config = section.config
         torch.manual_seed(config.seed)
         stream = section.batches()
@@ -138,7 +141,8 @@ class Rerun:
             checkpoint.load(section.checkpoint, self.model, self.dense, stream)
         for group in self.dense.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self.feed = staged(Epochs(stream, section.total), self.model, config)
+        end = section.total + (config.lookahead + 1 if endless else 0)
+        self.feed = staged(Epochs(stream, end), self.model, config, metered=False)
         self._parameters = self.model.dense_parameters()
         self._wait = wait and self.model.device.type == "cuda"
         self._drawn = _generators(self.model.device)

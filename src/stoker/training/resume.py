@@ -17,6 +17,7 @@ from stoker.training.display import Display
 from stoker.training.evaluation import check_dataset
 from stoker.training.progress import Progress
 from stoker.training.rundir import RunDirectory
+from stoker.units import plural
 
 __all__ = ["reopen", "restore"]
 
@@ -32,6 +33,8 @@ def reopen(
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
         settings = {**config.to_dict(), **settings}
+    elif settings.get("epochs") is not None:
+        settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
     wanted = before.replace(**settings)
     old, new = before.to_dict(), wanted.to_dict()
     changed = [name for name in old if old[name] != new[name] and name not in RESUMABLE]
@@ -39,7 +42,8 @@ def reopen(
         raise ConfigError(
             f"{resume} was started with {', '.join(f'{name}={old[name]!r}' for name in changed)}; a resumed "
             "run cannot change that. Start a new run, or leave it out. What may change: "
-            f"{', '.join(sorted(RESUMABLE))}."
+            f"{', '.join(sorted(RESUMABLE))}.",
+            settings=(*changed, *RESUMABLE),
         )
     if isinstance(dataset, Dataset):
         return dataset, wanted
@@ -52,9 +56,15 @@ def restore(
     model: RecModel,
     dense: torch.optim.Optimizer,
     stream: BatchStream,
+    config: TrainConfig,
     shown: Display,
 ) -> Progress:
-    """Take up the newest whole checkpoint; a run killed before its first one starts over."""
+    """Take up the newest whole checkpoint; a run killed before its first one starts over.
+
+    Raises:
+        ConfigError: the run has trained more steps than it is asked for, or the dataset is another one.
+        CheckpointError: no checkpoint is whole.
+    """
     newest, problems = run.newest_whole()
     for problem in problems:
         shown.note(f"warning: {problem}")
@@ -63,10 +73,27 @@ def restore(
             raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {problems[-1]}")
         shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
         return Progress()
-    check_dataset(data, model, checkpoint.read_manifest(newest)["extra"].get("dataset"))
+    manifest = checkpoint.read_manifest(newest)
+    check_dataset(data, model, manifest["extra"].get("dataset"))
+    _check_length(run, int(manifest["step"]), config, len(stream))
     loaded = checkpoint.load(newest, model, dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
         if step > loaded.step:  # damaged, or it would not have been passed over
             checkpoint.discard(run.checkpoint(step))
-    return Progress(**loaded.manifest["extra"]["progress"])
+    progress = Progress(**loaded.manifest["extra"]["progress"])
+    if progress.best is not None and progress.best["step"] not in run.steps():
+        progress.best = next(iter(run.evaluated(config.metric)), None)
+    return progress
+
+
+def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int) -> None:
+    if step <= config.total_steps(epoch):
+        return
+    asked = f"epochs={config.epochs}" if config.steps is None else f"steps={config.steps}"
+    more = f"epochs={step // epoch + 1}" if config.steps is None else f"steps={2 * step}"
+    raise ConfigError(
+        f"{run.path} has trained {plural(step, 'step')} ({step / epoch:g} epochs), so {asked} leaves nothing to do. "
+        f"Give more, such as {more}.",
+        settings=("epochs", "steps"),
+    )

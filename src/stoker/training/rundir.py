@@ -16,15 +16,16 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from stoker.data.shards import atomic_file
 from stoker.errors import CheckpointError, ConfigError
 from stoker.training import checkpoint as ckpt
+from stoker.training.metrics import merit
 
-__all__ = ["RunDirectory", "find_checkpoint", "find_dataset"]
+__all__ = ["RunDirectory", "find_checkpoint", "find_dataset", "whole_beside"]
 
 _STEP = re.compile(r"step_(\d{9,})")
 
@@ -40,17 +41,33 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
-        """A new run.
+        """A new run. Of one that cannot be made, for want of room, nothing stays.
 
         Raises:
             ConfigError: the directory exists and is not empty.
+            DataError: the disk has no room.
         """
         run = cls(path)
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             hint = f"Continue it with --resume {path}, or choose" if (run.path / "config.json").exists() else "Choose"
             raise ConfigError(f"{path} exists and is not empty. {hint} another --out.")
-        run.checkpoints.mkdir(parents=True)
-        run.write("config.json", config)
+        made: list[Path] = []
+        try:
+            for folder in (*reversed(run.path.parents), run.path):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    made.append(folder)
+            try:
+                run.checkpoints.mkdir()  # of two processes only one can
+            except FileExistsError as error:
+                raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
+            made.append(run.checkpoints)
+            run.write("config.json", config)
+        except BaseException:
+            for folder in reversed(made):
+                with suppress(OSError):  # not empty: another process's
+                    folder.rmdir()
+            raise
         return run
 
     @contextmanager
@@ -120,6 +137,28 @@ class RunDirectory:
                 return self.checkpoint(step), problems
         return None, problems
 
+    def evaluated(self, metric: str) -> list[dict[str, Any]]:
+        """The evaluations that the run's checkpoints were written after, best first: ``{"step", "valid"}``."""
+        found = []
+        for step in self.steps():
+            with suppress(CheckpointError):
+                latest = ckpt.read_manifest(self.checkpoint(step))["extra"].get("progress", {}).get("latest")
+                if latest is not None and latest["step"] == step:
+                    found.append(latest)
+        return sorted(found, key=lambda record: merit(record["valid"], metric), reverse=True)
+
+    def best(self) -> Path | None:
+        """The run's best checkpoint; where that is gone, the best of the others; None without an evaluated one."""
+        steps = self.steps()
+        for step in reversed(steps):
+            with suppress(CheckpointError):
+                extra = ckpt.read_manifest(self.checkpoint(step))["extra"]
+                best = extra.get("best")
+                if best is not None and best["step"] not in steps:
+                    best = next(iter(self.evaluated(extra.get("settings", {}).get("metric", "auc"))), None)
+                return None if best is None else self.checkpoint(int(best["step"]))
+        return None
+
     def prune(self, keep_last: int, best: int | None) -> None:
         """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes."""
         for step in self.steps()[:-keep_last]:
@@ -143,13 +182,27 @@ def find_checkpoint(path: str | Path) -> Path:
         raise CheckpointError(f"{path} does not exist.")
     if not (path / "config.json").is_file() and not run.steps():
         raise CheckpointError(f"{path} is neither a checkpoint nor a run directory.")
+    if best := run.best():
+        return best
     newest, problems = run.newest_whole()
     if newest is None:
         raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)}".rstrip())
-    best = ckpt.read_manifest(newest)["extra"].get("best") or {}
-    if best.get("step") in run.steps():
-        return run.checkpoint(int(best["step"]))
     return newest
+
+
+def whole_beside(checkpoint: Path) -> str:
+    """What else of a run can be taken where one of its checkpoints is damaged, for the end of a message."""
+    run = RunDirectory(checkpoint.parent.parent)
+    if checkpoint.parent.name != run.checkpoints.name:
+        return "Take another checkpoint."
+    whole = []
+    for step in run.steps():
+        with suppress(CheckpointError):
+            ckpt.verify(run.checkpoint(step))
+            whole.append(str(run.checkpoint(step)))
+    if not whole:
+        return f"No other checkpoint of {run.path} is whole."
+    return f"Whole are {', '.join(whole)}: give one of these in place of the run."
 
 
 def find_dataset(checkpoint: Path) -> Path:

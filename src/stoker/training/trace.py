@@ -25,24 +25,10 @@ from stoker.tables import Stage
 from stoker.timeline import Recorder, Span, span
 from stoker.training.placing import place_run
 from stoker.training.rerun import Rerun, find_section, undisturbed
+from stoker.training.totals import STAGES
 
-__all__ = ["STAGES", "StageTime", "Trace", "trace"]
+__all__ = ["StageTime", "Trace", "trace"]
 
-#: What a step consists of, in the order in which a batch goes through it.
-STAGES = {
-    "read": "make the batch",
-    "plan": "choose slots",
-    "fence": "wait for writebacks",
-    "fetch": "rows from home to slots",
-    "forward": "dense part and loss",
-    "lookup": "look up and pool rows",
-    "backward": "dense part",
-    "update": "optimizer of the rows",
-    "dense": "optimizer of the dense part",
-    "writeback": "rows from slots to home",
-    "stall": "other waiting",
-    "step": "everything else",
-}
 _WARM = 5  # steps before the recording: kernels compile, batches are staged
 _STAGING = "stoker-stage"  # the thread that training waits for
 
@@ -121,7 +107,7 @@ def trace(
     examples = 0
     with undisturbed(section.config):
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
-        rerun = Rerun(section, placement, wait=True)
+        rerun = Rerun(section, placement, wait=True, endless=True)
         try:
             with closing(_each(rerun.feed)) as batches:
                 for _ in range(warm):

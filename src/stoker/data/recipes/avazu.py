@@ -64,7 +64,12 @@ def avazu(preset: str = "fae") -> Recipe:
         presets={"fae": _fae, "elrec": _elrec},
         preset=preset,
         inputs={
-            "log": RawInput(format=SourceFormat(kind="csv", separator=","), columns=types, required=("click", "hour"))
+            "log": RawInput(
+                format=SourceFormat(kind="csv", separator=","),
+                columns=types,
+                required=("click", "hour"),
+                labels=("click",),
+            )
         },
         derive=_derive,
         example="stoker prepare avazu train.gz --out data/avazu",

@@ -130,6 +130,7 @@ def trivago(options: Options) -> Source:
         "impressions,prices"
     )
     return Source(
+        example="trivago.csv",
         files={"": (options.rows, render)},
         task="one shown item of a click-out with two or more candidates and the clicked one among them",
         header={"": header},
@@ -178,6 +179,7 @@ def ebnerd(options: Options) -> Source:
         return Part(table=_history_table(user, items, lengths))
 
     return Source(
+        example="ebnerd",
         files={
             "train_behaviors.parquet": (half, behaviours(0)),
             "validation_behaviors.parquet": (options.rows - half, behaviours(half)),

@@ -18,7 +18,7 @@ from stoker.data.synthetic import draw
 from stoker.data.synthetic.curve import Curve, Sampler, zipf
 from stoker.errors import ConfigError
 
-__all__ = ["ClickBlock", "ClickLog", "IdColumn", "NumberColumn", "make_sampler"]
+__all__ = ["ClickBlock", "ClickLog", "IdColumn", "NumberColumn", "check_settings", "make_sampler"]
 
 _SAMPLE = 65_536  # rows that bias and scale are set on
 _PAIR_IDS = 200_000  # columns with more ids enter no pair: their pairs would occur once each
@@ -61,13 +61,33 @@ def make_sampler(num_ids: int, alpha: float, curve: Curve | None) -> Sampler:
     return Sampler(curve.stretched(num_ids) if curve is not None else zipf(alpha, num_ids))
 
 
+def check_settings(
+    *, seed: int, alpha: float, drift: float, base_rate: float | None, signal: float, scale: float = 1.0
+) -> None:
+    """Refuse settings out of their range with a :class:`ConfigError`."""
+    _within("alpha", alpha, 0, 10)
+    _within("drift", drift, 0, 1)
+    _within("signal", signal, 0, 5)
+    if seed < 0:
+        raise ConfigError(f"seed {seed} is negative. Give 0 or more.", settings=("seed",))
+    if not 0 < scale <= 100:
+        raise ConfigError(f"scale {scale:g} must be above 0 and at most 100.", settings=("scale",))
+    if base_rate is not None and not 0 < base_rate < 1:
+        raise ConfigError(f"base_rate {base_rate:g} must lie between 0 and 1, without either.")
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name} {value:g} lies outside {least:g} to {most:g}.", settings=(name,))
+
+
 class ClickLog:
     """A log that can be read at any row. Equal arguments give equal rows, in pieces of any size.
 
     Args:
         rows: length of the log; it fixes how fast ``drift`` goes, nothing else.
         signal: standard deviation of the true logit; 0 plants nothing (best AUC 0.5).
-        drift: share of the ranks whose id has been replaced by another one at the end of the log.
+        drift: share of the ranks whose id has been replaced by another one at the end of the log, 0 to 1.
         interactions: how many pairs of columns interact.
     """
 
@@ -85,10 +105,7 @@ class ClickLog:
         signal: float = 1.3,
         interactions: int = 3,
     ) -> None:
-        if not 0 < base_rate < 1:
-            raise ConfigError(f"base_rate {base_rate} is not a share between 0 and 1.")
-        if not 0 <= signal <= 5 or not 0 <= drift <= 1000:
-            raise ConfigError(f"signal {signal} must lie in 0..5 and drift {drift} in 0..1000.")
+        check_settings(seed=seed, alpha=alpha, drift=drift, base_rate=base_rate, signal=signal)
         self.ids, self.numbers, self.rows, self.seed = tuple(ids), tuple(numbers), rows, seed
         self.drift, self.base_rate, self.signal = drift, base_rate, signal
         self._position = {column.name: at for at, column in enumerate(self.ids)}
@@ -133,7 +150,7 @@ class ClickLog:
         return drawn
 
     def _drifted(self, rank: NDArray, rows: NDArray[np.uint64], column: IdColumn) -> NDArray[np.int64]:
-        # Every rank changes hands at its own moments, `drift` times over the log on average; its new holder
+        # A rank changes hands at a moment of its own, `drift` of the ranks over the log; the new holder
         # lies far down the list, as a new article does.
         phase = draw.uniform(draw.key_of(self.seed, column.name, "phase"), rank)
         era = np.floor(rows.astype(np.float64) * (self.drift / max(self.rows, 1)) + phase).astype(np.int64)

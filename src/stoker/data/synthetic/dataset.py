@@ -18,7 +18,14 @@ from stoker.data.features import FeatureSpec
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
 from stoker.data.shards import SHARD_ROWS
 from stoker.data.synthetic import draw
-from stoker.data.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, make_sampler
+from stoker.data.synthetic.clicks import (
+    ClickBlock,
+    ClickLog,
+    IdColumn,
+    NumberColumn,
+    check_settings,
+    make_sampler,
+)
 from stoker.data.synthetic.curve import Curve
 from stoker.data.synthetic.formats import KAGGLE_SIZES
 from stoker.data.synthetic.truth import SyntheticTruth, TruthMeter
@@ -73,6 +80,7 @@ def dataset(
     out = Path(out)
     if (out / "manifest.json").exists():
         raise DataError(f"{out} holds a dataset already. Choose another directory or delete it.")
+    check_settings(seed=seed, alpha=alpha, drift=drift, base_rate=base_rate, signal=signal, scale=scale)
     splits = {"train": parse_count(rows), "valid": parse_count(valid_rows), "test": parse_count(test_rows)}
     splits = {name: count for name, count in splits.items() if count or name == "train"}
     if splits["train"] < 1 or min(sizes) < 1:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.synthetic import draw, text
-from stoker.data.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn
+from stoker.data.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, check_settings
 from stoker.data.synthetic.curve import Curve
 
 __all__ = ["KAGGLE_SIZES", "Options", "Part", "Source", "avazu", "criteo", "movielens"]
@@ -39,6 +39,12 @@ class Options:
     base_rate: float | None = None  # None: that of the real log
     signal: float = 1.3
 
+    def __post_init__(self) -> None:
+        check_settings(
+            seed=self.seed, alpha=self.alpha, drift=self.drift, base_rate=self.base_rate, signal=self.signal,
+            scale=self.scale,
+        )  # fmt: skip
+
     def click_log(self, ids: list[IdColumn], numbers: list[NumberColumn], base_rate: float) -> ClickLog:
         """A click log of these columns."""
         return ClickLog(
@@ -49,7 +55,7 @@ class Options:
             alpha=self.alpha,
             curve=self.curve,
             drift=self.drift,
-            base_rate=self.base_rate or base_rate,
+            base_rate=base_rate if self.base_rate is None else self.base_rate,
             signal=self.signal,
         )
 
@@ -73,6 +79,7 @@ class Part:
 class Source:
     """One synthetic log: its files and how to render any rows of them."""
 
+    example: str  # a name for the log, or for its directory
     files: Mapping[str, tuple[int, Callable[[int, int], Part]]]  # "" is the log itself, else a name inside OUT
     task: str
     header: Mapping[str, str] = field(default_factory=dict)  # file -> header line
@@ -103,7 +110,7 @@ def criteo(options: Options) -> Source:
         return _lines(fields, "\t", block)
 
     spoil = {"columns": 20, "label": 0, "number": 3, "hex": 15, "utf8": 22}
-    return Source(files={"": (options.rows, render)}, task="one log line", spoil=spoil)
+    return Source(example="criteo.tsv", files={"": (options.rows, render)}, task="one log line", spoil=spoil)
 
 
 _AVAZU_HEX = {
@@ -161,7 +168,13 @@ def avazu(options: Options) -> Source:
         return _lines(fields, ",", block)
 
     spoil = {"columns": 6, "label": 1, "number": 2, "utf8": 12}
-    return Source(files={"": (options.rows, render)}, task="one log line", header={"": _AVAZU_COLUMNS}, spoil=spoil)
+    return Source(
+        example="avazu.csv",
+        files={"": (options.rows, render)},
+        task="one log line",
+        header={"": _AVAZU_COLUMNS},
+        spoil=spoil,
+    )
 
 
 _GENRES = (
@@ -224,6 +237,7 @@ def movielens(options: Options) -> Source:
         return _lines([text.whole(1 + movie), np.concatenate(title, axis=1), genres], "::")
 
     return Source(
+        example="movielens",
         files={
             "ratings.dat": (options.rows, ratings),
             "users.dat": (users, user_lines),

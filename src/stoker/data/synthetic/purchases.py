@@ -94,7 +94,7 @@ def taobao(options: Options) -> Source:
         return Part(block=lines, starts=starts, logits=logits, labels=labels)
 
     spoil = {"columns": 2, "number": 1, "utf8": 3}
-    return Source(files={"": (options.rows, render)}, task=_TASK, spoil=spoil)
+    return Source(example="taobao.csv", files={"": (options.rows, render)}, task=_TASK, spoil=spoil)
 
 
 _INVOICES = (3, 18, 7, 30, 1, 12, 45, 12)  # lines of eight invoices; the pattern repeats
@@ -150,7 +150,7 @@ def online_retail(options: Options) -> Source:
         logits, labels = _pairs(best[use], other[use])
         return Part(table=pa.table(arrays), logits=logits, labels=labels)
 
-    return Source(files={"": (options.rows, render)}, task=_TASK)
+    return Source(example="online-retail.parquet", files={"": (options.rows, render)}, task=_TASK)
 
 
 def globo(options: Options) -> Source:
@@ -187,4 +187,4 @@ def globo(options: Options) -> Source:
         table = pa.table({name: pa.array(values.astype(np.int64)) for name, values in columns.items()})
         return Part(table=table, logits=logits, labels=labels)
 
-    return Source(files={"": (options.rows, render)}, task=_TASK)
+    return Source(example="globo.parquet", files={"": (options.rows, render)}, task=_TASK)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
+from stoker.data.leftovers import absent_folders, remove_empty
 from stoker.data.shards import atomic_file
 from stoker.data.synthetic import choices, draw, formats, purchases
 from stoker.data.synthetic.curve import Curve
@@ -25,7 +26,8 @@ from stoker.units import parse_count, parse_share
 __all__ = ["BLOCK", "RECIPES", "ordered_blocks", "source_of", "write"]
 
 BLOCK = 65_536
-_SPOILED = {"label": ord("7"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
+T = TypeVar("T")
+_SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
 
 RECIPES: dict[str, Callable[[Options], Source]] = {
     "criteo": formats.criteo,
@@ -53,6 +55,7 @@ def write(
     base_rate: float | None = None,
     signal: float = 1.3,
     workers: int | None = None,
+    overwrite: bool = False,
 ) -> SyntheticTruth:
     """Write a log in the raw format of ``recipe`` and, beside it, ``<out>.truth.json``.
 
@@ -67,22 +70,26 @@ def write(
         alpha: exponent of Zipf's law for the ids, where no curve is given.
         curve: a measured frequency curve, the name of one of the package's, or a file of one; stretched to
             each table.
-        drift: share of the frequency ranks whose id is another one at the end of the log than at its start.
-        bad: share of lines to spoil (wrong column count, unparsable number, invalid hex, broken UTF-8,
-            impossible label), for text formats; they do not enter the truth.
-        scale: factor on the number of distinct ids of every table.
-        base_rate: share of positives; None takes the real log's.
-        signal: standard deviation of the true logit, or the strength of preferences; 0 plants nothing.
+        seed: 0 or more; another seed, another log.
+        drift: share of the frequency ranks whose id is another one at the end of the log than at its start, 0 to 1.
+        bad: share of lines to spoil (wrong column count, unparsable label or number, invalid hex, broken UTF-8),
+            for text formats; :func:`stoker.prepare` sets aside just these. They do not enter the truth.
+        scale: factor on the number of distinct ids of every table, above 0 and up to 100.
+        base_rate: share of positives, between 0 and 1; None takes the real log's.
+        signal: standard deviation of the true logit, or the strength of preferences, 0 to 5; 0 plants nothing.
         workers: rendering threads; None takes one per core, at most 4.
+        overwrite: replace a log that is there, once the new one is whole.
 
     Returns:
         The planted truth: what the best possible model reaches.
 
     Raises:
-        ConfigError: an unknown recipe, an impossible setting, or a file name that does not suit the format.
+        ConfigError: an unknown recipe, an impossible setting, a file name that does not suit the format, or a log
+            that is there already.
         DataError: a full disk.
+        KeyboardInterrupt: Ctrl-C; its text says that nothing was kept.
     """
-    total, share = parse_count(rows), parse_share(bad)
+    total, share = _parsed("rows", parse_count, rows), _parsed("bad", parse_share, bad)
     if total < 1:
         raise ConfigError(f"{total} rows make no log. Ask for at least 1.")
     options = Options(
@@ -98,12 +105,24 @@ def write(
     source = source_of(recipe, options)
     out = Path(out)
     if share and not source.spoil:
-        raise ConfigError(f"bad={share:g} spoils lines of text; {recipe} logs have none that can be spoiled.")
-    if "" not in source.files:
-        out.mkdir(parents=True, exist_ok=True)
+        raise ConfigError(
+            f"bad {share:g}: {recipe} logs have no lines of text to spoil. Leave it out.", settings=("bad",)
+        )
+    truth_file = out.with_name(out.name + ".truth.json")
+    paths = {name: out / name if name else out for name in source.files}
+    _check_place(out, [*paths.values(), truth_file], source, overwrite)
+    made = absent_folders(paths[next(iter(paths))].parent)
     meter, spoiled = TruthMeter(), 0
-    for name, (count, render) in source.files.items():
-        spoiled += _write_file(out / name if name else out, source, name, count, render, share, seed, meter, workers)
+    try:
+        with ExitStack() as stack:  # the files of a log appear together, when the last is whole
+            for name, (count, render) in source.files.items():
+                spoiled += _write_file(stack, paths[name], source, name, count, render, share, seed, meter, workers)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(
+            f"interrupted; nothing was written to {out}. Give the same command again to start over."
+        ) from stop
+    finally:
+        remove_empty(made)
     truth = SyntheticTruth(
         recipe=recipe,
         rows=total,
@@ -115,8 +134,30 @@ def write(
         best_log_loss=meter.log_loss,
         task=source.task,
     )
-    truth.save(out.with_name(out.name + ".truth.json"))
+    truth.save(truth_file)
     return truth
+
+
+def _parsed(name: str, parse: Callable[[Any], T], value: object) -> T:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", settings=(name,)) from None
+
+
+def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) -> None:
+    """Refuse an output of the wrong kind, or one that is there."""
+    single = "" in source.files
+    if single and out.is_dir():
+        raise ConfigError(f"{out} is a directory. Name a file in it: {out / source.example}.")
+    if not single and out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file, but this log has {len(source.files)}. Name a directory for them.")
+    present = next((path for path in files if path.exists()), None)
+    if present is not None and not overwrite:
+        raise ConfigError(
+            f"{present} is there already. Choose another out, or pass overwrite to replace it.",
+            settings=("out", "overwrite"),
+        )
 
 
 def source_of(recipe: str, options: Options) -> Source:
@@ -141,6 +182,7 @@ def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | No
 
 
 def _write_file(
+    stack: ExitStack,
     path: Path,
     source: Source,
     name: str,
@@ -162,23 +204,22 @@ def _write_file(
         return part.block.tobytes().translate(None, b"\0"), part, count
 
     spoiled, parquet = 0, None
-    with ExitStack() as stack:
-        sink: BinaryIO | None = None
-        for lines, part, count in ordered_blocks(rows, make, workers):
-            if part.table is not None:
-                parquet = parquet or _parquet(stack, path, part.table)
-                parquet.write_table(part.table)
-            else:
-                if sink is None:
-                    sink = stack.enter_context(_text_sink(path))
-                    if name in source.header:
-                        sink.write(source.header[name].encode() + b"\n")
-                sink.write(lines)
-            spoiled += count
-            if part.labels is None:
-                meter.add(part.logits)
-            else:
-                meter.add_known(part.logits, part.labels)
+    sink: BinaryIO | None = None
+    for lines, part, count in ordered_blocks(rows, make, workers):
+        if part.table is not None:
+            parquet = parquet or _parquet(stack, path, part.table)
+            parquet.write_table(part.table)
+        else:
+            if sink is None:
+                sink = stack.enter_context(_text_sink(path))
+                if name in source.header:
+                    sink.write(source.header[name].encode() + b"\n")
+            sink.write(lines)
+        spoiled += count
+        if part.labels is None:
+            meter.add(part.logits)
+        else:
+            meter.add_known(part.logits, part.labels)
     return spoiled
 
 

@@ -1,0 +1,144 @@
+"""Options that several commands have, and what their words mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from stoker.errors import ConfigError
+
+__all__ = [
+    "Backend",
+    "BatchSize",
+    "Bottom",
+    "Budget",
+    "Data",
+    "DataArgument",
+    "Device",
+    "DeviceMemory",
+    "Dtype",
+    "EmbeddingDim",
+    "Hidden",
+    "HomePath",
+    "HostMemory",
+    "InFlight",
+    "Json",
+    "Lookahead",
+    "Model",
+    "ModelOption",
+    "OneObject",
+    "RowOptimizer",
+    "RunArgument",
+    "Spill",
+    "Start",
+    "Threads",
+    "Top",
+    "begin_at",
+    "model_options",
+    "option",
+    "rerun_settings",
+]
+
+_MODEL, _OPTIMIZER, _MEMORY, _MACHINE = "Model", "Optimization", "Memory", "Machine"
+
+
+def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
+    """An option in a panel of the help."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote.")]
+RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
+Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
+
+Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm or dcn. (default: dlrm)")]
+EmbeddingDim = Annotated[
+    int | None, option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim")
+]
+Bottom = Annotated[str | None, option(_MODEL, "DLRM: bottom layers. (default: 512-256-64)")]
+Top = Annotated[str | None, option(_MODEL, "DLRM: top layers. (default: 512-256)")]
+Hidden = Annotated[str | None, option(_MODEL, "DeepFM, DCN: layers of the MLP.")]
+ModelOption = Annotated[
+    list[str] | None, option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
+]
+Dtype = Annotated[str | None, option(_MODEL, "Of the tables: float32 or bfloat16.")]
+BatchSize = Annotated[int | None, option(_OPTIMIZER, "Examples. (default: 2048)")]
+RowOptimizer = Annotated[
+    str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")
+]
+
+_FOR = "For rows and their optimizer state, such as 4GiB"
+DeviceMemory = Annotated[str | None, option(_MEMORY, f"{_FOR}; others lie at home. (default: all)")]
+#: The same where a run has one already.
+Budget = Annotated[str | None, option(_MEMORY, f"{_FOR}. (default: the run's own)")]
+HostMemory = Annotated[
+    str | None, option(_MEMORY, "For rows at home; beyond, they lie in a file. (default: 80% of what is available)")
+]
+HomePath = Annotated[str | None, option(_MEMORY, "Directory of that file. (default: the temporary one)", "--home")]
+Lookahead = Annotated[int | None, option(_MEMORY, "Batches whose ids are known in advance. (default: 64)")]
+InFlight = Annotated[int | None, option(_MEMORY, "Batches whose rows are on the device. (default: adapts)")]
+Spill = Annotated[
+    str | None, option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)")
+]
+
+Device = Annotated[str | None, option(_MACHINE, "auto, cpu or cuda.")]
+Backend = Annotated[str | None, option(_MACHINE, "Kernels of the tables: auto, reference, cpu or triton.")]
+Threads = Annotated[int | None, option(_MACHINE, "CPU threads.")]
+
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+Start = Annotated[
+    str | None,
+    typer.Option(
+        "--from", help="Step of a checkpoint, or start. (default: the newest one with so many steps before it)"
+    ),
+]
+
+
+def begin_at(text: str | None) -> int | Literal["start"] | None:
+    """What ``--from`` means."""
+    if text is None:
+        return None
+    if text == "start":
+        return "start"
+    try:
+        return int(text.replace(",", "").replace("_", ""))
+    except ValueError as error:
+        raise ConfigError(f"--from {text!r} is neither a step nor start. Write for example --from 1000.") from error
+
+
+def rerun_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments of a command that replace settings of a run gone over again."""
+    from stoker.training.rerun import MACHINE
+
+    return {name: given[name] for name in sorted(MACHINE) if given[name] is not None}
+
+
+def model_options(bottom: str | None, top: str | None, hidden: str | None, others: list[str] | None) -> dict[str, Any]:
+    """The model's own settings."""
+    options: dict[str, Any] = {
+        name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value
+    }
+    return options | dict(_name_value(text) for text in others or [])
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", "-").split("-")]
+    except ValueError as error:
+        raise ConfigError(f"layer sizes {text!r} are not numbers. Write for example 512-256-64.") from error
+
+
+def _name_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--model-option {text!r} lacks a value. Write for example --model-option rank=32.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

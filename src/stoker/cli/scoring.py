@@ -1,0 +1,151 @@
+"""``stoker evaluate`` and ``stoker predict``: metrics and scores of a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.cli.options import Backend, Data, Device, DeviceMemory, HomePath, HostMemory, Json, Threads
+from stoker.cli.train import metrics_table
+from stoker.errors import DataError
+
+if TYPE_CHECKING:
+    from stoker.data.dataset import Dataset
+    from stoker.data.split import Split
+
+__all__ = ["register"]
+
+_LOOKAHEAD = 64  # batches
+
+Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint.")]
+SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
+Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
+BatchSize = Annotated[int, typer.Option(help="Examples at a time.", min=1)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command("evaluate")(evaluate)
+    app.command("predict")(predict)
+
+
+def evaluate(
+    run: Run,
+    data: Data = None,
+    split: SplitName = "test",
+    rows: Rows = None,
+    batch_size: BatchSize = 8192,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
+    device: Device = None,
+    backend: Backend = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a trained model.
+
+    \b
+    stoker evaluate runs/a
+    stoker evaluate runs/a/checkpoints/step_000001000 --split valid --json
+    """
+    from stoker.training.evaluation import evaluate as run_evaluation
+    from stoker.training.evaluation import finite
+
+    memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
+    loaded, chosen = _open(run, data, split, device, backend, threads, memory, batch_size)
+    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD))
+    if as_json:
+        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(metrics_table({split: metrics}, f"{loaded.model.name} at step {loaded.step:,}"))
+    console.print(f"checkpoint: {loaded.path}", highlight=False, soft_wrap=True)
+
+
+def predict(
+    run: Run,
+    out: Annotated[Path, typer.Option(help="File to write, .parquet or .csv: row, label, score.")],
+    data: Data = None,
+    split: SplitName = "test",
+    rows: Rows = None,
+    batch_size: BatchSize = 8192,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    home_path: HomePath = None,
+    device: Device = None,
+    backend: Backend = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Write a score for every row of a split to a Parquet or CSV file.
+
+    \b
+    stoker predict runs/a --out scores.parquet
+    stoker predict runs/a --data data/criteo --split valid --out scores.csv
+    """
+    from stoker.training.evaluation import check_scores_file
+    from stoker.training.evaluation import predict as run_prediction
+    from stoker.units import plural
+
+    check_scores_file(out)
+    memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
+    loaded, chosen = _open(run, data, split, device, backend, threads, memory, batch_size)
+    count = run_prediction(loaded.model, chosen, out, rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD)
+    if as_json:
+        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
+    else:
+        typer.echo(f"{plural(count, 'score')} of {loaded.path} in {out}")
+
+
+def _open(
+    run: Path,
+    data: Path | None,
+    split: str,
+    device: str | None,
+    backend: Any,
+    threads: int | None,
+    memory: dict[str, str | None],
+    batch_size: int,
+) -> tuple[Any, Split]:
+    from stoker.data.dataset import Dataset
+    from stoker.device import resolve_device
+    from stoker.training.checkpoint import load, read_manifest
+    from stoker.training.evaluation import check_dataset
+    from stoker.training.placing import place_saved
+    from stoker.training.rundir import find_checkpoint, find_dataset
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    checkpoint = find_checkpoint(run)
+    dataset = Dataset(find_dataset(checkpoint) if data is None else data)
+    chosen = _with_rows(dataset, split)
+    on = resolve_device(device)
+    placement = place_saved(
+        read_manifest(checkpoint), dataset, **memory, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
+    )
+    loaded = load(checkpoint, device=on, backend=backend or "auto", placement=placement)
+    check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
+    return loaded, chosen
+
+
+def _with_rows(dataset: Dataset, name: str) -> Split:
+    """The split of that name.
+
+    Raises:
+        DataError: there is no such split, or it is empty.
+    """
+    split = dataset.split(name)
+    if not len(split):
+        others = [f"--split {other} has {len(found):,}" for other, found in dataset.splits.items() if len(found)]
+        raise DataError(
+            f"{dataset.path}: split {name} has 0 rows, so there is nothing to score. {'; '.join(others)}".rstrip()
+        )
+    return split

@@ -1,0 +1,123 @@
+"""What a cache takes in memory beside the rows in its slots, counted from the code that takes it.
+
+Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W batches whose ids are known.
+
+* The page table (``tables/residency_kernels``): 40 bytes a slot; a hash of 32 bytes a record, a power of two of them at
+  most 3/4 full, for rows that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
+* The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``tables/slotted``):
+  8 bytes a distinct row, 12 bytes a lookup (its id, and the row that it wants).
+* On the way: writebacks that have not landed (``tables/transfer``), those of two plans: more pile up only where a disk
+  cannot keep up, at most :data:`stoker.tables.residency.LANDED` plans'. A plan writes about as many rows as a batch has
+  beyond the C most frequent ones.
+* The home's index: a bit a row.
+* For moments: sorted lists of all changed rows while they are written home for a checkpoint, or the old hash beside the
+  new one, twice as large, when it is full.
+
+Where pages of a file lie in the system's page cache they are no part of this: the system takes them back when asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from stoker.placement.expected import Uses
+
+__all__ = ["Beside", "Footprint"]
+
+_SLOT = 40  # bytes: its record and its place in the list of empty ones
+_ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
+_RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
+_ENTRY = 24
+_PER_ROW, _PER_LOOKUP = 8, 12
+_PLANS = 2  # whose writebacks are on the way
+_MOMENTS = 40  # bytes a slot
+_KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand (2 to 9 % were measured)
+_SMALL = 16 * 2**20  # bytes that a cache of any size may take uncounted, as the interpreter does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Bytes of main memory that a cache takes beside its rows."""
+
+    page_table: int
+    window: int
+    on_the_way: int
+    index: int  # of the home
+    moments: int  # while a checkpoint begins, or the hash grows
+
+    @property
+    def total(self) -> int:
+        """All of it, at its peak."""
+        return int(sum(astuple(self)))
+
+
+class Footprint:
+    """The memory of tables that share slots.
+
+    Args:
+        uses: of each table.
+        row_bytes: of a row with its optimizer state.
+        lookahead: batches whose ids are known in advance.
+        in_flight: batches whose rows are in slots.
+        on_cpu: the slots lie in main memory, as everything beside them does.
+        rounded: the weights are bfloat16.
+    """
+
+    def __init__(
+        self, uses: Sequence[Uses], row_bytes: int, *, lookahead: int, in_flight: int, on_cpu: bool, rounded: bool
+    ) -> None:
+        self.rows = sum(use.num_rows for use in uses)  # N
+        self.distinct = math.ceil(sum(use.distinct for use in uses))  # U
+        self.lookups = math.ceil(sum(float(use.lookups @ use.rows) for use in uses))  # L
+        self.row_bytes = row_bytes
+        self.in_flight = in_flight
+        self.on_cpu = on_cpu
+        self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
+        # Rows that the first so many announced batches want, and what lies between by interpolation.
+        widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]
+        self._widths = np.array(sorted(set(widths)), np.float64)
+        self._wanted = np.array([sum(use.distinct_of(int(width)) for use in uses) for width in self._widths])
+        # Rows from the most frequent on, and how many of them a batch has.
+        rows, q = (np.concatenate([getattr(use, name) for use in uses]) for name in ("rows", "q"))
+        order = np.argsort(-q, kind="stable")
+        self._first = np.concatenate([[0.0], np.cumsum(rows[order])])
+        self._held = np.concatenate([[0.0], np.cumsum((rows * q)[order])])
+
+    def beside(self, slots: int) -> Beside:
+        """What C slots take beside their rows."""
+        # The window ends where its rows would fill all slots (tables/stage).
+        window = math.ceil(float(np.interp(slots, self._wanted, self._widths)))
+        window = min(int(self._widths[-1]), max(window, self.in_flight + 1))
+        wanted = float(np.interp(window, self._widths, self._wanted))
+        records = min(self.rows, slots + wanted) + self.distinct
+        directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / _LOAD))))
+        ring = max(_LEAST_RECORDS, 1 << ((window + 1) * self.distinct).bit_length())
+        waiting = window * (_PER_ROW * self.distinct + _PER_LOOKUP * self.lookups)
+        leaving = float(self._held[-1] - np.interp(slots, self._first, self._held))
+        return Beside(
+            page_table=_SLOT * slots + _RECORD * directory + self.rows // 8,
+            window=_ENTRY * ring + waiting,
+            on_the_way=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
+            index=self.rows // 8,
+            moments=_MOMENTS * slots,
+        )
+
+    def counted(self, slots: int) -> int:
+        """Bytes beside the rows that a budget has to cover; :data:`_SMALL` of them are not worth it."""
+        return max(0, math.ceil(_KEPT * (self.beside(slots).total - _SMALL)))
+
+    def fast(self, slots: int) -> int:
+        """Bytes of fast memory that C slots take: of the device, or of main memory with everything beside them."""
+        return self.slot_bytes * slots + (self.counted(slots) if self.on_cpu else 0)
+
+    def slots_within(self, memory: int) -> int:
+        """C, as many as ``memory`` bytes of fast memory hold; 0 if not even one."""
+        low, high = 0, min(self.rows, memory // self.slot_bytes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fast(middle) <= memory else (low, middle - 1)
+        return low

@@ -1,0 +1,235 @@
+"""What the command line says of mistakes, of Ctrl-C, and at the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.cli import main
+from stoker.cli.wording import interruption, message_of
+from stoker.data.dataset import Dataset, write_manifest
+from stoker.errors import ConfigError, DataError
+from stoker.testing import make_dataset
+from stoker.training.rundir import RunDirectory
+
+SMALL = ["--dim", 4, "--bottom", 8, "--top", 8, "--batch-size", 64, "--backend", "reference", "--no-tensorboard"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=2000)
+
+
+@pytest.fixture(scope="module")
+def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "a"
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in ("train", data.path, "--out", out, "--epochs", 2, *SMALL)])
+    assert not caught.value.code
+    return out
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Calls a command: its exit code, standard output and error, white space folded."""
+
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        found = capsys.readouterr()
+        return caught.value.code or 0, " ".join(found.out.split()), " ".join(found.err.split())
+
+    return call
+
+
+OPTIONS = {"batch_size": "--batch-size", "home_path": "--home", "epochs": "--epochs", "out": "--out"}
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ConfigError("batch_size is 0. Lower batch_size."), "--batch-size is 0. Lower --batch-size."),
+        (ConfigError("home_path=x, not (home_path)"), "--home=x, not (--home)"),
+        (ConfigError("the epochs are out"), "the epochs are out"),
+        (ConfigError("2 epochs and 50 more; epochs=1", settings=("epochs",)), "2 epochs and 50 more; --epochs=1"),
+        (ConfigError("/a/batch_size/b.batch_size 'batch_size' --batch_size"), None),
+        (ConfigError("row_lr and my_batch_size, batch_size.csv"), None),
+        (DataError("column batch_size of x.csv"), None),
+        (DataError("batch_size is 0, home_path", settings=("batch_size",)), "--batch-size is 0, home_path"),
+    ],
+)
+def test_parameters_are_shown_as_options(error: Any, shown: str | None) -> None:
+    assert message_of(error, OPTIONS) == (str(error) if shown is None else shown)
+
+
+def test_settings_in_errors_are_options_of_the_command(data: Dataset, run: Path, tmp_path: Path, say: Any) -> None:
+    new = ["train", data.path, "--out", tmp_path / "x", *SMALL]
+    cases = {
+        "--batch-size is 0": [*new, "--batch-size", 0],
+        "--epochs is 0": [*new, "--epochs", 0],
+        "--metric 'x' is unknown": [*new, "--metric", "x"],
+        "--row-lr is -1.0": [*new, "--row-lr", -1],
+        "--device-memory: size '4Gx'": [*new, "--device-memory", "4Gx"],
+        "give either --out, the run directory to make, or --resume": ["train", data.path],
+        "give --epochs or --steps, not both": [*new, "--epochs", 1, "--steps", 3],
+        "was started with --batch-size=64; a resumed": ["train", "--resume", run, "--batch-size", 3],
+    }
+    for words, arguments in cases.items():
+        code, _, err = say(*arguments)
+        assert code == 2, words
+        assert words in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_ctrl_c_is_found_behind_other_errors() -> None:
+    stop = KeyboardInterrupt("kept")
+    outer = RuntimeError("c")
+    outer.__context__ = ImportError("b")
+    outer.__context__.__cause__ = stop
+    assert interruption(outer) is stop
+    stop.__context__ = outer  # a ring
+    assert interruption(outer) is stop
+    assert interruption(KeyError("a")) is None
+
+
+def test_ctrl_c_is_one_line(run: Path, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopping(kind: str) -> Any:
+        def stop(*_: Any, **__: Any) -> None:
+            if kind == "plain":
+                raise KeyboardInterrupt
+            if kind == "told":
+                raise KeyboardInterrupt("interrupted; 3 parts are kept")
+            if kind == "wrapped":
+                try:
+                    raise KeyboardInterrupt
+                except KeyboardInterrupt as error:
+                    raise ImportError("numpy failed") from error
+            with contextlib.suppress(KeyboardInterrupt):  # as packages do that are being imported
+                os.kill(os.getpid(), signal.SIGINT)
+            raise RecursionError("half of a package")
+
+        return stop
+
+    kinds = {"plain": "interrupted", "told": "interrupted; 3 parts are kept", "wrapped": "interrupted"}
+    if os.name == "posix":
+        kinds["swallowed"] = "interrupted"
+    before = signal.getsignal(signal.SIGINT)
+    for kind, words in kinds.items():
+        monkeypatch.setattr("stoker.training.evaluation.evaluate", stopping(kind))
+        assert say("evaluate", run) == (130, "", words), kind
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_a_command_is_read(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stoker.cli._LazyGroup.parse_args", stop, raising=False)
+    assert say("evaluate", "runs/a") == (130, "", "interrupted")
+
+
+def test_what_is_next_fits_the_run(data: Dataset, run: Path, tmp_path: Path, say: Any) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    _, out, err = say("train", "--resume", tmp_path / "run")
+    assert "nothing is left to do: 50 steps of 50 are done" in err
+    assert ("--epochs 3" in out) == (json.loads((run / "report.json").read_text())["best_step"] == 50)
+    assert "--epochs 2" not in out
+    assert "tensorboard" not in out
+    # Where patience ended a run, training longer is no advice.
+    wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5]
+    _, out, _ = say("train", data.path, "--out", tmp_path / "wild", *wild, "--tensorboard", "--patience", 1)
+    assert json.loads((tmp_path / "wild" / "report.json").read_text())["stopped_early"]
+    assert "--resume" not in out
+    assert f"tensorboard --logdir {tmp_path}/wild/tensorboard" in out
+
+
+def test_a_run_given_in_steps_goes_on_in_epochs(data: Dataset, tmp_path: Path, say: Any) -> None:
+    _, _, err = say("train", data.path, "--out", tmp_path / "run", *SMALL, "--steps", 1)
+    assert "training rows, 1 step of 64" in err
+    assert say("train", "--resume", tmp_path / "run", "--epochs", 1)[0] == 0
+    assert RunDirectory(tmp_path / "run").steps()[-1] == 25
+
+
+def test_resuming_for_less_than_was_done_is_refused(run: Path, say: Any) -> None:
+    before = (run / "config.json").read_bytes()
+    for option, value, more in (("--epochs", 1, "--epochs=3"), ("--steps", 20, "--steps=100")):
+        code, _, err = say("train", "--resume", run, option, value)
+        assert code == 2
+        assert "has trained 50 steps (2 epochs)" in err
+        assert f"{option}={value} leaves nothing to do. Give more, such as {more}" in err
+    assert (run / "config.json").read_bytes() == before
+
+
+def test_an_early_end_is_said(data: Dataset, tmp_path: Path, say: Any) -> None:
+    wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5, "--patience", 3]
+    for arguments in ([data.path, "--out", tmp_path / "run", *wild], ["--resume", tmp_path / "run"]):
+        _, _, err = say("train", *arguments)
+        report = json.loads((tmp_path / "run" / "report.json").read_text())
+        assert f"stopped early at step {report['step']:,} of 9,000: log loss on the validation rows" in err
+        assert f"has not improved for 3 evaluations (patience); best at step {report['best_step']:,}" in err
+
+
+def test_an_empty_split_is_an_error(run: Path, tmp_path: Path, say: Any) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000)
+    splits = {**data.manifest["splits"], "test": {"rows": 0, "positives": 0, "shards": []}}
+    write_manifest(data.path, {**data.manifest, "splits": splits})
+    for command in (["evaluate", run], ["predict", run, "--out", tmp_path / "p.parquet"]):
+        code, out, err = say(*command, "--data", data.path)
+        assert (code, out) == (2, "")
+        assert "split test has 0 rows" in err
+        assert "--split valid has 200" in err
+    assert not (tmp_path / "p.parquet").exists()
+
+
+def test_another_vocabulary_has_a_true_remedy(run: Path, tmp_path: Path, say: Any) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000)
+    write_manifest(data.path, {**data.manifest, "schema_hash": "0" * 64})
+    _, _, err = say("evaluate", run, "--data", data.path)
+    assert "another schema or vocabulary" in err
+    assert "Use the dataset that the model was trained on" in err
+
+
+def test_a_damaged_best_checkpoint_names_the_others(data: Dataset, tmp_path: Path, say: Any) -> None:
+    wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5, "--keep-last", 4]
+    say("train", data.path, "--out", tmp_path / "run", *wild, "--patience", 4)  # so the best is not the last
+    run = RunDirectory(tmp_path / "run")
+    losses = {e["step"]: e["valid"]["log_loss"] for e in run.evaluated("log_loss")}
+    best = run.best()
+    assert best is not None
+    assert best.name == f"step_{min(losses, key=lambda step: losses[step]):09d}"
+    (best / "dense.safetensors").write_bytes(b"")
+    others = [run.checkpoint(step) for step in run.steps() if run.checkpoint(step) != best]
+    code, _, err = say("evaluate", run.path)
+    assert code == 2
+    assert f"{best / 'dense.safetensors'} has 0 bytes" in err
+    assert f"Whole are {', '.join(map(str, others))}: give one" in err
+    assert say("evaluate", others[0])[0] == 0
+    # Going on puts the best of the others in its place, not the last one.
+    say("train", "--resume", run.path)
+    del losses[int(best.name[5:])]
+    second = min(losses, key=lambda step: losses[step])
+    assert json.loads((run.path / "report.json").read_text())["best_step"] == second
+    code, out, _ = say("evaluate", run.path, "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == second
+
+
+def test_scores_are_written_in_the_format_of_their_name(run: Path, tmp_path: Path, say: Any) -> None:
+    import polars as pl
+
+    code, _, err = say("predict", run, "--out", tmp_path / "p.txt")
+    assert code == 2
+    assert "ends in neither .parquet nor .csv" in err
+    for name in ("p.parquet", "p.csv"):
+        assert say("predict", run, "--out", tmp_path / name)[0] == 0
+    parquet, csv = pl.read_parquet(tmp_path / "p.parquet"), pl.read_csv(tmp_path / "p.csv")
+    assert csv.cast(dict(parquet.schema)).equals(parquet)  # type: ignore[arg-type]
+    assert say("predict", run, "--out", tmp_path / "one.csv", "--rows", 1)[1].startswith("1 score of")

@@ -1,0 +1,161 @@
+"""JSON lines: the quick way and the careful way agree on every value, every bad line and its reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data import json_lines
+from stoker.data.columns import Block, Field, spans_to_strings
+from stoker.data.json_lines import json_block
+
+FIELDS = (
+    Field(column="t", kind="string"),
+    Field(column="n", kind="float"),
+    Field(column="i", kind="int"),
+    Field(column="h", kind="hex"),
+    Field(column="é", kind="string"),
+    Field(column="ts", kind="string", separator="|", max_length=3),
+    Field(column="is", kind="int", separator="|", max_length=3, keep="first"),
+)
+
+
+def read(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> Block:
+    return json_block(np.frombuffer(b"\n".join(lines) + b"\n", np.uint8).copy(), fields)
+
+
+def content(block: Block) -> dict[str, Any]:
+    """Everything a block says, as plain values."""
+    columns = {}
+    for item, column in block.columns.items():
+        values: list[Any]
+        if column.lengths is not None:
+            values = list(spans_to_strings(column))
+        else:
+            assert column.values is not None
+            gone = column.absent().tolist()
+            values = [None if g else v for g, v in zip(gone, column.values.tolist(), strict=True)]
+        counts = None if column.counts is None else column.counts.tolist()
+        columns[item.column, item.kind] = values, counts
+    bad = [(line.line, line.reason, line.text) for line in block.bad]
+    return {"rows": block.rows, "lines": block.lines, "at": block.row_line.tolist(), "bad": bad, "columns": columns}
+
+
+def both(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> dict[str, Any]:
+    """What a block holds, after checking that both ways find the same."""
+    found = content(read(lines, fields))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_lines, "_fast", lambda *_: None)
+        assert content(read(lines, fields)) == found
+    return found
+
+
+scalars = st.sampled_from(
+    [
+        *(
+            '"a"',
+            '""',
+            '"12"',
+            '"[1]"',
+            '"{x"',
+            '"1.5"',
+            '"ff"',
+            '"a\\"b, 1.5]"',
+            '"é"',
+            '"\\u00e9"',
+            '"\\ud83d\\ude00"',
+        ),
+        *("null", "true", "false", "0", "-0", "7", "-7", "12345678901234567890", "9223372036854775807"),
+        *("1.0", "1.10", "1e3", "1E-7", "-0.0", "0.1", "123456789.123456789", "1e300", "1e400", "5e-324"),
+    ]
+)
+texts = st.sampled_from(['"a"', '"b c"', "null", "3", "-12", "true", '"é"', '"x]"', '"1.0"'])
+odd = st.sampled_from(
+    ["[]", '["2"]', '{"b": 1}', '"\\ud800"', '"\\udc00 x"', "NaN", "1,", "01", '"a\tb"', "[1.0]", "[[1]]"]
+)
+lists = st.lists(texts, max_size=5).map(lambda items: "[" + ", ".join(items) + "]")
+odd_lists = st.lists(st.one_of(scalars, odd), max_size=4).map(lambda items: "[" + ",".join(items) + "]")
+whole = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(json.dumps)
+
+
+@st.composite
+def a_line(draw: st.DrawFn) -> bytes:
+    well = draw(st.integers(0, 9)) < 8  # blocks without a fault take the quick way
+    values = {
+        "t": draw(texts if well else st.one_of(scalars, odd)),
+        "n": draw(st.floats(allow_nan=False, allow_infinity=False).map(repr) if well else scalars),
+        "i": draw(st.integers(-(2**63), 2**63 - 1).map(str) if well else scalars),
+        "h": draw(st.sampled_from(['"ff"', '"00"', "12", "null"]) if well else scalars),
+        draw(st.sampled_from(["é", "\\u00e9"])): draw(texts if well else scalars),
+        "ts": draw(lists if well else st.one_of(lists, odd_lists, scalars)),
+        "is": draw(whole if well else st.one_of(whole, odd_lists)),
+        "other": draw(st.one_of(scalars, lists)),
+    }
+    kept = [
+        f'"{key}"{draw(st.sampled_from([":", " : "]))}{value}'
+        for key, value in values.items()
+        if draw(st.integers(0, 5))
+    ]
+    if not well and draw(st.booleans()):
+        kept.append('"t": "second"')
+    text = "{" + ", ".join(kept) + "}"
+    return text.encode() + draw(st.sampled_from([b"", b"", b"\r", b"  "]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    lines=st.lists(
+        st.one_of(a_line(), a_line(), a_line(), st.sampled_from([b"", b"{", b"3", b'{"t": "\xff"}'])), max_size=6
+    )
+)
+def test_both_ways_agree(lines: list[bytes]) -> None:
+    both(lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ('["2"]', "column t holds several values"),
+        ("[]", "column t holds several values"),
+        ('{"b": 1}', "column t holds several values"),
+        ('"\\ud800"', "column t: half of a surrogate pair"),
+        ("NaN", "not a JSON object: NaN is no JSON value"),
+    ],
+)
+def test_what_is_no_text_is_a_bad_line(value: str, reason: str) -> None:
+    lines = [b'{"t": "a"}', b'{"t": %s}' % value.encode(), b'{"t": "b"}']
+    found = both(lines, FIELDS[:1])
+    assert found["bad"] == [(1, reason, lines[1].decode())]
+    assert found["columns"]["t", "string"] == (["a", "b"], None)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ('"a"', "column ts holds one value, expected a list"),
+        ("3", "column ts holds one value, expected a list"),
+        ('["a", ["b"]]', "column ts holds lists within its list"),
+        ('[{"a": 1}]', "column ts holds lists within its list"),
+    ],
+)
+def test_what_is_no_list_of_values_is_a_bad_line(value: str, reason: str) -> None:
+    found = both([b'{"ts": ["a"]}', b'{"ts": %s}' % value.encode()], (FIELDS[5],))
+    assert [(line, why) for line, why, _ in found["bad"]] == [(1, reason)]
+    assert found["columns"]["ts", "string"] == (["a"], [1])
+
+
+def test_numbers_in_a_column_of_text_stay_as_they_are_written() -> None:
+    lines = [b'{"t": %s}' % value for value in (b"1", b"1.0", b"1.50", b"1e3", b"true", b"null", b'"1.50"')]
+    assert both(lines, FIELDS[:1])["columns"]["t", "string"][0] == ["1", "1.0", "1.50", "1e3", "true", None, "1.50"]
+
+
+def test_ordinary_blocks_take_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts with braces and digits in them, whole numbers, pairs of surrogates: nothing to be careful about."""
+    monkeypatch.setattr(json_lines, "_careful", lambda *_: pytest.fail("read line by line"))
+    line = b'{"t": "[a] {1.5} \\ud83d\\ude00", "n": 1.5, "i": 3, "h": "ff", "ts": ["x]", "1.5", 3], "is": [1, 2]}'
+    assert read([line] * 3).rows == 3

@@ -1,0 +1,105 @@
+"""What a cache takes beside its rows: as much as the code that takes it, and covered by the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import stoker
+from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, stage
+from stoker.placement import footprint as footprint_module
+from stoker.placement.expected import Uses, uses_of
+from stoker.placement.footprint import Footprint
+from stoker.tables.home import has_numba
+from stoker.tables.slotted import SlottedRows
+
+BATCH, DIM = 512, 16
+ROW = 4 * DIM + 4
+OPTIMIZER = RowWiseAdagrad(lr=0.1)
+GIB = 2**30
+
+
+def tables_of(*rows: int) -> list[TableConfig]:
+    return [TableConfig(name=f"t{i}", num_embeddings=count, embedding_dim=DIM) for i, count in enumerate(rows)]
+
+
+def of(uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False) -> Footprint:
+    return Footprint(uses, ROW, lookahead=lookahead, in_flight=2, on_cpu=on_cpu, rounded=rounded)
+
+
+@pytest.mark.skipif(not has_numba(), reason="plain Python plans with its own structures")
+@pytest.mark.parametrize("lookahead", [4, 48])
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int):
+    sizes, random = (60_000, 20_000), np.random.default_rng(0)
+    uses = [uses_of(size, None, BATCH) for size in sizes]
+    slots = int(share * sum(sizes))
+    tables = EmbeddingTables(tables_of(*sizes), optimizer=OPTIMIZER, placement=Cached(slots=slots))
+    storage = tables.groups[0].storage
+    assert isinstance(storage, SlottedRows)
+    residency = storage.residency
+    most = {"page_table": 0, "window": 0}
+
+    def batches():
+        for step in range(150):
+            tail = [(size + 1.0) ** -0.05 - 1 for size in sizes]
+            drawn = [(1 + end * random.random(BATCH)) ** (1 / -0.05) - 1 for end in tail]
+            ids = np.stack([np.minimum(d, n - 1) for d, n in zip(drawn, sizes, strict=True)], 1).astype(np.int64)
+            yield Batch(dense=torch.zeros(BATCH, 0), ids=torch.from_numpy(ids), step=step)
+
+    for batch in stage(batches(), tables, lookahead=lookahead):
+        tables(batch.ids).sum().backward()
+        held = (residency._slots, residency._empty, residency._directory, residency._tree)
+        waiting = [(r.rows, r.which.numpy(), r.bags.ids.numpy()) for r in storage._requests]
+        now = {
+            "page_table": sum(array.nbytes for array in held),
+            "window": residency._ring.nbytes + sum(array.nbytes for one in waiting for array in one),
+        }
+        most = {name: max(most[name], size) for name, size in now.items()}
+    expected = of(uses, lookahead=lookahead).beside(slots)
+    for name, size in most.items():
+        assert size <= 1.02 * getattr(expected, name), name  # batches scatter
+        assert getattr(expected, name) <= 2.5 * size, name  # powers of two
+    assert expected.index == storage.home.held.words.nbytes
+    tables.close()
+
+
+def test_a_budget_covers_rows_and_what_is_beside_them():
+    uses = [uses_of(400_000_000, None, 8 * 2048)]
+    found = of(uses)
+    for memory in (GIB // 8, GIB, 4 * GIB):
+        slots = found.slots_within(memory)
+        assert found.fast(slots) <= memory < found.fast(slots + 1) + 64 * slots  # the hash doubles at once
+        counted = footprint_module._KEPT * (found.beside(slots).total - footprint_module._SMALL)
+        assert found.fast(slots) == pytest.approx(slots * ROW + counted)
+    behind = of(uses, on_cpu=False)
+    assert behind.fast(1000) == 1000 * ROW
+    assert behind.counted(10**7) == found.counted(10**7) > 0
+    assert of(uses, on_cpu=False, rounded=True).fast(1000) == 1000 * (ROW + 16)
+
+
+def test_small_caches_are_all_rows():
+    found = of([uses_of(5000, None, 64)], lookahead=4)
+    assert found.slots_within(100 * ROW) == 100
+    assert found.slots_within(ROW - 1) == 0
+    assert found.slots_within(10**9) == 5000
+
+
+def test_more_slots_take_more():
+    found = of([uses_of(10**7, None, 2048), uses_of(300, None, 2048)])
+    taken = [found.fast(slots) for slots in range(0, 3 * 10**6, 9999)]
+    assert taken == sorted(taken)
+
+
+def test_behind_a_gpu_it_comes_out_of_the_memory_for_homes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stoker.placement.planner.resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("stoker.placement.planner.memory_of", lambda _: (80 * GIB, 80 * GIB))
+    tables = tables_of(50_000_000)
+    given = {"optimizer": OPTIMIZER, "device_memory": "1GiB"}
+    total = 50_000_000 * ROW
+    placement = stoker.plan(tables, host_memory=2 * total, **given)
+    assert placement["t0"] == Cached(memory=GIB // ROW * ROW)
+    close = stoker.plan(tables, host_memory=total + 2**20, **given)
+    assert close["t0"].home == "file"
+    assert "to find and plan them" in close.note

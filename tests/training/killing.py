@@ -1,0 +1,187 @@
+"""Training runs in processes of their own, which may be killed at any moment.
+
+Importing and loading kernels takes seconds, a run of a hundred tiny steps less. So one server process does one run to
+have everything in memory, and then forks a child for each further one. No thread of that run is left: none would
+survive a fork.
+
+A kill comes by the clock, or a few moments after the n-th call of a function (:data:`EVENTS`), which may lie in the
+middle of what it calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["EVENTS", "Ended", "Server"]
+
+#: What a run does, by what is called in it.
+EVENTS = ("checkpoint", "rename", "staging", "writeback", "step")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    signal: int  # 0: by itself
+    seconds: float
+    events: dict[str, int]  # calls, where it ended by itself
+    messages: str  # standard error
+
+    @property
+    def killed(self) -> bool:
+        return self.signal == signal.SIGKILL
+
+
+class Server:
+    """The process that forks; runs lie on the CPU. A context manager.
+
+    Args:
+        folder: for messages.
+        given: arguments of ``stoker.train`` for a first run, which is done in this process.
+        settings: keyword arguments of it.
+    """
+
+    def __init__(self, folder: Path, *given: Any, **settings: Any) -> None:
+        self._messages = folder / "messages.txt"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self._messages), str(folder / "events.json")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self._ask({"given": given, "settings": settings})
+
+    def run(
+        self,
+        *given: Any,
+        after: float | None = None,
+        event: str | None = None,
+        number: int = 0,
+        delay: float = 0.0,
+        **settings: Any,
+    ) -> Ended:
+        """``stoker.train`` with these arguments in a child.
+
+        Args:
+            given: positional arguments.
+            after: kill it after so many seconds.
+            event: or kill it ``delay`` seconds after call ``number`` of this event.
+            settings: keyword arguments.
+        """
+        order = {"given": given, "settings": settings, "after": after, "event": event, "number": number, "delay": delay}
+        ended = Ended(**self._ask(order), messages=self._messages.read_text())
+        assert ended.signal in (0, signal.SIGKILL), ended.messages
+        return ended
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order, default=str) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the server has ended"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _serve(messages: Path, events: Path) -> None:
+    import stoker
+
+    order = json.loads(sys.stdin.readline())
+    stoker.train(*order["given"], **order["settings"]).model.embeddings.close()
+    assert threading.active_count() == 1
+    print("{}", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        events.unlink(missing_ok=True)
+        begin = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _child(order, messages, events)
+        ended = 0
+        while not ended:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if not ended and order["after"] is not None and time.monotonic() - begin >= order["after"]:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.0005)
+        found = json.loads(events.read_text()) if events.exists() else {}
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+        print(json.dumps({"signal": number, "seconds": time.monotonic() - begin, "events": found}), flush=True)
+
+
+def _child(order: dict[str, Any], messages: Path, events: Path) -> None:
+    descriptor = os.open(messages, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 2)
+    os.dup2(descriptor, 1)
+    code = 1
+    try:
+        import stoker
+
+        counts = _watch(order)
+        result = stoker.train(*order["given"], **order["settings"])
+        result.model.embeddings.close()
+        events.write_text(json.dumps(counts))
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _watch(order: dict[str, Any]) -> Counter[str]:
+    """Count the events from here on, and die ``order["delay"]`` seconds after the one that was ordered."""
+    from stoker.models import RecModel
+    from stoker.tables.file_home import FileHome
+    from stoker.tables.home import MemoryHome
+    from stoker.tables.slotted import SlottedRows
+    from stoker.training import checkpoint
+
+    counts: Counter[str] = Counter()
+
+    def watch(owner: Any, name: str, event: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            if event == order["event"] and counts[event] == order["number"]:
+                threading.Timer(order["delay"], os.kill, (os.getpid(), signal.SIGKILL)).start()
+            counts[event] += 1
+            return real(*given, **named)
+
+        setattr(owner, name, call)
+
+    watch(checkpoint, "_save_tensors", "checkpoint")
+    watch(os, "replace", "rename")
+    watch(SlottedRows, "stage", "staging")
+    watch(FileHome, "_store", "writeback")
+    watch(MemoryHome, "_store", "writeback")
+    watch(RecModel, "loss", "step")
+    return counts
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,156 @@
+"""How runs begin and end: full disks, one-sided validation rows, the bar in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stoker
+from stoker.data.dataset import Dataset, write_manifest, write_shard
+from stoker.errors import ConfigError, DataError
+from stoker.testing import make_dataset
+from stoker.training.display import Display, ProgressBar
+from stoker.training.metrics import merit
+from stoker.training.rundir import RunDirectory
+
+SMALL: dict[str, Any] = {
+    "embedding_dim": 4,
+    "model_options": {"bottom": (8,), "top": (8,)},
+    "batch_size": 64,
+    "backend": "reference",
+    "tensorboard": False,
+    "display": "quiet",
+}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    out = tmp_path / "runs" / "a"
+    if there:
+        out.mkdir(parents=True)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DataError, match="no room left"):
+            RunDirectory.create(out, {"a": 1})
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == (["runs", "runs/a"] if there else [])
+    assert RunDirectory.create(out, {"a": 1}).read("config.json") == {"a": 1}
+
+
+def test_of_two_processes_one_makes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def mkdir(path: Path, *arguments: Any, **settings: Any) -> None:
+        if path.name == "checkpoints":
+            real(path)  # the other process, at the worst moment
+        real(path, *arguments, **settings)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match="another process"):
+        RunDirectory.create(tmp_path / "run", {})
+    assert (tmp_path / "run" / "checkpoints").is_dir(), "it is the other's"
+
+
+def one_sided(path: Path) -> Dataset:
+    """A dataset whose validation labels are all 0."""
+    data = make_dataset(path, rows=1000)
+    rows, generator = 100, np.random.default_rng(0)
+    shard = write_shard(
+        path / "valid" / "00000.safetensors",
+        dense=generator.normal(size=(rows, 4)).astype(np.float32),
+        labels=np.zeros(rows, np.float32),
+        ids=np.zeros((rows, 3), np.int32),
+    ).to_dict()
+    splits = {**data.manifest["splits"], "valid": {"rows": rows, "positives": 0, "shards": [shard]}}
+    write_manifest(path, {**data.manifest, "splits": splits})
+    return Dataset(path)
+
+
+class Noted(Display):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.steps: list[int] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def step(self, done: int) -> None:
+        self.steps.append(done)
+
+
+def test_log_loss_decides_where_there_is_no_auc(tmp_path: Path) -> None:
+    shown = Noted()
+    settings = {**SMALL, "display": shown}
+    result = stoker.train(
+        one_sided(tmp_path / "d"), out=tmp_path / "run", steps=9000, eval_every=4, patience=2, row_lr=3.0, **settings
+    )
+    assert result.valid["auc"] is None
+    assert result.best_step is not None
+    assert result.stopped_early
+    assert result.step == result.best_step + 8
+    assert sum("log loss says what is best" in note for note in shown.notes) == 1
+    assert any("log loss on the validation rows has not improved for 2" in note for note in shown.notes)
+
+
+def test_patience_needs_validation_rows(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "d", rows=500)
+    write_manifest(data.path, {**data.manifest, "splits": {"train": data.manifest["splits"]["train"]}})
+    with pytest.raises(ConfigError, match="no validation rows"):
+        stoker.train(data.path, out=tmp_path / "run", patience=2, **SMALL)
+    assert not (tmp_path / "run").exists()
+
+
+def test_merit_orders_evaluations() -> None:
+    two = {"rows": 10, "positives": 4}
+    assert merit({**two, "auc": 0.7, "log_loss": 9.0}, "auc") > merit({**two, "auc": 0.6, "log_loss": 0.1}, "auc")
+    assert merit({**two, "log_loss": 0.1}, "log_loss") > merit({**two, "log_loss": 0.2}, "log_loss")
+    one = {"rows": 10, "positives": 0, "auc": None}
+    assert merit({**one, "log_loss": 0.1}, "auc") > merit({**one, "log_loss": 0.2}, "auc")
+    for undefined in ({**two, "auc": None}, {**two, "auc": float("nan")}, {}):
+        assert merit(undefined, "auc") == -float("inf")
+
+
+def test_a_lost_best_checkpoint_is_no_hurdle_for_the_rest_of_the_run(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000)
+    settings = {**SMALL, "row_lr": 9.0, "metric": "log_loss", "eval_every": 5, "keep_last": 3}
+    stoker.train(data, out=tmp_path / "run", steps=40, **settings)
+    run = RunDirectory(tmp_path / "run")
+    best = run.best()
+    assert best is not None
+    for file in sorted(best.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    best.rmdir()
+    found = run.evaluated("log_loss")[0]
+    assert run.best() == run.checkpoint(found["step"])
+    result = stoker.train(resume=run.path, steps=45, display="quiet")
+    assert result.best_step in run.steps()
+    assert result.valid["log_loss"] <= found["valid"]["log_loss"]
+
+
+def test_the_bar_moves_between_records_and_costs_nothing(tmp_path: Path) -> None:
+    shown = Noted()
+    data = make_dataset(tmp_path / "d", rows=1000)
+    stoker.train(data, out=tmp_path / "run", log_every=1000, **{**SMALL, "display": shown})
+    assert shown.steps == list(range(1, 14))
+    with ProgressBar() as bar:
+        bar.start(0, 1000, "")
+        bar.step(7)
+        assert bar._bar.tasks[0].completed == 7
+        bar.step(8)
+        assert bar._bar.tasks[0].completed == 7, "not more often than can be seen"
+        bar._next = 0.0
+        bar.step(9)
+        assert bar._bar.tasks[0].completed == 9
+        begin = time.perf_counter()
+        for step in range(10_000):
+            bar.step(step)
+        assert (time.perf_counter() - begin) / 10_000 < 20e-6

@@ -1,0 +1,124 @@
+"""kill -9 at random moments of a placed run, each followed by a resume that ends in the identical checkpoints.
+
+``STOKER_KILLS=50`` kills fifty runs; without it a few are, so that the suite stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killing import EVENTS, Ended, Server
+
+from stoker.data.dataset import Dataset
+from stoker.testing import make_dataset
+
+KILLS = int(os.environ.get("STOKER_KILLS", "6"))
+ROWS = (600, 300, 10)
+ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam
+QUARTER = str(sum(ROWS) * ROW // 4)
+SETTINGS: dict[str, Any] = {
+    "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "tensorboard": False,
+    "display": "quiet", "threads": 1, "eval_every": 35, "save_every": 12, "log_every": 10, "keep_last": 3,
+    "row_optimizer": "adam", "dtype": "bfloat16", "schedule": "cosine", "dense_clip_norm": 1.0,
+}  # fmt: skip
+PLACED: dict[str, dict[str, Any]] = {
+    "memory": {"device_memory": QUARTER},
+    "memory, in flight": {"device_memory": QUARTER, "in_flight": 2, "lookahead": 5},
+    "file": {"device_memory": QUARTER, "host_memory": "1KiB"},
+}
+CLOCK = "clock"
+KILLED: list[bool] = []  # of the trials so far
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="forks a process for each run"),
+]
+
+
+def files(run: Path) -> dict[str, bytes]:
+    checkpoints = run / "checkpoints"
+    return {str(p.relative_to(checkpoints)): p.read_bytes() for p in sorted(checkpoints.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, num_embeddings=ROWS, sequence={1: 4})
+
+
+@pytest.fixture(scope="module")
+def server(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    with Server(folder, data.path, out=folder / "run", **SETTINGS, **PLACED["file"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(data: Dataset, server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How undisturbed runs end, by placement."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {name: start(server, data, folder / name, folder / "home", name) for name in PLACED}
+
+
+@pytest.fixture(scope="module")
+def resident(data: Dataset, server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The checkpoints of a run that has all rows on the device."""
+    out = tmp_path_factory.mktemp("resident") / "run"
+    assert server.run(data.path, out=out, **SETTINGS).signal == 0
+    return files(out)
+
+
+def start(server: Server, data: Dataset, out: Path, home: Path, name: str, **kill: Any) -> Ended:
+    return server.run(data.path, out=out, home_path=home, **SETTINGS, **PLACED[name], **kill)
+
+
+def draw(number: int, whole: dict[str, Ended]) -> tuple[str, str, dict[str, Any]]:
+    """(placement, kind of moment, when to kill) of one trial. Half of the kills come by the clock."""
+    chance = random.Random(number)
+    name = list(PLACED)[number % len(PLACED)]
+    kind = CLOCK if number % 2 else EVENTS[number // 2 % len(EVENTS)]
+    ended = whole[name]
+    if kind == CLOCK:
+        return name, kind, {"after": chance.uniform(0.1, 0.95) * ended.seconds}
+    return name, kind, {
+        "event": kind, "number": chance.randrange(ended.events[kind]), "delay": chance.choice((0, 1e-4, 1e-3)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(
+    data: Dataset, server: Server, whole: dict[str, Ended], resident: dict[str, bytes], tmp_path: Path, number: int
+) -> None:
+    name, kind, when = draw(number, whole)
+    out, home = tmp_path / "run", tmp_path / "home"
+    ended = start(server, data, out, home, name, **when)
+    KILLED.append(ended.killed)
+    assert ended.killed or kind == CLOCK or when["delay"] > 0, f"{name}, {when}: the run was not killed"
+    if not (out / "config.json").exists():  # killed before it was a run: nothing to resume
+        after = name
+        shutil.rmtree(out, ignore_errors=True)
+        ended = start(server, data, out, home, name)
+    else:
+        after = list(PLACED)[(number + number // len(PLACED)) % len(PLACED)]  # also under another placement
+        ended = server.run(resume=out, display="quiet", home_path=home, **{"host_memory": None, **PLACED[after]})
+    assert ended.signal == 0, ended.messages
+    found = files(out)
+    assert set(found) == set(resident)
+    for file, content in resident.items():
+        assert found[file] == content, f"{name}, {kind} {when}: {file}"
+    if "host_memory" in PLACED[after]:
+        assert not list(home.glob("*")), "a killed run's file of rows is removed by the next home there"
+
+
+def test_every_kind_of_moment_is_met(whole: dict[str, Ended]) -> None:
+    kinds = {draw(number, whole)[1] for number in range(50)}
+    assert kinds == {CLOCK, *EVENTS}
+    for name, ended in whole.items():
+        assert ended.signal == 0
+        assert all(ended.events[event] > 5 for event in EVENTS), name
+    assert sum(KILLED) >= 0.7 * len(KILLED), "runs end before they are killed: make them longer"
