@@ -2,8 +2,9 @@
 
 Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W batches whose ids are known.
 
-* The page table (``tables/residency_kernels``): 40 bytes a slot; a hash of 32 bytes a record, a power of two of them at
-  most 3/4 full, for rows that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
+* The page table (``tables/fast_residency``): 40 bytes a slot, and 16 more for the order of eviction where the window
+  wants more rows than there are slots; a hash of 32 bytes a record, a power of two of them at most 3/4 full, for rows
+  that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
 * The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``tables/slotted``):
   8 bytes a distinct row, 12 bytes a lookup (its id, and the row that it wants).
 * On the way: writebacks that have not landed (``tables/transfer``), those of two plans: more pile up only where a disk
@@ -28,7 +29,8 @@ from stoker.placement.expected import Uses
 
 __all__ = ["Beside", "Footprint"]
 
-_SLOT = 40  # bytes: its record and its place in the list of empty ones
+_SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
+_ENOUGH = 2  # rows wanted for each slot at which the window ends (tables/stage)
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 _ENTRY = 24
@@ -89,8 +91,7 @@ class Footprint:
 
     def beside(self, slots: int) -> Beside:
         """What C slots take beside their rows."""
-        # The window ends where its rows would fill all slots (tables/stage).
-        window = math.ceil(float(np.interp(slots, self._wanted, self._widths)))
+        window = math.ceil(float(np.interp(_ENOUGH * slots, self._wanted, self._widths)))
         window = min(int(self._widths[-1]), max(window, self.in_flight + 1))
         wanted = float(np.interp(window, self._widths, self._wanted))
         records = min(self.rows, slots + wanted) + self.distinct
@@ -99,7 +100,7 @@ class Footprint:
         waiting = window * (_PER_ROW * self.distinct + _PER_LOOKUP * self.lookups)
         leaving = float(self._held[-1] - np.interp(slots, self._first, self._held))
         return Beside(
-            page_table=_SLOT * slots + _RECORD * directory + self.rows // 8,
+            page_table=(_ORDERED_SLOT if wanted > slots else _SLOT) * slots + _RECORD * directory + self.rows // 8,
             window=_ENTRY * ring + waiting,
             on_the_way=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
             index=self.rows // 8,
