@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check bench peers env docs bare clean
+.PHONY: help demo test soak kills check bench peers env docs bare clean
 
 help:  ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ test: $(VENV)/.dev  ## Run the tests
 
 soak: $(VENV)/.dev  ## Compare 100,000 random placed runs with resident ones, bit for bit (hours)
 	@STOKER_SOAK=$${STOKER_SOAK:-100000} $(PY) -m pytest tests/tables/test_placement_exact.py --timeout=0
+
+kills: $(VENV)/.dev  ## Kill 50 placed runs at random moments; each must resume to the identical end (minutes)
+	@STOKER_KILLS=$${STOKER_KILLS:-50} $(PY) -m pytest tests/training/test_placed_kills.py --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 import stoker
-import stoker.tables.stage
 from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, stage
 from stoker.placement import footprint as footprint_module
 from stoker.placement.expected import Uses, uses_of
@@ -62,7 +59,6 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int):
         }
         most = {name: max(most[name], size) for name, size in now.items()}
     expected = of(uses, lookahead=lookahead).beside(slots)
-    assert footprint_module._ENOUGH == sys.modules["stoker.tables.stage"]._ENOUGH
     for name, size in most.items():
         assert size <= 1.02 * getattr(expected, name), name  # batches scatter
         assert getattr(expected, name) <= 2.5 * size, name  # powers of two

@@ -154,3 +154,7 @@ def test_the_bar_moves_between_records_and_costs_nothing(tmp_path: Path) -> None
         for step in range(10_000):
             bar.step(step)
         assert (time.perf_counter() - begin) / 10_000 < 20e-6
+
+
+def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:
+    assert stoker.TrainConfig(home_path=tmp_path).to_dict()["home_path"] == str(tmp_path)  # type: ignore[arg-type]

@@ -165,7 +165,7 @@ def test_records_tell_what_moved(resident: Path, tenth: TrainResult) -> None:
         assert line["fetched_mib_per_step"] > 0
         assert 0 < line["stall_share"] < 1
         stages = line["stage_seconds"]
-        assert {"read", "plan", "fetch", "lookup", "update", "writeback"} <= set(stages)
+        assert {"read", "plan", "fetch", "forward", "lookup", "backward", "update", "dense", "writeback"} <= set(stages)
         assert all(seconds > 0 for seconds in stages.values())
         assert sum(stages.values()) <= threads * 10 * line["seconds_per_step"]
     assert "hit_rate" not in records(resident, "train")[0]

@@ -26,17 +26,17 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from stoker.placement.expected import Uses
+from stoker.tables.residency import ENOUGH
 
 __all__ = ["Beside", "Footprint"]
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
-_ENOUGH = 2  # rows wanted for each slot at which the window ends (tables/stage)
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 _ENTRY = 24
 _PER_ROW, _PER_LOOKUP = 8, 12
 _PLANS = 2  # whose writebacks are on the way
-_MOMENTS = 40  # bytes a slot
+_MOMENTS = 16  # bytes a slot
 _KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand (2 to 9 % were measured)
 _SMALL = 16 * 2**20  # bytes that a cache of any size may take uncounted, as the interpreter does
 
@@ -91,7 +91,7 @@ class Footprint:
 
     def beside(self, slots: int) -> Beside:
         """What C slots take beside their rows."""
-        window = math.ceil(float(np.interp(_ENOUGH * slots, self._wanted, self._widths)))
+        window = math.ceil(float(np.interp(ENOUGH * slots, self._wanted, self._widths)))
         window = min(int(self._widths[-1]), max(window, self.in_flight + 1))
         wanted = float(np.interp(window, self._widths, self._wanted))
         records = min(self.rows, slots + wanted) + self.distinct

@@ -20,12 +20,14 @@ from heapq import nlargest
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LANDED", "NEVER", "ReferenceResidency", "Residency", "SlotPlan", "make_residency"]
+__all__ = ["ENOUGH", "LANDED", "NEVER", "ReferenceResidency", "Residency", "SlotPlan", "make_residency"]
 
 Ints = npt.NDArray[np.int64]
 NEVER = 2**62  # step of the next use of a row that has none in the window
 #: Plans after which every writeback of a plan has surely landed at home; whoever carries out plans keeps to it.
 LANDED = 8
+#: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
+ENOUGH = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from stoker.timeline import span, spanned
 
 __all__ = ["SlottedRows", "TooFewSlots", "make_slotted"]
 
+_STORED = 2**20  # rows written home together when all changed ones are
+
 
 class TooFewSlots(StokerError):
     """A batch needs more rows at once than there are slots to give."""
@@ -239,11 +241,13 @@ class SlottedRows(Storage):
             self._enter_returned()
             self._link.drain()
             slots = self.residency.take_changed()
-            if len(slots):
+            held = Rows(self.weight, self.state)
+            for begin in range(0, len(slots), _STORED):  # sorting and, on a GPU, copying take memory
+                some = slots[begin : begin + _STORED]
                 try:
-                    self.home.store(self.residency.row_in_slot[slots], Rows(self.weight, self.state), slots)
+                    self.home.store(self.residency.row_in_slot[some], held, some)
                 except BaseException:
-                    self.residency.mark_changed(slots)
+                    self.residency.mark_changed(slots[begin:])
                     raise
 
     def read(self, start: int, stop: int) -> Rows:

@@ -20,6 +20,7 @@ from stoker.errors import ConfigError
 from stoker.ops import Bags
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.lease import Lease
+from stoker.tables.residency import ENOUGH
 from stoker.tables.slotted import SlottedRows
 from stoker.timeline import span
 
@@ -27,7 +28,6 @@ __all__ = ["Stage", "stage"]
 
 _DEEPEST = 8  # batches in flight at most, where the depth adapts
 _STALL = 0.02  # share of the time spent waiting for rows above which one more batch is staged ahead
-_ENOUGH = 2  # rows wanted for each slot, from where on looking further ahead is pointless
 _JUDGED = 16  # batches between two looks at the stalls
 
 Staged = tuple[Batch, list[Lease | None]]
@@ -90,12 +90,9 @@ class Stage:
         return state
 
     def _look_ahead(self, source: Iterator[Batch]) -> None:
-        """Announce further batches: as many as asked for, or as want twice as many rows as there are slots.
-
-        What comes after those hardly changes who leaves: whoever is not wanted by then has left.
-        """
+        """Announce further batches: as many as asked for, or as want enough rows for all slots."""
         while len(self._waiting) <= self.lookahead:
-            full = all(storage.residency.wanted >= _ENOUGH * storage.num_slots for _, storage, _ in self._groups)
+            full = all(storage.residency.wanted >= ENOUGH * storage.num_slots for _, storage, _ in self._groups)
             if full and len(self._waiting) > self.in_flight:
                 break
             with span("read"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -115,6 +116,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
         _choice("spill", self.spill, ("parts", "refuse"))
+        if self.home_path is not None:
+            object.__setattr__(self, "home_path", os.fspath(self.home_path))  # a Path cannot go into JSON
         if self.device_memory == "all":
             object.__setattr__(self, "device_memory", None)
         for name in ("device_memory", "host_memory", "shuffle_memory"):

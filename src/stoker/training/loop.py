@@ -19,6 +19,7 @@ from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
+from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display, Mode, make_display
@@ -213,15 +214,18 @@ def _fit(
             factor = schedule.factor(step)
             for group in dense.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-            loss = model.loss(batch)
+            with span("forward"):
+                loss = model.loss(batch)
             progress.unread.append((step, loss.detach()))
             if len(progress.unread) >= read_every:
                 progress.read_losses()
-            loss.backward()  # rows are updated here, in place
-            if config.dense_clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, config.dense_clip_norm)
-            dense.step()
-            dense.zero_grad()
+            with span("backward"):
+                loss.backward()  # rows are updated here, in place
+            with span("dense"):
+                if config.dense_clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(parameters, config.dense_clip_norm)
+                dense.step()
+                dense.zero_grad()
             progress.step += 1
             clock.examples += len(batch)
             shown.step(progress.step)
