@@ -8,6 +8,7 @@ Legend: C slots.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -81,8 +82,9 @@ class Stage:
         finally:
             staged.close()  # type: ignore[attr-defined]
             self._waiting.clear()
-            for _, storage, _ in self._groups:
-                storage.forget()
+            if not sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
+                for _, storage, _ in self._groups:
+                    storage.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the stream behind the batch handed out last."""
