@@ -252,3 +252,14 @@ def test_negative_lengths_are_named(tmp_path: Path) -> None:
     dataset = with_ids(tmp_path, np.zeros(30, np.int32), lengths)
     with pytest.raises(DataError, match="row 4: lengths and row_offsets disagree"):
         next(iter(dataset.train.batches(5)))
+
+
+def test_checking_can_be_watched_and_is_done_once(path: Path, hashed: list[str]) -> None:
+    train = Dataset(path).train
+    seen: list[tuple[int, int]] = []
+    train.check(lambda done, total: seen.append((done, total)))
+    assert len(seen) == len(train.entry["shards"]) == len(hashed)
+    assert max(seen) == (train.bytes, train.bytes)
+    train.check(lambda done, total: seen.append((done, total)))
+    next(iter(train.batches(64, seed=1)))
+    assert len(hashed) == len(train.entry["shards"])

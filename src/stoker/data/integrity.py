@@ -9,7 +9,7 @@ Legend: n rows of a shard, F features, L ids in all.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,8 +48,11 @@ class ShardChecks:
         ]
         self._pending = {number for number, key in enumerate(self._keys) if key not in _good}
 
-    def before(self, start: int, stop: int) -> None:
+    def before(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Check the shards that hold the rows [start, stop) of the split, which are about to be read.
+
+        Args:
+            progress: called with the bytes checked and those due, from any thread.
 
         Raises:
             DataError: a shard is damaged or holds an id outside its table.
@@ -63,6 +66,8 @@ class ShardChecks:
             return
         work = iter(due)
         failed: list[int] = []
+        sizes = {number: int(self._entries[number]["bytes"]) for number in due}
+        done: list[int] = []  # bytes of each shard checked
 
         def check_some(helper: int) -> None:
             for number in work:
@@ -70,6 +75,9 @@ class ShardChecks:
                     return
                 try:
                     self._check(number)
+                    done.append(sizes[number])
+                    if progress is not None:
+                        progress(sum(done), sum(sizes.values()))
                 except BaseException:
                     failed.append(helper)
                     raise

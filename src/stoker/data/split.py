@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.features import FeatureSpec
-from stoker.data.integrity import check_ids
+from stoker.data.integrity import ShardChecks, check_ids
 from stoker.data.reader import BatchStream
 from stoker.data.shards import MappedShard, allow_open_files, open_shard
 from stoker.errors import DataError
@@ -161,6 +161,19 @@ class Split:
             "ids": torch.tensor(shard.ids[begin:end]),
             "lengths": torch.tensor(shard.lengths[local]),
         }
+
+    def check(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Check every shard against the manifest's checksum and every id against its table, once per process.
+
+        Reading does so too, when a shard is first needed; here the wait can be shown.
+
+        Args:
+            progress: called with the bytes checked and the bytes in all, from any thread.
+
+        Raises:
+            DataError: a shard is damaged or holds an id outside its table.
+        """
+        ShardChecks(self).before(0, self.rows, progress)
 
     def check_ids(self) -> None:
         """Check every id of the split against its table.

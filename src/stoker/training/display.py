@@ -8,11 +8,13 @@ import time
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-from stoker.units import format_count, format_duration
+from stoker.units import format_count, format_duration, format_size
 
 __all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
 
 _REFRESH = 0.1  # seconds between two movements of the bar
+_LONG = 2.0  # seconds of work before the steps that nobody need be told of
+_MIB = 2**20
 
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
 
@@ -30,6 +32,9 @@ class Display:
 
     def start(self, step: int, total: int, facts: str) -> None:
         """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
+
+    def work(self, what: str, done: int, total: int) -> None:
+        """Work before the steps, of ``total`` bytes; may come from any thread."""
 
     def step(self, done: int) -> None:
         """One more step is done. Called after every step: must cost next to nothing."""
@@ -67,10 +72,16 @@ class PlainLines(Display):
         self._seconds = seconds
         self._last = time.monotonic()
         self._total = 0
+        self._said = ""
 
     def start(self, step: int, total: int, facts: str) -> None:
         self._total = total
         self.note(facts)
+
+    def work(self, what: str, done: int, total: int) -> None:
+        if self._said != what and done < total and time.monotonic() - self._last > _LONG:
+            self._said = what
+            self.note(f"{what}: {format_size(done)} of {format_size(total)} so far")
 
     def record(self, values: dict[str, Any]) -> None:
         if values["kind"] == "train":
@@ -105,6 +116,7 @@ class ProgressBar(Display):
             transient=True,
         )
         self._task: Any = None
+        self._work: Any = None
         self._total = 0
         self._next = 0.0  # when the bar moves again
         self._auc = ""
@@ -121,6 +133,13 @@ class ProgressBar(Display):
         self._console.print(facts, highlight=False)
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
+
+    def work(self, what: str, done: int, total: int) -> None:
+        if self._work is None:
+            self._work = self._bar.add_task(what, total=total // _MIB, status="")
+        self._bar.update(
+            self._work, completed=done // _MIB, visible=done < total, status=f"MiB, {format_size(total)} in all"
+        )
 
     def step(self, done: int) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def train(
         feed = staged(Epochs(stream, total), model, config)
         try:
             shown.start(progress.step, total, _facts(model, data, config, total, placement))
+            if progress.step < total:
+                data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
             if placement is None and (config.host_memory or config.home_path):
