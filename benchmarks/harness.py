@@ -24,6 +24,7 @@ __all__ = [
     "Run",
     "Table",
     "WrongResult",
+    "body",
     "exit_code",
     "judge",
     "write_results",
@@ -214,18 +215,8 @@ def report(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def write_results(results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool) -> Path:
-    """Write ``<what>_<machine>_<date>.md`` and ``.json`` under ``out``; return the Markdown's path."""
-    out.mkdir(parents=True, exist_ok=True)
-    today = date.today().isoformat()
-    stem = out / f"{what}_{machine['slug']}_{today}"
-    facts = [f"* {key}: {value}" for key, value in machine.items() if key not in ("slug", "versions")]
-    facts.append("* versions: " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
-    lines = [f"# {what}, {today}", "", *facts, *(["* quick run: fewer rounds"] if quick else []), "", "```"]
-    lines += [result.line for result in results]
-    lines += ["```", "", "\n\n".join(report(result) for result in results), ""]
-    markdown = stem.with_name(stem.name + ".md")
-    markdown.write_text("\n".join(lines))
+def body(results: Sequence[Result], what: str, machine: dict[str, Any], *, quick: bool) -> dict[str, Any]:
+    """Everything about a run, as plain JSON values."""
     values = [
         {
             "name": result.bar.name,
@@ -240,6 +231,21 @@ def write_results(results: Sequence[Result], out: Path, what: str, machine: dict
         }
         for result in results
     ]
-    body = {"what": what, "date": today, "quick": quick, "machine": machine, "bars": values}
-    stem.with_name(stem.name + ".json").write_text(json.dumps(body, indent=1) + "\n")
+    return {"what": what, "date": date.today().isoformat(), "quick": quick, "machine": machine, "bars": values}
+
+
+def write_results(results: Sequence[Result], out: Path, what: str, machine: dict[str, Any], *, quick: bool) -> Path:
+    """Write ``<what>_<machine>_<date>.md`` and ``.json`` under ``out``; return the Markdown's path."""
+    out.mkdir(parents=True, exist_ok=True)
+    today = date.today().isoformat()
+    stem = out / f"{what}_{machine['slug']}_{today}"
+    facts = [f"* {key}: {value}" for key, value in machine.items() if key not in ("slug", "versions")]
+    facts.append("* versions: " + ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
+    lines = [f"# {what}, {today}", "", *facts, *(["* quick run: fewer rounds"] if quick else []), "", "```"]
+    lines += [result.line for result in results]
+    lines += ["```", "", "\n\n".join(report(result) for result in results), ""]
+    markdown = stem.with_name(stem.name + ".md")
+    markdown.write_text("\n".join(lines))
+    made = body(results, what, machine, quick=quick)
+    stem.with_name(stem.name + ".json").write_text(json.dumps(made, indent=1) + "\n")
     return markdown

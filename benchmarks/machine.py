@@ -42,7 +42,7 @@ def describe() -> dict[str, Any]:
     kibibytes = int(_first("/proc/meminfo", r"^MemTotal:\s+(\d+)") or 0)
     vectors = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     slug = re.sub(r"[^a-z0-9]+", "-", cpu.lower()).strip("-")[:40]
-    packages = ("torch", "numba", "numpy", "polars", "pyarrow", "safetensors")
+    packages = ("torch", "triton", "numba", "numpy", "polars", "pyarrow", "safetensors")
     return {
         "CPU": f"{cpu} ({', '.join(vectors)})",
         "cores": cores,
