@@ -257,6 +257,8 @@ def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:
     the dense vector.
     """
     z = torch.cat([dense.unsqueeze(1), embedded.to(dense.dtype)], dim=1)
-    products = torch.bmm(z, z.transpose(1, 2))
-    row, column = torch.tril_indices(z.shape[1], z.shape[1], offset=-1, device=z.device)
-    return torch.cat([dense, products[:, row, column]], dim=1)
+    vectors = z.shape[1]
+    row, column = torch.tril_indices(vectors, vectors, offset=-1, device=z.device)
+    # Along one axis: the gradient of two is several times slower.
+    products = torch.bmm(z, z.transpose(1, 2)).flatten(1).index_select(1, row * vectors + column)
+    return torch.cat([dense, products], dim=1)
