@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -216,6 +217,46 @@ def test_state_dict_carries_rows_state_and_step(optimizer):
         build(0).load_state_dict(saved)
 
 
+def through_pickle(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle], ids=["deepcopy", "torch.save"])
+@pytest.mark.parametrize(
+    "placement", [None, {"a": stoker.Cached(slots=8), "b": stoker.Device()}], ids=["device", "cached"]
+)
+def test_copies_are_whole_and_their_own(copied, placement):
+    """As people do for averages of weights, or with torch.save of a whole model."""
+    configs = [
+        stoker.TableConfig(name="a", num_embeddings=30, embedding_dim=4),
+        stoker.TableConfig(name="b", num_embeddings=5, embedding_dim=4, dtype="bfloat16"),
+        stoker.TableConfig(name="c", num_embeddings=7, embedding_dim=2),
+    ]
+    optimizer = stoker.Adam(lr=0.1, schedule=stoker.StepDecay(every=2, gamma=0.5))
+    tables = stoker.EmbeddingTables(configs, optimizer=optimizer, seed=3, features=["c", "a", "b"], placement=placement)
+    model = nn.ModuleDict({"tables": tables, "head": nn.Linear(10, 1)}).eval()
+
+    def step(model: nn.Module, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.stack([torch.randint(0, n, (6,), generator=generator) for n in (7, 30, 5)], dim=1)
+        model["tables"](ids).square().sum().backward()
+
+    step(model, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = copied(model)
+    assert not other.training
+    assert [group.strategy for group in other["tables"].groups] == [group.strategy for group in tables.groups]
+    step(other, 2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step(model, 2)
+    first, second = model.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_evaluation_changes_nothing():
     tables = stoker.EmbeddingTables(
         [stoker.TableConfig(name="t", num_embeddings=20, embedding_dim=4)], optimizer=stoker.Adam(lr=0.1)
@@ -247,7 +288,10 @@ def test_schedule_follows_the_number_of_updates():
         ((torch.zeros(3, 2).long(),), r"shape \(3, 2\).*must be \[B, 3\]"),
         ((torch.zeros(3, 3),), "int32 or int64"),
         ((torch.zeros(4).long(), torch.tensor([0, 1, 2])), "multiple of 3"),
-        ((torch.zeros(4).long(), torch.tensor([0, 1, 2, 3])), "rise from 0 to the number of ids, 4"),
+        (
+            (torch.zeros(4).long(), torch.tensor([0, 1, 2, 3])),
+            "the number of ids, 4.*include_last_offset=False",
+        ),
         ((torch.zeros(4).long(), torch.tensor([0, 3, 2, 4])), "rise from 0"),
         ((torch.zeros(1, 3).long(), None, torch.ones(2)), "2 per-sample weights for 3 ids"),
     ],
@@ -263,6 +307,8 @@ def test_wrong_configurations_are_refused():
     table = stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2)
     with pytest.raises(ConfigError, match="at least one"):
         stoker.EmbeddingTables([], optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"stoker.RowWiseAdagrad"):
+        stoker.EmbeddingTables([table], optimizer=torch.optim.SGD)
     with pytest.raises(ConfigError, match=r"\['t'\] are named twice"):
         stoker.EmbeddingTables([table, table], optimizer=stoker.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="num_embeddings=0"):

@@ -6,6 +6,7 @@ Legend: B examples, F features, D columns, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import Rows
+from stoker.units import format_size
 
 __all__ = ["EmbeddingTables"]
+
+#: attributes that the constructor makes, which are not copied
+_REMADE = ("groups", "_anchor", "_columns", "_group_of", "_staged")
 
 
 class _Lookup(torch.autograd.Function):
@@ -96,6 +101,12 @@ class EmbeddingTables(nn.Module):
         super().__init__()
         if not tables:
             raise ConfigError("EmbeddingTables needs at least one TableConfig.")
+        if not isinstance(optimizer, RowOptimizer):
+            raise ConfigError(
+                f"optimizer is {optimizer!r}; rows need one of their own, such as stoker.SGD(lr=0.1), "
+                "stoker.RowWiseAdagrad(lr=0.05) or stoker.Adam(lr=0.001).",
+                settings=("optimizer",),
+            )
         names = [table.name for table in tables]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -240,10 +251,13 @@ class EmbeddingTables(nn.Module):
             if (len(offsets) - 1) % count or len(offsets) < 1:
                 raise ValueError(
                     f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
-                    "plus one for the end."
+                    "plus one for the end (or make the tables with include_last_offset=False)."
                 )
             if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((bag_lengths(offsets) < 0).any()):
-                raise ValueError(f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not.")
+                raise ValueError(
+                    f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
+                    "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
+                )
         if weights is not None:
             if weights.numel() != ids.numel():
                 raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
@@ -336,6 +350,45 @@ class EmbeddingTables(nn.Module):
             missing_keys.append(f"{prefix}tick")
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
+    def _made_with(self) -> dict[str, Any]:
+        """Arguments that make tables like these."""
+        return {
+            "tables": self.tables,
+            "optimizer": self.optimizer,
+            "features": self.features,
+            "seed": self.seed,
+            "device": self.device,
+            "backend": self.groups[0].backend_name,
+            "include_last_offset": self.include_last_offset,
+            "placement": {table.name: self._group_of[table.name].strategy for table in self.tables},
+        }
+
+    def _kept(self) -> dict[str, Any]:
+        """What a module has beside its rows: hooks, whether it trains, attributes of subclasses."""
+        return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
+        """Tables with the same rows and state, placed alike; homes are copied chunk by chunk."""
+        made: EmbeddingTables = type(self).__new__(type(self))
+        memo[id(self)] = made
+        EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
+        made.__dict__.update(deepcopy(self._kept(), memo))
+        for table in self.tables:
+            for start, rows in self.read(table.name):
+                made.write(table.name, start, rows)
+        made.tick = self.tick
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and ``torch.save(model)``. All rows come into memory; :func:`stoker.save` needs no such room."""
+        rows = {name: value.clone() for name, value in self.state_dict().items()}
+        return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        EmbeddingTables.__init__(self, **state["made_with"])
+        self.__dict__.update(state["kept"])
+        self.load_state_dict(state["rows"])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
         """Follow ``module.to(device)``; the rows keep their own dtype."""
         device = fn(torch.empty(0, device=self.device)).device
@@ -349,5 +402,5 @@ class EmbeddingTables(nn.Module):
     def extra_repr(self) -> str:
         """Tables, rows and bytes for ``print(model)``."""
         rows = sum(table.num_embeddings for table in self.tables)
-        gib = sum(group.storage.fast_bytes for group in self.groups) / 2**30
-        return f"{len(self.tables)} tables, {rows:,} rows, {gib:.2f} GiB with state, {self.optimizer.kind}"
+        size = format_size(sum(group.storage.fast_bytes for group in self.groups))
+        return f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"
