@@ -20,7 +20,7 @@ from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import Rows
 from stoker.tables.transfer import QueuedLink
 
-__all__ = ["Case", "SlowLink", "draw", "placed_run", "resident_run", "same"]
+__all__ = ["Case", "SlowLink", "Watch", "draw", "placed_run", "resident_run", "same"]
 
 
 class SlowLink(QueuedLink):
@@ -59,7 +59,7 @@ class SlowLink(QueuedLink):
         self.home.fetch(rows, values, None)
         self.arriving.append((slots.copy(), values))
 
-    def ready(self):
+    def ready(self, ticket=None):
         order = self.random.permutation(len(self.arriving))
         for index in order:
             slots, values = self.arriving[index]
@@ -95,6 +95,7 @@ class Case:
     slow: bool
     integers: bool
     backend: str = "auto"
+    device: str = "cpu"
     peeks: set[int] = field(default_factory=set)  # steps after which another batch is looked up without training
 
 
@@ -165,7 +166,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
 
 def build(case: Case, placement: Any) -> EmbeddingTables:
     tables = EmbeddingTables(
-        case.tables, optimizer=case.optimizer, seed=case.seed % 7, placement=placement, backend=case.backend  # type: ignore[arg-type]
+        case.tables, optimizer=case.optimizer, seed=case.seed % 7, placement=placement, device=case.device,
+        backend=case.backend,  # type: ignore[arg-type]
     )  # fmt: skip
     if case.integers:
         for table in case.tables:
@@ -180,9 +182,9 @@ def outcome(tables: EmbeddingTables, case: Case) -> dict[str, torch.Tensor]:
     found = {}
     for table in case.tables:
         for start, rows in tables.read(table.name, 7):
-            found[f"{table.name}.{start}"] = rows.weight.clone()
+            found[f"{table.name}.{start}"] = rows.weight.cpu().clone()
             for name, tensor in rows.state.items():
-                found[f"{table.name}.{start}.{name}"] = tensor.clone()
+                found[f"{table.name}.{start}.{name}"] = tensor.cpu().clone()
     return found
 
 
@@ -190,10 +192,11 @@ def train(tables: EmbeddingTables, case: Case, feed: Iterator[Batch]) -> list[to
     """Pooled outputs of every step, with one update each."""
     pooled = []
     for batch, grad in zip(feed, case.grads, strict=True):
+        batch, grad = batch.to(case.device), grad.to(case.device)
         weights = None if batch.weights is None else batch.weights.clone().requires_grad_()
         out = tables(batch.ids, batch.offsets, weights)
         pooled.append(out.detach().clone())
-        other = case.batches[(batch.step + 3) % len(case.batches)]
+        other = case.batches[(batch.step + 3) % len(case.batches)].to(case.device)
         # Between forward and backward the rows of the batch hold their slots: both must fit.
         early = batch.ids.numel() + other.ids.numel() <= case.strategy.slots
         if batch.step in case.peeks and early:
@@ -212,10 +215,15 @@ def peek(tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
         return tables(batch.ids, batch.offsets, batch.weights).clone()
 
 
-def resident_run(case: Case) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+Watch = Callable[[EmbeddingTables], list[torch.Tensor]]
+
+
+def resident_run(case: Case, watch: Watch | None = None) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """``watch`` may note other outputs than those of the tables' calls."""
     tables = build(case, None)
+    seen = None if watch is None else watch(tables)
     pooled = train(tables, case, iter(case.batches))
-    return pooled, outcome(tables, case)
+    return pooled if seen is None else seen, outcome(tables, case)
 
 
 def slots_of(tables: EmbeddingTables) -> list[SlottedRows]:
@@ -223,9 +231,9 @@ def slots_of(tables: EmbeddingTables) -> list[SlottedRows]:
 
 
 def placed_run(
-    case: Case, alter: Callable[[SlottedRows], None] | None = None
+    case: Case, alter: Callable[[SlottedRows], None] | None = None, watch: Watch | None = None
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The same run behind slots. ``alter`` may break a storage, to see that it is noticed."""
+    """The same run behind slots. ``alter`` may exchange or break parts of a storage."""
     tables = build(case, case.strategy)
     random = np.random.default_rng(case.seed + 1)
     for storage in slots_of(tables):
@@ -239,6 +247,7 @@ def placed_run(
             storage._link = link
         if alter is not None:
             alter(storage)
+    seen = None if watch is None else watch(tables)
     feed: Any = iter(case.batches)
     if case.staged:
         background = case.background and not case.slow
@@ -248,7 +257,7 @@ def placed_run(
     pooled = train(tables, case, feed)
     found = outcome(tables, case)
     tables.close()
-    return pooled, found
+    return pooled if seen is None else seen, found
 
 
 def same(

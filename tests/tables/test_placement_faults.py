@@ -110,7 +110,7 @@ def test_a_writeback_that_failed_is_kept_and_tried_again(monkeypatch):
     storage._broken = None  # the failed plan evicted nothing that was not kept by the link
     assert storage._link._failed
     storage._link.drain()
-    kept = {number for number, _, _ in storage._link._failed}
+    kept = {job.number for job in storage._link._failed}
     assert not kept
     held = storage.home.read(0, ROWS).weight
     expected = resident.rows("t")

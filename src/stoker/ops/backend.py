@@ -32,6 +32,13 @@ class Bags:
         """B."""
         return self.ids.shape[0] if self.offsets is None else (len(self.offsets) - 1) // num_features
 
+    def cpu(self) -> Bags:
+        """The same where plans are made."""
+        if self.ids.device.type == "cpu":
+            return self
+        offsets, weights = (None if part is None else part.cpu() for part in (self.offsets, self.weights))
+        return Bags(self.ids.cpu(), offsets, weights, self.mean)
+
 
 @dataclass(frozen=True, slots=True)
 class Rounding:

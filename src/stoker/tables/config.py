@@ -44,6 +44,9 @@ class Slotted(Strategy):
     home: Literal["memory", "file"] = "memory"  # where all rows lie
     path: str | None = None  # directory of the home's file; None means the system's temporary one
     direct: bool = False  # read and write the file past the page cache
+    # Page-lock rows in memory, so that a GPU can read them itself where that is faster; takes the memory of all rows at
+    # once, and time. None: behind a GPU, where the rows are at most half of the memory that is available.
+    pin: bool | None = None
     spill: Literal["parts", "refuse"] = "parts"  # a batch with more rows than slots: work in parts, or refuse it
 
     def __post_init__(self) -> None:
@@ -57,6 +60,10 @@ class Slotted(Strategy):
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
         if self.home not in ("memory", "file"):
             raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose 'memory' or 'file'.")
+        if self.pin and self.home != "memory":
+            raise ConfigError(
+                f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
+            )
         if self.spill not in ("parts", "refuse"):
             raise ConfigError(f"{name}: spill {self.spill!r} is unknown. Choose 'parts' or 'refuse'.")
         if self.memory is not None:

@@ -12,7 +12,9 @@ Legend: N rows at home, n rows of one call, D columns, T tables.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import mmap
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -35,6 +37,8 @@ __all__ = ["Held", "Home", "Initial", "MemoryHome"]
 
 _CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
+_PAGE = mmap.PAGESIZE  # bytes that are page-locked together
+_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister: locked for every GPU, at an address that it can read
 _CHUNK = 2**20  # elements computed at a time by Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
 NO_INDEX = np.empty(0, dtype=np.int64)
@@ -136,6 +140,7 @@ class Home(ABC):
     """
 
     kind: ClassVar[str]  # "memory" or "file"
+    pinned = False  # whether a GPU can read the rows where they lie
 
     def __init__(self, initial: Initial, state: Mapping[str, str]) -> None:
         unknown = {name: kind for name, kind in state.items() if kind not in ("row", "scalar")}
@@ -321,11 +326,14 @@ class MemoryHome(Home):
             )
         self.pinned = pin
         self.threads = threads
+        unit = _PAGE if pin else _LINE
         try:
             self.arrays = Rows(
-                _aligned((self.num_rows, self.dim), self.dtype),
+                _aligned((self.num_rows, self.dim), self.dtype, unit),
                 {
-                    name: _aligned((self.num_rows, self.dim) if kind == "row" else (self.num_rows,), torch.float32)
+                    name: _aligned(
+                        (self.num_rows, self.dim) if kind == "row" else (self.num_rows,), torch.float32, unit
+                    )
                     for name, kind in self.state.items()
                 },
             )
@@ -339,6 +347,8 @@ class MemoryHome(Home):
 
     def close(self) -> None:
         super().close()
+        if self._locks:
+            torch.cuda.synchronize()  # the device may be reading yet
         for unlock in self._locks:
             unlock()
         self._locks = []
@@ -407,11 +417,14 @@ def _plain_memory(rows: Rows) -> bool:
     return all(t.device.type == "cpu" and t.is_contiguous() for t in (rows.weight, *rows.state.values()))
 
 
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeroed lazy memory that begins on a cache line; a row of whole lines then touches no other row's line."""
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
+    """Zeroed lazy memory that shares no ``unit`` bytes, a power of two, with anything else.
+
+    A row of whole cache lines then touches no other row's line, and page-locked pages belong to one tensor.
+    """
     count = int(np.prod(shape, dtype=np.int64))
-    memory = allocate((count + _LINE // dtype.itemsize,), dtype, _CPU, fill=None)
-    skip = -memory.data_ptr() % _LINE // dtype.itemsize
+    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype, _CPU, fill=None)
+    skip = -memory.data_ptr() % unit // dtype.itemsize
     return memory[skip : skip + count].view(shape)
 
 
@@ -421,8 +434,11 @@ def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
     Registered in place: torch's own pinned allocator rounds up to a power of two, which no large table can afford.
     """
     cudart: Any = torch.cuda.cudart()
-    code = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    size = -(-tensor.nbytes // _PAGE) * _PAGE
+    code = int(cudart.cudaHostRegister(tensor.data_ptr(), size, _PORTABLE | _MAPPED))
     if code != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next launch of a kernel would report the error as its own
         raise ConfigError(
             f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
             "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."

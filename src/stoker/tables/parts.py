@@ -68,6 +68,7 @@ def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
 def by_rows(work: Callable[[Lease], None], storage: Storage, space: AddressSpace, bags: Bags) -> None:
     """``work(lease)`` for runs of distinct rows that fit, each with all its lookups, in order of occurrence."""
     assert isinstance(storage, SlottedRows)
+    bags = bags.cpu()
     rows, which = distinct_rows(bags, space)
     number = which.reshape(-1).numpy()
     start, size = 0, max(1, min(len(rows), storage.available))

@@ -10,16 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.errors import StokerError
+from stoker.device import available_memory
+from stoker.errors import ConfigError, StokerError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.space import slot_space
 from stoker.tables.config import HostPipelined, Slotted, TableConfig
+from stoker.tables.cuda_link import CudaLink
 from stoker.tables.file_home import FileHome
 from stoker.tables.home import Home, Initial, MemoryHome
 from stoker.tables.lease import Lease
@@ -91,15 +94,15 @@ class SlottedRows(Storage):
         self.residency = make_residency(space.first_row, slots, pinned=pinned, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_space = slot_space(space, slots)
-        self._link = (link or DirectLink)(home, Rows(self.weight, self.state), self.stats)
         self._lock = threading.RLock()
         self._broken: BaseException | None = None
-        self._returned: deque[tuple[Ints, bool]] = deque()  # slots given back, not yet entered
+        self._returned: deque[tuple[Ints, bool, Any]] = deque()  # slots given back, not yet entered, and their mark
         self._requests: deque[_Request] = deque()
-        self._ahead: deque[Lease] = deque()  # staged, not yet handed out
+        self._ahead: dict[Lease, Any] = {}  # staged and not yet handed out, with their tickets, in order
         rounded = home.dtype == torch.bfloat16
         self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
         self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
+        self._link = (link or DirectLink)(home, Rows(self.weight, self.state), self.stats)
 
     @property
     def num_rows(self) -> int:
@@ -123,14 +126,14 @@ class SlottedRows(Storage):
                 plan = self.residency.plan_now(rows)
             while plan is None and self._ahead:
                 # Staging is an optimisation: its rows give way, and come again when they are wanted.
-                self._ahead.pop().release(changed=False)
+                self._ahead.popitem()[0].release(changed=False)
                 self._enter_returned()
                 plan = self.residency.plan_now(rows)
             if plan is None:
                 raise TooFewSlots(len(rows), self.residency.free)
             self.stats.plan_seconds += time.perf_counter() - begin
-            lease = self._carry_out(plan, bags, which)
-            self._link.ready()
+            lease, ticket = self._carry_out(plan, bags, which)
+            self._link.ready(ticket)
             self.stats.stall_seconds += time.perf_counter() - begin
             return lease
 
@@ -155,8 +158,8 @@ class SlottedRows(Storage):
             if plan is None:
                 return None
             request = self._requests.popleft()
-            lease = self._carry_out(plan, request.bags, request.which)
-            self._ahead.append(lease)
+            lease, ticket = self._carry_out(plan, request.bags, request.which)
+            self._ahead[lease] = ticket
             return lease
 
     def skip(self) -> None:
@@ -167,16 +170,19 @@ class SlottedRows(Storage):
 
     def hand_out(self, lease: Lease) -> None:
         """The batch of a staged lease is about to be used."""
+        # Without the lock: a batch whose rows are in place must not wait while those of later ones are brought.
+        ticket = self._ahead.pop(lease, lease)
+        if ticket is not lease:
+            self._link.ready(ticket)
+            return
         with self._lock:
-            if lease in self._ahead:
-                self._ahead.remove(lease)
-                self._link.ready()
+            return  # another batch took its slots, and may be about to end the lease; now it has
 
     def forget(self) -> None:
         """Drop every batch announced or staged and not handed out."""
         with self._lock:
             while self._ahead:
-                self._ahead.pop().release(changed=False)
+                self._ahead.popitem()[0].release(changed=False)
             self.residency.cancel()
             self._requests.clear()
             if self._broken is None:
@@ -194,40 +200,40 @@ class SlottedRows(Storage):
                 "Remove the cause and resume from the last checkpoint."
             ) from self._broken
         while self._returned:
-            slots, changed = self._returned.popleft()
+            slots, changed, mark = self._returned.popleft()
             self.residency.release(slots, changed=changed)
+            self._link.released(mark)
 
     @spanned("plan")
-    def _carry_out(self, plan: SlotPlan, bags: Bags, which: Tensor) -> Lease:
+    def _carry_out(self, plan: SlotPlan, bags: Bags, which: Tensor) -> tuple[Lease, Any]:
+        """The lease of a batch, and the link's ticket for what it needs."""
+        link = self._link
         try:
-            self._link.run(plan)
+            link.run(plan)
+            if self._table_in_slot is not None and self._row_in_slot is not None and len(plan.fetch_rows):
+                table = np.searchsorted(self.space.first_row, plan.fetch_rows, side="right") - 1
+                local = plan.fetch_rows - self.space.first_row[table]
+                link.label([(self._table_in_slot, table), (self._row_in_slot, local)], plan.fetch_slots)
+            ids = link.send(torch.from_numpy(plan.slots.astype(np.int32)[which.numpy()]))
+            offsets = None if bags.offsets is None else link.send(bags.offsets)
+            weights = None if bags.weights is None else link.send(bags.weights)
+            ticket = link.ticket()
         except BaseException as error:
             # The rows of this plan may not be in their slots: nothing may be computed from them, or written home.
             self._broken = error
             raise
-        if self._table_in_slot is not None and self._row_in_slot is not None and len(plan.fetch_rows):
-            table = np.searchsorted(self.space.first_row, plan.fetch_rows, side="right") - 1
-            at = torch.from_numpy(plan.fetch_slots).to(self.weight.device)
-            self._table_in_slot[at] = torch.from_numpy(table).to(at.device)
-            self._row_in_slot[at] = torch.from_numpy(plan.fetch_rows - self.space.first_row[table]).to(at.device)
-        ids = torch.from_numpy(plan.slots.astype(np.int32)[which.numpy()])
-        device = self.weight.device
-        return Lease(
-            Bags(
-                ids.to(device, non_blocking=True),
-                None if bags.offsets is None else bags.offsets.to(device, non_blocking=True),
-                None if bags.weights is None else bags.weights.to(device, non_blocking=True),
-                bags.mean,
-            ),
+        lease = Lease(
+            Bags(ids, offsets, weights, bags.mean),
             self._slot_space,
             tables=self._table_in_slot,
             rows=self._row_in_slot,
             give_back=self._take_back,
             token=plan.slots,
         )
+        return lease, ticket
 
     def _take_back(self, slots: Ints, changed: bool) -> None:
-        self._returned.append((slots, changed))
+        self._returned.append((slots, changed, self._link.mark()))
 
     def reset_state(self, state: dict[str, str]) -> None:
         raise StokerError(
@@ -241,11 +247,10 @@ class SlottedRows(Storage):
             self._enter_returned()
             self._link.drain()
             slots = self.residency.take_changed()
-            held = Rows(self.weight, self.state)
-            for begin in range(0, len(slots), _STORED):  # sorting and, on a GPU, copying take memory
+            for begin in range(0, len(slots), _STORED):  # sorting takes memory
                 some = slots[begin : begin + _STORED]
                 try:
-                    self.home.store(self.residency.row_in_slot[some], held, some)
+                    self._link.store(self.residency.row_in_slot[some], some)
                 except BaseException:
                     self.residency.mark_changed(slots[begin:])
                     raise
@@ -263,6 +268,7 @@ class SlottedRows(Storage):
             away = np.flatnonzero(slots < 0)
             at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
             found = Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+            self._link.released(self._link.mark())  # nothing may come into those slots before they are read
             if len(away):
                 self._link.drain()
                 self.home.fetch(rows[away], found, away)
@@ -285,7 +291,9 @@ class SlottedRows(Storage):
             self.home.write(start, rows)
             slots = self.residency.resident(start, start + len(rows.weight))
             if len(slots):
-                self.home.fetch(self.residency.row_in_slot[slots], Rows(self.weight, self.state), slots)
+                self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
+                self._link.fetch(self.residency.row_in_slot[slots], slots)
+                self._link.ready()
 
     def to(self, device: torch.device) -> None:
         if device != self.weight.device:
@@ -327,15 +335,30 @@ def make_slotted(
         state: optimizer state, name -> "row" or "scalar".
     """
     initial = Initial.of(tables, seed)
+    gpu = device.type == "cuda"
     if strategy.home == "file":
         home: Home = FileHome(initial, state, directory=strategy.path, direct=strategy.direct)
+    elif strategy.pin is None:
+        home = _maybe_pinned(initial, state) if gpu else MemoryHome(initial, state)
     else:
-        home = MemoryHome(initial, state)
+        home = MemoryHome(initial, state, pin=strategy.pin)
     return SlottedRows(
         home,
         space,
         slots=strategy.count_slots(space.num_rows, home.row_bytes),
         device=device,
         transient=isinstance(strategy, HostPipelined),
-        link=QueuedLink if strategy.home == "file" else DirectLink,
+        link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
     )
+
+
+def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
+    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
+    home = MemoryHome(initial, state)  # takes no memory yet
+    if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
+        return home
+    home.close()
+    try:
+        return MemoryHome(initial, state, pin=True)
+    except ConfigError:
+        return MemoryHome(initial, state)
