@@ -253,7 +253,8 @@ class EmbeddingTables(nn.Module):
                     f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
                     "plus one for the end (or make the tables with include_last_offset=False)."
                 )
-            if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((bag_lengths(offsets) < 0).any()):
+            wrong = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (bag_lengths(offsets) < 0).any()
+            if bool(wrong):  # a GPU is waited for once
                 raise ValueError(
                     f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
                     "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
