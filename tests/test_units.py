@@ -33,6 +33,11 @@ def test_counts(text: str | int, expected: int) -> None:
     assert parse_count(text) == expected
 
 
+def test_an_unknown_unit_of_a_count_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"count '1T' has the unknown unit 'T'\."):
+        parse_count("1T")
+
+
 @pytest.mark.parametrize(("text", "expected"), [("0.1%", 0.001), ("0.25", 0.25), (1, 1.0), (".5", 0.5), ("100 %", 1.0)])
 def test_shares(text: str | float, expected: float) -> None:
     assert parse_share(text) == pytest.approx(expected)

@@ -40,7 +40,9 @@ def parse_count(text: str | int) -> int:
         return text
     value, unit = _split(text, "count")
     factor = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}.get(unit)
-    if factor is None or not (value * factor).is_integer():
+    if factor is None:
+        raise ConfigError(f"count {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['count']}.")
+    if not (value * factor).is_integer():
         raise ConfigError(f"count {text!r} is not a whole number. Write for example {_EXAMPLE['count']}.")
     return int(value * factor)
 

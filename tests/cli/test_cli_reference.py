@@ -20,6 +20,12 @@ def test_every_command_and_option_is_there() -> None:
     assert "needs stoker" not in text
 
 
+def test_every_command_shows_examples() -> None:
+    for section in markdown().split("\n## stoker ")[1:]:
+        name = section.split("\n", 1)[0]
+        assert f"```\nstoker {name} " in section or f"```\nstoker {name}\n" in section
+
+
 @pytest.mark.skipif(not PAGE.parent.is_dir(), reason="no docs beside the tests")
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run: make docs"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from stoker.cli import inspect as command
 from stoker.cli import machine
-from stoker.data.dataset import Dataset
+from stoker.data.dataset import Dataset, write_counts
 from stoker.errors import DataError, StokerError
 from stoker.testing import make_dataset
 
@@ -48,12 +48,12 @@ def test_dataset_as_json(app: typer.Typer, dataset: Dataset) -> None:
     assert found["verified_files"] == 6
     assert found["bytes"] == sum(p.stat().st_size for p in dataset.path.rglob("*.safetensors"))
     table = found["tables"][0]
-    counts = dataset.counts["C1"]
+    counts, known = dataset.counts["C1"], dataset.counts["C1"][1:].sort(descending=True).values
     assert table["rows"] == 500
     assert table["accesses"] == 800
     assert table["oov_share"] == pytest.approx(int(counts[0]) / 800)
-    assert table["hot_1_percent"] == pytest.approx(int(counts[1:6].sum()) / 800)
-    assert table["hot_10_percent"] == pytest.approx(int(counts[1:51].sum()) / 800)
+    assert table["hot_1_percent"] == pytest.approx(int(known[:5].sum()) / 800)
+    assert table["hot_10_percent"] == pytest.approx(int(known[:50].sum()) / 800)
     assert found["tables"][2]["max_length"] == 3
     (batch,) = dataset.train.batches(800)
     column = found["dense"][1]
@@ -86,6 +86,53 @@ def test_the_recipe_is_named_as_people_say_it(app: typer.Typer, tmp_path: Path) 
     assert "recipe           shop, a schema of your own\n" in own
     assert "{" not in known + own
     assert "verified: checksums are right, 3 files\n" in own
+
+
+def test_hashed_tables_show_the_skew_of_their_rows(app: typer.Typer, tmp_path: Path) -> None:
+    """Ids of hash buckets do not follow the count: the first rows are not the most popular."""
+    from stoker.data.prepare import run_prepare
+
+    (tmp_path / "own.toml").write_text(
+        'label = "a"\n[[categorical]]\nname = "b"\nhash_buckets = 100\n[split]\ntrain = 1.0\nvalid = 0.0\ntest = 0.0\n'
+    )
+    rows = [f"{i % 2},x{i % 30 if i % 2 else 77}" for i in range(1000)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,b", *rows]) + "\n")
+    run_prepare(tmp_path / "own.toml", tmp_path / "own.csv", out=tmp_path / "own")
+    (table,) = json.loads(run(app, "inspect", tmp_path / "own", "--json"))["tables"]
+    assert table["hot_1_percent"] >= 0.5
+    assert table["hot_10_percent"] > table["hot_1_percent"]
+    assert table["top_counts"][0] >= 500
+
+
+def test_tables_stand_in_natural_order_and_fit_80_columns(app: typer.Typer, tmp_path: Path) -> None:
+    path = make_dataset(tmp_path, rows=50, num_embeddings=(9,) * 12).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    found = manifest["features"]["num_embeddings"]
+    manifest["features"]["num_embeddings"] = {
+        name: found[name] for name in sorted(found)
+    }  # as a preparation leaves them
+    large = torch.tensor([14_120_000, 12_300_000, 11_110_000, 5, 4, 3, 2, 1, 0])
+    manifest["files"]["counts.safetensors"] = write_counts(path, {name: large.clone() for name in found})
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    names = [table["table"] for table in json.loads(run(app, "inspect", path, "--json"))["tables"]]
+    assert names == [f"C{i}" for i in range(1, 13)]
+    text = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "80"}).output
+    shown = text.split("Tables")[1].split("Dense")[0].splitlines()
+    assert any("accesses" in line and "top 10 %" in line for line in shown)
+    assert len([line for line in shown if line.startswith("│")]) == 12
+
+
+def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: Path) -> None:
+    import gzip
+
+    from stoker.data.prepare import run_prepare
+    from stoker.data.synthetic import write
+
+    write("criteo", 2000, tmp_path / "log.tsv", scale=0.001)
+    packed = gzip.compress((tmp_path / "log.tsv").read_bytes())
+    (tmp_path / "cut.tsv.gz").write_bytes(packed[: len(packed) // 2])
+    report = run_prepare("criteo", tmp_path / "cut.tsv.gz", out=tmp_path / "out")
+    assert f"cut.tsv.gz breaks off at line {report.lines:,}" in run(app, "inspect", tmp_path / "out")
 
 
 def test_damage_is_reported(app: typer.Typer, tmp_path: Path) -> None:
@@ -136,6 +183,36 @@ def test_checkpoint(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(StokerError, match=shard.name):
         run(app, "inspect", tmp_path / "step", "--verify")
+
+
+def test_a_run_lists_its_checkpoints(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
+    from stoker.models import DLRM
+    from stoker.training.checkpoint import save
+
+    model = DLRM(dataset.schema, embedding_dim=4, bottom=(8,), top=(8,))
+    run_path = tmp_path / "r"
+    run_path.mkdir()
+    (run_path / "config.json").write_text("{}")
+    scores = {3: 0.7, 6: 0.8, 9: 0.6}
+    for step, auc in scores.items():
+        best = max((s for s in scores if s <= step), key=scores.__getitem__)
+        extra = {"progress": {"latest": {"step": step, "valid": {"auc": auc}}}, "best": {"step": best}}
+        place = run_path / "checkpoints" / f"step_{step:09d}"
+        save(place, model, stream=dataset.train.batches(100, seed=1), step=step, extra=extra)
+    found = json.loads(run(app, "inspect", run_path, "--json"))
+    assert found["step"] == 6
+    assert [(c["step"], c["metric"], c["value"], c["best"], c["last"]) for c in found["checkpoints"]] == [
+        (3, "auc", 0.7, False, False), (6, "auc", 0.8, True, False), (9, "auc", 0.6, False, True),
+    ]  # fmt: skip
+    assert found["checkpoints"][1]["bytes"] == found["bytes"]
+    text = run(app, "inspect", run_path)
+    assert "auc 0.7000" in text
+    assert "best, shown below" in text
+    assert "Checkpoints" not in run(app, "inspect", run_path / "checkpoints" / "step_000000009")
+    shard = next((run_path / "checkpoints" / "step_000000006" / "tables").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(StokerError, match=r"cut short or altered\. .*step_000000009"):
+        run(app, "inspect", run_path, "--verify")
 
 
 def test_doctor(app: typer.Typer) -> None:

@@ -168,6 +168,20 @@ def test_resuming_for_less_than_was_done_is_refused(run: Path, say: Any) -> None
     assert (run / "config.json").read_bytes() == before
 
 
+def test_one_epoch_is_one_epoch(data: Dataset, tmp_path: Path, say: Any) -> None:
+    say("train", data.path, "--out", tmp_path / "run", *SMALL)
+    assert "has trained 25 steps (1 epoch), so" in say("train", "--resume", tmp_path / "run", "--steps", 3)[2]
+
+
+def test_trace_says_where_it_writes_and_what_it_replaces(
+    run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "trace.json in the directory you are in" in say("trace", "--help")[1]
+    for words in ("timeline: trace.json (https", "timeline: trace.json, in place of the one that was there (https"):
+        assert words in say("trace", run, "--steps", 2)[1]
+
+
 def test_an_early_end_is_said(data: Dataset, tmp_path: Path, say: Any) -> None:
     wild = [*SMALL, "--row-lr", 9, "--metric", "log_loss", "--steps", 9000, "--eval-every", 5, "--patience", 3]
     for arguments in ([data.path, "--out", tmp_path / "run", *wild], ["--resume", tmp_path / "run"]):
@@ -210,7 +224,7 @@ def test_a_damaged_best_checkpoint_names_the_others(data: Dataset, tmp_path: Pat
     code, _, err = say("evaluate", run.path)
     assert code == 2
     assert f"{best / 'dense.safetensors'} has 0 bytes" in err
-    assert f"Whole are {', '.join(map(str, others))}: give one" in err
+    assert f"give one of {', '.join(map(str, others))} in place of the run" in err
     assert say("evaluate", others[0])[0] == 0
     # Going on puts the best of the others in its place, not the last one.
     say("train", "--resume", run.path)
@@ -233,3 +247,210 @@ def test_scores_are_written_in_the_format_of_their_name(run: Path, tmp_path: Pat
     parquet, csv = pl.read_parquet(tmp_path / "p.parquet"), pl.read_csv(tmp_path / "p.csv")
     assert csv.cast(dict(parquet.schema)).equals(parquet)  # type: ignore[arg-type]
     assert say("predict", run, "--out", tmp_path / "one.csv", "--rows", 1)[1].startswith("1 score of")
+
+
+def settings_with(run: Path, **changes: Any) -> None:
+    """Change what a run's config.json says of where rows lie."""
+    config = json.loads((run / "config.json").read_text())
+    config["settings"].update(changes)
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def test_scores_are_worked_out_where_the_run_had_its_rows(
+    run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import stoker.training.checkpoint as checkpoints
+
+    placed = Path(shutil.copytree(run, tmp_path / "run"))
+    settings_with(placed, device_memory="600", host_memory="100", home_path=str(tmp_path / "home"))
+    seen: list[Any] = []
+    real = checkpoints.load
+
+    def load(*arguments: Any, **settings: Any) -> Any:
+        seen.append(settings["placement"])
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(checkpoints, "load", load)
+    whole = json.loads(say("evaluate", run, "--json")[1])
+    for command in (["evaluate", placed], ["predict", placed, "--out", tmp_path / "p.csv"]):
+        assert say(*command)[0] == 0
+        assert not seen[-1].resident
+        assert {strategy.path for strategy in seen[-1].values() if hasattr(strategy, "path")} == {
+            str(tmp_path / "home")
+        }
+    code, out, _ = say("evaluate", placed, "--json", "--device-memory", "all")
+    assert (code, seen[-1], json.loads(out)["auc"]) == (0, None, whole["auc"])
+    (placed / "config.json").write_text("{")
+    code, _, err = say("evaluate", placed)
+    assert code == 2
+    assert "is garbled" in err
+    assert "stoker evaluate CHECKPOINT --data DATASET" in err
+    dataset = json.loads((run / "config.json").read_text())["dataset"]
+    assert say("evaluate", placed, "--data", dataset, "--device-memory", "all")[0] == 0
+
+
+def test_a_budget_for_small_batches_scores_in_small_batches(
+    run: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import stoker.training.evaluation as evaluation
+
+    # The bookkeeping of large batches is what a small budget on the CPU does not hold.
+    monkeypatch.setattr("stoker.placement.footprint._SMALL", 2**18)
+    sizes: list[int] = []
+    real = evaluation.evaluate
+
+    def evaluate(*arguments: Any, **settings: Any) -> Any:
+        sizes.append(settings["batch_size"])
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    code, _, err = say("evaluate", run, "--device-memory", "600", "--batch-size", 8192)
+    assert code == 2
+    assert "finding and planning rows takes" in err
+    assert "with batches of 8,192 examples" in err
+    assert "choose a smaller --batch-size" in err
+    code, _, err = say("evaluate", run, "--device-memory", "600")
+    assert code == 0, err
+    assert 32 <= sizes[0] < 8192
+    assert say("evaluate", run)[0] == 0
+    assert sizes[1] == 8192
+
+
+def test_checkpoints_without_manifests_are_damaged_not_missing(run: Path, tmp_path: Path, say: Any) -> None:
+    broken = Path(shutil.copytree(run, tmp_path / "run"))
+    lines = (broken / "metrics.jsonl").read_bytes()
+    found = RunDirectory(broken)
+    for step in found.steps():
+        (found.checkpoint(step) / "manifest.json").unlink()
+    last = found.checkpoint(found.steps()[-1])
+    code, _, err = say("train", "--resume", broken, "--epochs", 3)
+    assert code == 2
+    assert "has no whole checkpoint to resume from" in err
+    assert "Put a checkpoint back from a copy" in err
+    assert (broken / "metrics.jsonl").read_bytes() == lines
+    for arguments in ([broken], [last]):
+        code, _, err = say("evaluate", *arguments)
+        assert code == 2
+        assert "it has no manifest.json" in err
+        assert "Put a checkpoint back from a copy" in err
+    # What a kill leaves under its temporary name is no checkpoint at all.
+    shutil.rmtree(broken / "checkpoints")
+    (broken / "checkpoints" / "step_000000025.tmp").mkdir(parents=True)
+    assert "has no checkpoint yet; starting from the beginning" in say("train", "--resume", broken, "--steps", 1)[2]
+
+
+def test_a_moved_dataset_has_a_remedy(run: Path, tmp_path: Path, say: Any) -> None:
+    moved = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "gone")}))
+    code, _, err = say("train", "--resume", moved, "--epochs", 3)
+    assert code == 2
+    assert f"no longer at {tmp_path}/gone" in err
+    assert f"stoker train DATASET --resume {moved}" in err
+    for command in ("evaluate", "verify", "trace"):
+        code, _, err = say(command, moved)
+        assert code == 2
+        assert "--data DATASET" in err, command
+    assert say("train", config["dataset"], "--resume", moved, "--epochs", 3)[0] == 0
+
+
+def test_a_path_of_another_kind_is_named_for_what_it_is(data: Dataset, run: Path, tmp_path: Path, say: Any) -> None:
+    cases: dict[str, list[Any]] = {
+        f"{run} is a run, not a dataset. Name the directory that stoker prepare wrote (its own is {data.path}": [
+            "train", run, "--out", tmp_path / "x",
+        ],
+        f"{run} is a run, not a": ["plan", run],
+        f"{data.path} is a dataset, not a run. Name the run or checkpoint": ["evaluate", data.path],
+        f"{data.path} is a dataset, not a run directory": ["train", "--resume", data.path],
+        "an argument is empty": ["train", "", "--out", tmp_path / "x"],
+    }  # fmt: skip
+    for words, arguments in cases.items():
+        code, _, err = say(*arguments)
+        assert code == 2, words
+        assert words in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_existing_out_is_found_before_anything_is_built(
+    data: Dataset, run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: Any, **__: Any) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("stoker.training.loop.place_run", late)
+    monkeypatch.setattr("stoker.training.trace.find_section", late)
+    assert "exists and is not empty" in say("train", data.path, "--out", run, *SMALL)[2]
+    (tmp_path / "file").write_text("")
+    assert "is no writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
+    code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
+    assert code == 2
+    assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
+    assert ".tmp" not in err
+
+
+def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: Any) -> None:
+    short = ["train", data.path, *SMALL, "--steps", 2]
+    _, _, err = say(*short, "--out", tmp_path / "a", "--lookahead", 8, "--in-flight", 2, "--warmup", 10)
+    assert "lookahead and in flight are ignored: without a limit on device memory" in err
+    assert "the warm-up of 10 steps is no shorter than the run of 2 steps" in err
+    _, _, err = say(*short, "--out", tmp_path / "b", "--device-memory", "600", "--lookahead", 0)
+    assert "without a lookahead" in err
+    _, _, err = say(*short, "--out", tmp_path / "c")
+    assert "ignored" not in err
+    assert "warm-up" not in err
+    for wrong, words in (
+        (["--seed", -1], "--seed is -1; it must not be negative"),
+        (["--dtype", "fp16"], "--dtype 'fp16' is unknown. Choose one of 'float32', 'bfloat16'"),
+        (["--backend", "gpu"], "--backend 'gpu' is unknown"),
+        (["--hidden", "12"], "model 'dlrm' has no option 'hidden'. It has: bottom, top."),
+    ):
+        code, _, err = say(*short, "--out", tmp_path / "d", *wrong)
+        assert (code, words in err) == (2, True), (words, err)
+
+
+def test_a_second_ctrl_c_says_what_is_kept(
+    run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import stoker.training.loop as loop
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    monkeypatch.setattr(loop, "_fit", stop)
+    code, _, err = say("train", "--resume", copy, "--epochs", 3)
+    assert code == 130
+    assert "step_000000050 is the newest checkpoint. Continue with: stoker train --resume" in err
+
+
+def test_running_out_of_memory_names_the_budget(
+    data: Dataset, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = ["train", data.path, "--out", tmp_path / "x", *SMALL]
+    monkeypatch.setattr("stoker.training.room.total_memory", lambda: 1000)
+    code, _, err = say(*new)
+    assert code == 2
+    assert "with optimizer state, but only 1000 B can be had there. Give a smaller --device-memory" in err
+    assert "stoker plan" in err
+    assert not (tmp_path / "x").exists()
+    monkeypatch.undo()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError("Unable to allocate 23.8 GiB")
+
+    monkeypatch.setattr("stoker.training.loop.place_run", full)
+    code, _, err = say(*new)
+    assert code == 2
+    assert "out of memory: Unable to allocate 23.8 GiB. Give a smaller --device-memory" in err
+
+
+def test_a_failed_start_leaves_no_home(
+    data: Dataset, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ConfigError("the start fails")
+
+    monkeypatch.setattr("stoker.training.loop.check_disk", lambda *_, **__: fail())
+    home = ["--device-memory", "600", "--host-memory", "100", "--home", tmp_path / "new" / "home"]
+    assert "the start fails" in say("train", data.path, "--out", tmp_path / "x", *SMALL, *home)[2]
+    assert list(tmp_path.iterdir()) == []

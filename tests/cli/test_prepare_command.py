@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -46,6 +47,16 @@ def test_summary_shows_splits_tables_and_bad_lines(log: Path) -> None:
     assert done.exit_code == 0, done.output
     for part in ("train", "15", "item", "1 bad line (", "rows/s", "peak memory"):
         assert part in done.output
+
+
+def test_a_file_that_breaks_off_is_said_aloud(log: Path) -> None:
+    packed = gzip.compress((log / "log.csv").read_bytes() * 200)
+    (log / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
+    done = run(log / "shop.toml", log / "cut.csv.gz", "--out", log / "out")
+    assert done.exit_code == 0, done.output
+    assert f"warning: {log / 'cut.csv.gz'} breaks off at line " in done.output
+    (text,) = json.loads(run(log / "shop.toml", log / "cut.csv.gz", "--out", log / "j", "--json").output)["warnings"]
+    assert "breaks off" in text
 
 
 def test_json_and_min_count(log: Path) -> None:
@@ -104,6 +115,26 @@ def test_messages_name_options(log: Path, capsys: pytest.CaptureFixture[str]) ->
     assert text.endswith("log.csv is there already. Choose another --out, or pass --overwrite to replace it.")
 
 
+def test_a_log_goes_to_a_file_that_can_be_written(
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(log)
+    code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", "-")
+    assert (code, text[:12]) == (2, "error: --out")
+    assert not Path("-").exists()
+    code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "log.csv" / "new" / "x.tsv")
+    assert code == 2
+    assert text.endswith("x.tsv cannot be written (Not a directory). Choose a place that you may write to.")
+
+
+def test_a_dataset_that_is_there_needs_overwrite(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (log / "shop.toml", log / "log.csv", "--out", log / "out")
+    assert run(*given).exit_code == 0
+    code, text = told(capsys, "prepare", *given)
+    assert code == 2
+    assert text.endswith("Choose another directory, or pass --overwrite to replace it.")
+
+
 def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     add, out = Journal.add, log / "out"
 
@@ -118,6 +149,8 @@ def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert text == (
         f"interrupted; 1 finished step kept in {out / '.work'}. Give the same command again to go on from there."
     )
+    code, text = told(capsys, "prepare", log / "shop.toml", log / "log.csv", "--out", out, "--no-resume")
+    assert text.endswith("Give the same command again with --resume to go on from there.")
     monkeypatch.setattr("stoker.data.synthetic.writer._write_file", stop_at_once)
     code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "new" / "x.tsv")
     assert code == 130

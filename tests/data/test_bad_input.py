@@ -58,7 +58,7 @@ def test_a_label_outside_0_and_1_stops_unless_a_share_of_bad_lines_is_allowed(tm
             run_prepare(shop(), raw, out=out, block_bytes=16, **options)
         assert str(caught.value).startswith(where)
         assert not (out / "manifest.json").exists()
-    with pytest.raises(DataError, match=r"give the label a rule .*--max-bad 0\.1%"):
+    with pytest.raises(DataError, match=r"give the label a rule .*max_bad, such as 0\.1%"):
         run_prepare(shop(), raw, out=out, block_bytes=16)
     with pytest.raises(DataError, match=r"4 of 11 lines are bad \(36.364%\).*:4: .*\. 3 of them for their label: give"):
         run_prepare(shop(), raw, out=out, block_bytes=16, max_bad="36%")
@@ -292,7 +292,7 @@ def test_ctrl_c_says_what_was_kept_and_how_to_go_on(tmp_path: Path, monkeypatch:
             run_prepare("criteo", raw, out=out, block_bytes=10_000, resume=False)
         assert str(caught.value) == (
             f"interrupted; 2 finished steps kept in {out / '.work'}. "
-            "Give the same command again without --no-resume to go on from there."
+            "Give the same command again with resume to go on from there."
         )
     assert run_prepare("criteo", raw, out=out, block_bytes=10_000).reused == 2
     assert digests(out) == digests(tmp_path / "whole")

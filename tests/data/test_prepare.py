@@ -21,6 +21,7 @@ import pytest
 from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabulary
 
 import stoker
+from stoker.cli.wording import message_of
 from stoker.data.prepare import run_prepare
 from stoker.data.recipe import RawInput, Recipe
 from stoker.data.recipes.criteo import CATEGORICAL, COLUMNS, DENSE, criteo
@@ -192,9 +193,41 @@ def test_truncated_file_keeps_the_rows_before(tmp_path: Path, kind: str) -> None
     (entry,) = quarantine(tmp_path / "out")
     assert entry["line"] == rows + 1
     assert "truncated" in entry["reason"]
+    (warning,) = report.warnings
+    assert warning.startswith(
+        f"{raw} breaks off at line {rows + 1:,}: truncated {'gzip' if kind == 'gz' else 'zstd'} file"
+    )
+    (source,) = json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"]
+    assert (source["rows"], source["bad"], source["breaks_off"]) == (rows, 1, rows + 1)
     labels = [float(line[0]) for line in lines[:rows]]
     found = [rows_of(tmp_path / "out", split)["labels"] for split in ("train", "test", "valid")]
     assert [label for part in found for label in part] == labels
+
+
+def test_a_file_that_breaks_off_exceeds_any_share_of_bad_lines(tmp_path: Path) -> None:
+    """How much is lost is not known: one bad line in many would pass for next to nothing."""
+    packed = gzip.compress(("\n".join(criteo_lines(3000)) + "\n").encode())
+    raw = tmp_path / "log.tsv.gz"
+    raw.write_bytes(packed[: len(packed) * 2 // 3])
+    for options, name in (({"max_bad": "99%"}, "max_bad"), ({"strict": True}, "strict")):
+        for _ in range(2):  # also where the part is taken from an earlier run
+            with pytest.raises(
+                DataError, match=rf"log\.tsv\.gz breaks off at line [\d,]+: .*leave {name} out"
+            ) as caught:
+                run_prepare("criteo", raw, out=tmp_path / "out", block_bytes=50_000, **options)
+            assert caught.value.settings == (name,)
+    with pytest.warns(UserWarning, match=r"log\.tsv\.gz breaks off at line") as caught_warnings:
+        stoker.prepare("criteo", raw, out=tmp_path / "out")
+    assert caught_warnings[0].filename == __file__
+
+
+def test_a_file_named_twice_is_read_once_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
+    report = run_prepare(shop(), ["log.csv", raw, "./log.csv", "*.csv"], out="out")
+    assert report.lines == 2
+    assert report.warnings == [f"{raw} was named more than once; it is read once."]
+    assert run_prepare(shop(), "log.csv", out="once").warnings == []
 
 
 def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
@@ -257,7 +290,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
     assert not out.exists()
     (tmp_path / "two").mkdir()
     two = write(tmp_path / "two" / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
-    with pytest.raises(DataError, match=r"two/log\.csv:3: column price: 2 is neither 0 nor 1.*rule.*--max-bad"):
+    with pytest.raises(DataError, match=r"two/log\.csv:3: column price: 2 is neither 0 nor 1.*rule.*max_bad"):
         stoker.prepare(shop(label=Label(column="price")), two, out=out)
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(DataError, match="is empty"):
@@ -276,7 +309,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
         stoker.prepare("criteo", raw, out=out)
     assert not (out / "manifest.json").exists()
     stoker.prepare(shop(), raw, out=out)
-    with pytest.raises(DataError, match=r"already holds a dataset.*--overwrite"):
+    with pytest.raises(DataError, match=r"already holds a dataset.*pass overwrite=True to replace"):
         stoker.prepare(shop(), raw, out=out)
     stoker.prepare(shop(), raw, out=out, overwrite=True)
     (tmp_path / "mine").mkdir()
@@ -297,13 +330,44 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr("stoker.data.raw_rows.write_part", no_room)
-        with pytest.raises(DataError, match="no room left on the disk"):
+        with pytest.raises(DataError, match=r"no room left on the disk of .*again: nothing was kept\."):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 4))
         with pytest.raises(DataError, match=r"the shards need 12 B, but the disk of .* has 4 B free"):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("stoker.data.publish.collect_quarantine", no_room)
+        with pytest.raises(DataError, match=r"no room left on the disk of .*again: finished parts are kept\."):
+            stoker.prepare(shop(), raw, out=tmp_path / "out")
     stoker.prepare(shop(), raw, out=tmp_path / "out")
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=r"file/out cannot be made \(Not a directory\)\. Choose a directory that you may"
+    ):
+        stoker.prepare(shop(), raw, out=tmp_path / "file" / "out")
+
+
+def test_errors_name_parameters_and_the_command_line_its_options(tmp_path: Path) -> None:
+    """The library's user has no options: messages name parameters that ``settings`` turns into options."""
+    raw, bad = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"]), write(tmp_path / "bad.csv", [HEAD, "1,u,a,x,0,mo"])
+    stoker.prepare(shop(), raw, out=tmp_path / "there")
+    options = {"overwrite": "--overwrite", "strict": "--strict", "max_bad": "--max-bad"}
+    for call, name in (
+        (lambda: stoker.prepare(shop(), raw, out=tmp_path / "there"), "overwrite"),
+        (lambda: stoker.prepare(shop(), bad, out=tmp_path / "o", strict=True), "strict"),
+        (lambda: stoker.prepare(shop(), [raw, bad], out=tmp_path / "o", max_bad="1%"), "max_bad"),
+    ):
+        with pytest.raises(DataError) as caught:
+            call()
+        assert "--" not in str(caught.value)
+        assert name in str(caught.value)
+        assert options[name] in message_of(caught.value, options)
+        assert "=True" not in message_of(caught.value, options)
 
 
 def test_oov_policies(tmp_path: Path) -> None:

@@ -202,6 +202,10 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("- 1")
     with pytest.raises(SchemaError, match=r"a\.yaml: must be a table of keys, found list"):
         Schema.from_file(tmp_path / "a.yaml")
+    for name in ("empty.yaml", "empty.toml"):
+        (tmp_path / name).write_text("# later\n")
+        with pytest.raises(SchemaError, match=rf"{name}: is empty\. A schema names"):
+            Schema.from_file(tmp_path / name)
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(SchemaError, match=r"ends in \.toml, \.yaml or \.yml"):
         Schema.from_file(tmp_path / "a.json")

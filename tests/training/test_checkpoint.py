@@ -143,7 +143,7 @@ def test_garbled_newer_and_foreign_manifests(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="damaged"):
         stoker.load(saved)
     data = make_dataset(tmp_path / "data", rows=100)
-    with pytest.raises(CheckpointError, match="not the manifest of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is a dataset, not a run"):
         stoker.load(data.path)
     with pytest.raises(CheckpointError, match="does not exist"):
         stoker.load(tmp_path / "nowhere")

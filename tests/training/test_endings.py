@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 import stoker
 from stoker.data.dataset import Dataset, write_manifest, write_shard
-from stoker.errors import ConfigError, DataError
+from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.testing import make_dataset
 from stoker.training.display import Display, ProgressBar
 from stoker.training.metrics import merit
@@ -158,3 +160,54 @@ def test_the_bar_moves_between_records_and_costs_nothing(tmp_path: Path) -> None
 
 def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:
     assert stoker.TrainConfig(home_path=tmp_path).to_dict()["home_path"] == str(tmp_path)  # type: ignore[arg-type]
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr("stoker.training.room.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+
+
+def test_room_for_checkpoints_is_looked_for_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, shown = make_dataset(tmp_path / "d", rows=1000), Noted()
+    settings = {**SMALL, "display": shown}
+    disk(monkeypatch, 1000)
+    with pytest.raises(CheckpointError, match=r"a checkpoint takes .* has 1000 B free: not one could be written"):
+        stoker.train(data, out=tmp_path / "run", steps=4, **settings)
+    assert not (tmp_path / "run").exists()
+    disk(monkeypatch, 10_000)
+    stoker.train(data, out=tmp_path / "a", steps=4, save_every=1, **settings)
+    assert sum("the 4 that the run will have at a time need" in note for note in shown.notes) == 1
+    shown.notes.clear()
+    stoker.train(data, out=tmp_path / "b", steps=4, **settings)  # only one is written
+    assert not any("at a time" in note for note in shown.notes)
+    disk(monkeypatch, 0)
+    stoker.train(resume=tmp_path / "a", display=shown)  # nothing is left to do
+
+
+def test_memory_that_is_short_just_now_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, shown = make_dataset(tmp_path / "d", rows=1000), Noted()
+    monkeypatch.setattr("stoker.training.room.available_memory", lambda: 100)
+    stoker.train(data, out=tmp_path / "run", steps=1, **{**SMALL, "display": shown})
+    assert any("100 B is free. Give a smaller device_memory" in note for note in shown.notes)
+
+
+def test_rates_leave_out_the_first_steps_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000)
+    real, calls = stoker.DLRM.loss, iter(range(10**6))
+
+    def loss(self: stoker.DLRM, batch: stoker.Batch) -> Any:
+        if next(calls) == 0:
+            time.sleep(2.0)  # as long as a compiler would take
+        return real(self, batch)
+
+    monkeypatch.setattr(stoker.DLRM, "loss", loss)
+    result = stoker.train(data, out=tmp_path / "run", steps=20, log_every=10, **SMALL)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["samples_per_second"] for line in lines if line["kind"] == "train"]
+    assert result.samples_per_second is not None
+    assert all(64 / rate < 0.1 for rate in (*rates, result.samples_per_second))
+    calls = iter(range(10**6))
+    short = stoker.train(data, out=tmp_path / "short", steps=5, **SMALL)
+    assert short.samples_per_second is not None, "where nothing follows they are all there is"
+    assert 5 * 64 / short.samples_per_second > 2

@@ -222,7 +222,7 @@ def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pyt
     assert "placement: 10.0% of 910 rows in fast memory" in err
     assert "home in a file" in err
     stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB")
-    assert "host memory and home are ignored" in capsys.readouterr().err
+    assert "host memory is ignored: without a limit on device memory" in capsys.readouterr().err
 
 
 def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:

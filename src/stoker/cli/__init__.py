@@ -123,6 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if "" in arguments:
+        _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
     with _noting_interrupts() as interrupts:
         try:
             app(arguments, prog_name="stoker")
@@ -176,10 +178,12 @@ def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
         _fail(message_of(error, options), 2)
     if isinstance(error, OSError):
         _fail(f"{error.filename or 'the operating system'}: {error.strerror or error}.", 2)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or any(w in str(error) for w in ("can't allocate memory", "out of memory")):
         smaller = [options[name] for name in ("embedding_dim", "dim", "batch_size") if name in options]
         remedy = f"Lower {' or '.join(smaller)}, or free some memory." if smaller else "Free some memory."
-        _fail(f"out of memory: {error}. {remedy}", 2)
+        if budget := options.get("device_memory"):
+            remedy = f"Give a smaller {budget}: other rows then lie at home (stoker plan shows where). Or: {remedy}"
+        _fail(f"out of memory: {str(error).rstrip('.')}. {remedy}", 2)
     _fail(
         f"{type(error).__name__}: {error}\nThis is a mistake in Stoker. Run it again with --debug and "
         "report what it prints.",

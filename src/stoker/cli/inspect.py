@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.errors import DataError
+from stoker.errors import CheckpointError, DataError
 from stoker.units import format_count, format_size, plural
 
 if TYPE_CHECKING:
@@ -29,7 +29,15 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Re-hash every file and check every id.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a dataset or a checkpoint holds."""
+    """Show what a dataset, a checkpoint or a run holds.
+
+    Of a run all checkpoints are listed and the best is shown, or the newest where none was evaluated.
+
+    \b
+    stoker inspect data/criteo --verify
+    stoker inspect runs/a
+    stoker inspect runs/a/checkpoints/step_000001000 --json
+    """
     kind = _kind(path)
     if kind == "dataset":
         from stoker.data.dataset import Dataset
@@ -53,7 +61,12 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth, about a second.")] = True,
 ) -> None:
-    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run."""
+    """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run.
+
+    \b
+    stoker doctor
+    stoker doctor --json --no-measure
+    """
     from stoker.cli.machine import examine
 
     found = examine(measure=measure)
@@ -95,9 +108,9 @@ def _kind(path: Path) -> str:
 def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
     from stoker.training.checkpoint import read_manifest
     from stoker.training.checkpoint import verify as verify_files
-    from stoker.training.rundir import find_checkpoint
+    from stoker.training.rundir import find_checkpoint, whole_beside
 
-    path = find_checkpoint(path)
+    run, path = path, find_checkpoint(path)
     manifest = read_manifest(path)
     files = manifest["files"]
     tables = []
@@ -118,9 +131,46 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         "bytes": sum(int(entry["bytes"]) for entry in files.values()),
         "extra": manifest.get("extra", {}),
     }
+    if run != path:
+        found |= {"run": str(run), "checkpoints": _describe_run(run)}
     if verify:
-        found["verified_files"] = verify_files(path, manifest)
+        try:
+            found["verified_files"] = verify_files(path, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {whole_beside(path)}") from error
     return found
+
+
+def _describe_run(path: Path) -> list[dict[str, Any]]:
+    """Every checkpoint of a run by rising step; of one that cannot be read, what is wrong with it."""
+    from stoker.training.checkpoint import read_manifest
+    from stoker.training.metrics import deciding
+    from stoker.training.rundir import RunDirectory
+
+    run = RunDirectory(path)
+    steps, best = run.steps(), run.best()
+    listed = []
+    for step in steps:
+        place = run.checkpoint(step)
+        entry: dict[str, Any] = {"path": str(place), "step": step, "best": place == best, "last": step == steps[-1]}
+        try:
+            manifest = read_manifest(place)
+        except CheckpointError as error:
+            listed.append({**entry, "error": str(error)})
+            continue
+        extra = manifest["extra"]
+        latest = extra.get("progress", {}).get("latest")
+        values = latest["valid"] if latest is not None and latest["step"] == step else {}
+        metric = deciding(values, extra.get("settings", {}).get("metric", "auc"))
+        listed.append(
+            {
+                **entry,
+                "bytes": sum(int(file["bytes"]) for file in manifest["files"].values()),
+                "metric": metric,
+                "value": values.get(metric),
+            }
+        )
+    return listed
 
 
 def _percent(share: float | None) -> str:
@@ -165,6 +215,8 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     _line(console, "schema", found["schema_hash"][:16])
     if found["quarantined"]:
         _line(console, "bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
+    for file, line in found["broken_files"].items():
+        _line(console, "cut short", f"{file} breaks off at line {line:,}; what came after it is not here")
     _table(
         console,
         "Splits",
@@ -184,7 +236,7 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     _table(
         console,
         "Tables: training accesses, and the share that unknown values and the most popular rows take",
-        ["table", "rows", "accesses", "unknown", "top 1 %", "top 10 %", "largest counts"],
+        ["table", "rows", "accesses", "unknown", "top 1 %", "top 10 %", "largest"],
         [
             [
                 table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),
@@ -193,7 +245,7 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
                 _percent(table["oov_share"]),
                 _percent(table["hot_1_percent"]),
                 _percent(table["hot_10_percent"]),
-                " ".join(format_count(count) for count in table["top_counts"]),
+                format_count(table["top_counts"][0]) if table["top_counts"] else "-",
             ]
             for table in found["tables"]
         ],
@@ -216,6 +268,8 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
 
 
 def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
+    if "run" in found:
+        _show_run(console, found)
     _line(console, "checkpoint", found["path"])
     _line(console, "step", f"{found['step']:,}")
     _line(console, "model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
@@ -244,6 +298,23 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
         ],
     )
     _verified(console, found)
+
+
+def _show_run(console: Console, found: dict[str, Any]) -> None:
+    _line(console, "run", found["run"])
+    rows = []
+    for entry in found["checkpoints"]:
+        marks = [name for name in ("best", "last") if entry[name]] + ["shown below"] * (entry["path"] == found["path"])
+        value = entry.get("value")
+        rows.append(
+            [
+                f"{entry['step']:,}",
+                "unreadable" if "error" in entry else format_size(entry["bytes"]),
+                "-" if value is None else f"{entry['metric']} {value:.4f}",
+                ", ".join(marks),
+            ]
+        )
+    _table(console, "Checkpoints", ["step", "size", "validation", ""], rows)
 
 
 def _show_machine(console: Console, found: dict[str, Any]) -> None:

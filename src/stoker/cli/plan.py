@@ -71,12 +71,12 @@ def plan(
 
     import torch
 
-    from stoker.data.dataset import Dataset
     from stoker.device import device_memory as memory_of
     from stoker.device import resolve_device
     from stoker.optim import Constant
     from stoker.training import TrainConfig
     from stoker.training.placing import place_run
+    from stoker.training.rundir import open_dataset
     from stoker.training.step_time import measure_step
 
     if threads is not None:
@@ -84,7 +84,7 @@ def plan(
     if device_memory is None:
         settings["device_memory"] = str(int(_FREE_SHARE * memory_of(resolve_device(device))[0]))
     config = TrainConfig.from_dict(settings)
-    data = Dataset(dataset)
+    data = open_dataset(dataset)
     placement = place_run(config, data, config.make_row_optimizer(Constant()))
     if placement is None:  # --device-memory all
         placement = place_run(config.replace(device_memory=str(2**62)), data, config.make_row_optimizer(Constant()))

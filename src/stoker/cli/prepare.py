@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli.wording import with_options
 from stoker.errors import ConfigError
 from stoker.units import format_count, format_duration, format_size, plural
 
@@ -28,18 +29,16 @@ RECIPE is the name of a known log (stoker prepare --list shows them) or
 your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
 JSON lines; text may be .gz or .zst. Patterns are expanded.
 
-Examples:
-
-  stoker prepare criteo day_*.gz --out data/criteo
-
-  stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
-
-  stoker prepare shop.toml 'logs/*.parquet' --out data/shop
-
 An interrupted run goes on where it stopped when the same command is given
 again. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
 reason. A label that is a number but neither 0 nor 1 stops the run, unless
---max-bad says what share of lines may be damaged.
+--max-bad says what share of lines may be damaged. A compressed file that
+breaks off is named in the summary; with --max-bad or --strict it stops the run.
+
+\b
+stoker prepare criteo day_*.gz --out data/criteo
+stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
+stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 _STAGES = {"read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing"}
@@ -78,11 +77,14 @@ def prepare(
     from stoker.data.prepare import run_prepare
 
     chosen, preset = _with_min_count(recipe, preset, min_count)
-    with _Bars(quiet=as_json) as bars:
-        report = run_prepare(
-            chosen, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-            resume=resume, threads=threads, progress=bars,
-        )  # fmt: skip
+    try:
+        with _Bars(quiet=as_json) as bars:
+            report = run_prepare(
+                chosen, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
+                resume=resume, threads=threads, progress=bars,
+            )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
     if as_json:
         typer.echo(json.dumps({**vars(report), "path": str(report.path)}))
     else:
@@ -204,6 +206,8 @@ def _show(report: PrepareReport) -> None:
         )
     else:
         console.print("no bad lines")
+    for text in report.warnings:
+        console.print(f"warning: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _list(as_json: bool) -> None:

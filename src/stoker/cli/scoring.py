@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import Backend, Data, Device, DeviceMemory, HomePath, HostMemory, Json, Threads
+from stoker.cli.options import Backend, Budget, Data, Device, HomePath, HostMemory, Json, Threads
 from stoker.cli.train import metrics_table
 from stoker.errors import DataError
 
@@ -23,7 +23,7 @@ _LOOKAHEAD = 64  # batches
 Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint.")]
 SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
 Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
-BatchSize = Annotated[int, typer.Option(help="Examples at a time.", min=1)]
+BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
 
 
 def register(app: typer.Typer) -> None:
@@ -37,8 +37,8 @@ def evaluate(
     data: Data = None,
     split: SplitName = "test",
     rows: Rows = None,
-    batch_size: BatchSize = 8192,
-    device_memory: DeviceMemory = None,
+    batch_size: BatchSize = None,
+    device_memory: Budget = None,
     host_memory: HostMemory = None,
     home_path: HomePath = None,
     device: Device = None,
@@ -46,7 +46,7 @@ def evaluate(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a trained model.
+    """Evaluate a trained model, with its rows where the run had them.
 
     \b
     stoker evaluate runs/a
@@ -56,8 +56,8 @@ def evaluate(
     from stoker.training.evaluation import finite
 
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
-    loaded, chosen = _open(run, data, split, device, backend, threads, memory, batch_size)
-    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD))
+    loaded, chosen, size = _open(run, data, split, device, backend, threads, memory, batch_size)
+    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD))
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
         return
@@ -74,8 +74,8 @@ def predict(
     data: Data = None,
     split: SplitName = "test",
     rows: Rows = None,
-    batch_size: BatchSize = 8192,
-    device_memory: DeviceMemory = None,
+    batch_size: BatchSize = None,
+    device_memory: Budget = None,
     host_memory: HostMemory = None,
     home_path: HomePath = None,
     device: Device = None,
@@ -95,8 +95,8 @@ def predict(
 
     check_scores_file(out)
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
-    loaded, chosen = _open(run, data, split, device, backend, threads, memory, batch_size)
-    count = run_prediction(loaded.model, chosen, out, rows=rows, batch_size=batch_size, lookahead=_LOOKAHEAD)
+    loaded, chosen, size = _open(run, data, split, device, backend, threads, memory, batch_size)
+    count = run_prediction(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
     else:
@@ -111,29 +111,32 @@ def _open(
     backend: Any,
     threads: int | None,
     memory: dict[str, str | None],
-    batch_size: int,
-) -> tuple[Any, Split]:
-    from stoker.data.dataset import Dataset
+    batch_size: int | None,
+) -> tuple[Any, Split, int]:
+    """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
     from stoker.device import resolve_device
     from stoker.training.checkpoint import load, read_manifest
     from stoker.training.evaluation import check_dataset
-    from stoker.training.placing import place_saved
-    from stoker.training.rundir import find_checkpoint, find_dataset
+    from stoker.training.placing import place_scoring
+    from stoker.training.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
     checkpoint = find_checkpoint(run)
-    dataset = Dataset(find_dataset(checkpoint) if data is None else data)
+    dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
     on = resolve_device(device)
-    placement = place_saved(
-        read_manifest(checkpoint), dataset, **memory, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
+    given = {name: value for name, value in memory.items() if value is not None}
+    if data is None or "device_memory" not in given:
+        given = {**settings_around(checkpoint), **given}
+    placement, size = place_scoring(
+        read_manifest(checkpoint), dataset, given, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
     )
     loaded = load(checkpoint, device=on, backend=backend or "auto", placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
-    return loaded, chosen
+    return loaded, chosen, size
 
 
 def _with_rows(dataset: Dataset, name: str) -> Split:

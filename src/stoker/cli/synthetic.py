@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from stoker.errors import ConfigError
+
 __all__ = ["register"]
 
 
@@ -37,7 +39,14 @@ def _synthetic(
 
     The best reachable AUC and log loss are printed and written to OUT.truth.json. Figures from such logs must
     be called synthetic.
+
+    \b
+    stoker synthetic criteo --rows 10M --out day_0.tsv.gz
+    stoker synthetic criteo --rows 1M --out drift.tsv --curve globo-articles --drift 0.3 --bad 0.1%
+    stoker synthetic movielens --rows 100k --out data/ml --seed 7
     """
+    if str(out) == "-":
+        raise ConfigError("--out - names no file, and a log is not written to standard output. Name a file for it.")
     from stoker.data.synthetic import write
     from stoker.units import format_count, format_duration, plural
 

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def trace(
     run: options.RunArgument,
     steps: Annotated[int, typer.Option(help="Steps to record.")] = 30,
-    out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced.")] = Path("trace.json"),
+    out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced if there.")] = Path("trace.json"),
     start: options.Start = None,
     data: options.Data = None,
     device_memory: options.Budget = None,
@@ -43,7 +43,8 @@ def trace(
 
     Replays steps with the run's placement, prints the time of each stage and
     how long training waited for it, and writes a timeline that
-    https://ui.perfetto.dev and chrome://tracing open.
+    https://ui.perfetto.dev and chrome://tracing open: trace.json in the
+    directory you are in, unless --out names another file.
 
     \b
     stoker trace runs/a
@@ -51,6 +52,7 @@ def trace(
     """
     settings = options.rerun_settings(locals())
     begin = options.begin_at(start)
+    replaced = out.exists()
 
     from stoker.training.trace import trace as run_trace
 
@@ -59,10 +61,10 @@ def trace(
     if as_json:
         print(json.dumps(found.to_dict()))
     else:
-        _show(found)
+        _show(found, replaced)
 
 
-def _show(found: Trace) -> None:
+def _show(found: Trace, replaced: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -92,4 +94,5 @@ def _show(found: Trace) -> None:
     beside = [name for name in found.threads if name != "MainThread"]
     if beside:
         line(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
-    line(f"timeline: {found.out} (https://ui.perfetto.dev opens it)")
+    before = ", in place of the one that was there" if replaced else ""
+    line(f"timeline: {found.out}{before} (https://ui.perfetto.dev opens it)")

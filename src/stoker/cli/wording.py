@@ -25,8 +25,8 @@ def with_options(message: str, options: Mapping[str, str], settings: Iterable[st
     names = [name for name in options if "_" in name or name in set(settings)]
     if not names:
         return message
-    # Not inside a path, a quotation or an option; not the noun in "3 epochs".
-    pattern = rf"(?<![\w./\\'\"-])(?<!\d )({'|'.join(map(re.escape, names))})(?![\w/\\'\"(-]|\.\w)"
+    # Not inside a path, a quotation or an option; not the noun in "3 epochs". A switch of the library is name=True.
+    pattern = rf"(?<![\w./\\'\"-])(?<!\d )({'|'.join(map(re.escape, names))})(?:=True)?(?![\w/\\'\"(-]|\.\w)"
     return re.sub(pattern, lambda found: options[found[1]], message)
 
 

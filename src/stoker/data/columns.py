@@ -95,6 +95,7 @@ class BadLine:
     reason: str
     text: str
     label: bool = False  # its only fault is a label that is a number but neither 0 nor 1
+    broken: bool = False  # stands for all that is lost of a file that breaks off here
 
 
 @dataclass(kw_only=True)

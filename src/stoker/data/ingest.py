@@ -103,7 +103,7 @@ class Source:
             result.row_line = result.row_line + skipped
             result.bad = [replace(bad, line=bad.line + skipped) for bad in result.bad]
         if block.damage is not None:
-            result.bad.append(BadLine(line=result.lines, reason=block.damage, text=""))
+            result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
             result.lines += 1
         return result
 
@@ -138,6 +138,7 @@ class IngestedBlock:
     lines: int
     bad: int
     lines_before: int  # lines of the file in the blocks before
+    broken: bool  # the file breaks off at the last of the lines
 
 
 @dataclass(kw_only=True)
@@ -166,8 +167,8 @@ def ingest(
     """Turn every block of every source into a part. Returns the parts and how many were there already.
 
     Raises:
-        DataError: a bad line under --strict, more bad lines than allowed, or a label that is neither 0 nor 1 where
-            no share of bad lines was allowed.
+        DataError: a bad line where none is allowed, more bad lines than allowed, a file that breaks off where a share
+            is allowed, or a label that is neither 0 nor 1 where no share is.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for source in sources:
@@ -191,8 +192,9 @@ def ingest(
         record = sink(block, job.source.name, job.path)
         if block.bad:
             write_bad_lines(job.bad_path, block.bad)
-        labels = sum(bad.label for bad in block.bad)
-        return job, {**record, "rows": block.rows, "lines": block.lines, "bad": len(block.bad), "labels": labels}
+        found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
+        labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
+        return job, {**record, **found, "labels": labels, "broken": broken}
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
@@ -203,7 +205,10 @@ def ingest(
         else:
             record = journal.add(job.step, record)
         kept = job.bad_path if record["bad"] else None
-        limit.add(job.source.name, before[number], record["lines"], record["bad"], kept, labels=record["labels"])
+        limit.add(
+            job.source.name, before[number], record["lines"], record["bad"], kept,
+            labels=record["labels"], broken=record["broken"],
+        )  # fmt: skip
         finished.append(
             IngestedBlock(
                 source=job.source,
@@ -213,6 +218,7 @@ def ingest(
                 lines=record["lines"],
                 bad=record["bad"],
                 lines_before=before[number],
+                broken=record["broken"],
             )
         )
         before[number] += record["lines"]

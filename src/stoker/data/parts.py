@@ -182,6 +182,6 @@ def _lock(directory: Path) -> IO[bytes]:
     except OSError as error:
         file.close()
         raise DataError(
-            f"another stoker prepare is writing to {directory.parent}. Wait for it, or choose another --out."
+            f"another stoker prepare is writing to {directory.parent}. Wait for it, or choose another directory."
         ) from error
     return file

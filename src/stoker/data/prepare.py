@@ -7,12 +7,12 @@ written.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
 from stoker.data.split_rules import targets_of_files
-from stoker.data.task import Progress, Task
+from stoker.data.task import NO_ROOM, Progress, Task
 from stoker.errors import DataError
 from stoker.units import format_size, plural
 
@@ -47,6 +47,7 @@ class PrepareReport:
     peak_memory: int  # bytes, of this process since it began
     reused: int  # steps that an interrupted run had finished
     dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
+    warnings: list[str] = field(default_factory=list)  # files that break off, or were named twice
 
 
 def prepare(
@@ -71,7 +72,7 @@ def prepare(
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
-            such label.
+            such label. Given, a compressed file that breaks off stops the run; else it is a Python warning.
         overwrite: replace a dataset that is there.
         resume: go on where an interrupted run stopped; False starts from the beginning.
         threads: that parse and encode; None: one per core. Does not change a byte of the result.
@@ -86,10 +87,12 @@ def prepare(
             an output directory that is in use.
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
-    run_prepare(
+    report = run_prepare(
         recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
         resume=resume, threads=threads, progress=progress,
     )  # fmt: skip
+    for text in report.warnings:
+        warnings.warn(text, stacklevel=2)
     return Dataset(Path(out))
 
 
@@ -111,7 +114,7 @@ def run_prepare(
     chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
-    sources, target = expand(files), Path(out)
+    (sources, again), target = expand(files), Path(out)
     task = Task(
         recipe=chosen,
         schema=schema,
@@ -124,14 +127,16 @@ def run_prepare(
     )
     try:
         report = _run(task, resume=resume)
+        report.warnings += [f"{path} was named more than once; it is read once." for path in again]
         return report if task.out == target else _exchange(report, target)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
+            kept = "finished parts are kept" if _finished(task) else "nothing was kept"
             raise DataError(
-                f"no room left on the disk of {out} ({free} free). Free some space and run the same "
-                "command again: finished parts are kept."
+                f"no room left on the disk of {out} ({free} free). Free some space and run the same command "
+                f"again: {kept}."
             ) from error
         raise
 
@@ -145,18 +150,21 @@ def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -
     inside = target.resolve()
     for source in sources:
         if source.resolve().is_relative_to(inside):
-            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another --out.")
+            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
     old = target.with_name(target.name + ".old")
     if old.is_dir() and not target.exists():  # killed between the two renames of an exchange
         os.replace(old, target)
     if not (target / "manifest.json").exists():
         return target
     if not overwrite:
-        raise DataError(f"{target} already holds a dataset. Choose another --out, or pass --overwrite.")
+        raise DataError(
+            f"{target} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
+            settings=("overwrite",),
+        )
     try:
         read_manifest(target)
     except DataError as error:
-        raise DataError(f"{target} is not overwritten: {error} Choose another --out.") from error
+        raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
     return target.with_name(target.name + ".new")
 
 
@@ -185,7 +193,7 @@ def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | 
         recipe = recipe.with_preset(preset)
         return recipe, recipe.schema()
     if preset is not None:
-        raise DataError("a preset belongs to a recipe; a schema has none. Leave --preset out.")
+        raise DataError("a preset belongs to a recipe; a schema has none. Leave the preset out.")
     schema = recipe if isinstance(recipe, Schema) else Schema.from_file(Path(recipe))
     own = Recipe(name=schema.name, description="own schema", presets={OWN_SCHEMA: lambda: schema})
     return own, schema
@@ -238,16 +246,22 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
         peak_memory=_peak_memory(),
         reused=task.reused,
         dropped=sum(part.rows for part in fitting.parts) - sum(written.values()),
+        warnings=list(task.limit.broken),
     )
+
+
+def _finished(task: Task) -> int:
+    """Finished steps that a later run can go on from."""
+    return len(task.journal.done) if hasattr(task, "journal") else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
     """What an interrupted run leaves, and how to go on."""
-    done = task.journal.done if hasattr(task, "journal") else {}
+    done = _finished(task)
     if not done:
         return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."
-    again = "Give the same command again" + ("" if resume else " without --no-resume")
-    steps = plural(len(done), "finished step")
+    again = "Give the same command again" + ("" if resume else " with resume")
+    steps = plural(done, "finished step")
     return f"interrupted; {steps} kept in {task.work}. {again} to go on from there."
 
 

@@ -109,12 +109,12 @@ class _Publisher:
         return rows
 
     def _check_room(self) -> None:
-        needed = int(int(self.fitting.sizes[:, :3].sum()) * self._row_bytes())
+        whole = int(int(self.fitting.sizes[:, :3].sum()) * self._row_bytes())
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
-        free = shutil.disk_usage(self.out).free
-        if needed - present > free - _FREE:
+        needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
+        if needed > free - _FREE:
             raise DataError(
-                f"the shards need {format_size(needed - present)}, but the disk of {self.out} has "
+                f"the shards need {format_size(needed)}, but the disk of {self.out} has "
                 f"{format_size(free)} free. Free some space and run the same command "
                 "again: finished parts are kept."
             )
@@ -178,10 +178,12 @@ class _Publisher:
         # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
         read = {block.source.path for block in self.rows.raw}
         rows = {path: [0 if path in read else parquet_rows(path), 0] for path in self.task.files}
+        breaks = {block.source.path: block.lines_before + block.lines for block in self.rows.raw if block.broken}
         for block in self.rows.raw:
             rows[block.source.path][0] += block.rows
             rows[block.source.path][1] += block.bad
         return [
             {"file": path.name, "bytes": path.stat().st_size, "rows": good, "bad": bad}
+            | ({"breaks_off": breaks[path]} if path in breaks else {})
             for path, (good, bad) in rows.items()
         ]

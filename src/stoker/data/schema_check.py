@@ -53,6 +53,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         values = _parse_toml(text) if path.suffix == ".toml" else _parse_yaml(text)
     except ValueError as error:
         raise SchemaError(f"{path}: is not well-formed: {error}") from error
+    if values is None or values == {}:
+        raise SchemaError(f"{path}: is empty. A schema names at least the label and one column of features.")
     if not isinstance(values, dict):
         raise SchemaError(f"{path}: must be a table of keys, found {type(values).__name__}.")
     return values

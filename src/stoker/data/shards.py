@@ -79,7 +79,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"no room left on the disk of {path.parent} while writing {path.name}. "
-                "Free some space or choose another --out; nothing half-written was kept."
+                "Free some space or choose another directory; nothing half-written was kept."
             ) from error
         raise
     if os.name == "posix":

@@ -53,9 +53,11 @@ class _Inflater(Protocol):
     def decompress(self, data: bytes) -> bytes: ...
 
 
-def expand(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Existing files for names and glob patterns, in the order given and sorted within a pattern."""
-    files: list[Path] = []
+def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[Path]]:
+    """Existing files for names and glob patterns, in the order given and sorted within a pattern, each once; and those
+    that were named again."""
+    files: dict[Path, Path] = {}
+    again: dict[Path, Path] = {}
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
@@ -64,10 +66,11 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
         found = [item for item in found if not item.is_dir()]
         if not found:
             raise DataError(f"there is no file {str(pattern)!r}. Check the path or the pattern.")
-        files += [item for item in found if item not in files]
+        for item in found:
+            (again if item.absolute() in files else files).setdefault(item.absolute(), item)
     if not files:
         raise DataError("no input file was given.")
-    return files
+    return list(files.values()), list(again.values())
 
 
 def source_kind(path: Path, kind: str = "auto") -> str:

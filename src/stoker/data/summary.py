@@ -7,6 +7,7 @@ about a million rows spread over the training split.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
         "bytes": sum(split.bytes for split in dataset.splits.values())
         + sum(int(entry["bytes"]) for entry in files.values()),
         "quarantined": manifest.get("quarantined", 0),
+        "broken_files": {
+            source["file"]: source["breaks_off"] for source in manifest.get("sources", []) if "breaks_off" in source
+        },
         "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
         "tables": [
             {
@@ -50,10 +54,15 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
                 "max_length": sequences[table].max_length if table in sequences else 1,
                 **_describe_counts(dataset.counts[table], top),
             }
-            for table, rows in dataset.schema.num_embeddings.items()
+            for table, rows in sorted(dataset.schema.num_embeddings.items(), key=lambda item: _natural(item[0]))
         ],
         "dense": _describe_dense(dataset),
     }
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """A key that puts C2 before C10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _describe_split(split: Split) -> dict[str, Any]:
@@ -69,9 +78,11 @@ def _describe_split(split: Split) -> dict[str, Any]:
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
     total = int(counts.sum())
     known = counts[1:]
+    if bool((known[1:] > known[:-1]).any()):  # ids of a vocabulary follow the count, those of hash_buckets do not
+        known = known.sort(descending=True).values
 
     def hot(share: float) -> float | None:
-        rows = math.ceil(len(known) * share)  # ids follow the count, so the most popular are the first
+        rows = math.ceil(len(known) * share)
         return int(known[:rows].sum()) / total if total else None
 
     return {

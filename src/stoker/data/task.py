@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES
 from stoker.errors import DataError
 
-__all__ = ["SPLITS", "Progress", "Task"]
+__all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
-WORK_VERSION = 2  # of the parts; raise it when their content changes
+WORK_VERSION = 3  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", ".work", *SPLITS)
 
 
@@ -77,13 +79,20 @@ class Task:
     def _claim(self) -> None:
         """Only an empty directory is ours, or one where a preparation was interrupted."""
         if self.out.exists() and not self.out.is_dir():
-            raise DataError(f"{self.out} is a file. Choose another --out.")
+            raise DataError(f"{self.out} is a file. Choose another directory.")
         present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
         if present and not (self.work / "journal.jsonl").exists() and present != [".work"]:
             raise DataError(
-                f"{self.out} is not empty and no dataset ({', '.join(present[:3])} ...). Choose another --out."
+                f"{self.out} is not empty and no dataset ({', '.join(present[:3])} ...). Choose another directory."
             )
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
+            raise DataError(
+                f"{self.out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+            ) from error
 
     def _remove(self, keep: Sequence[str] = ()) -> None:
         for name in _OURS:

@@ -208,8 +208,18 @@ class _Needs:
             what = f"{number} of {batch_size:,} examples needs about {format_size(least)} of rows at once"
             remedy = "lower in_flight or batch_size, or choose spill='parts', which works on large batches in parts"
         else:
-            what = f"the largest example alone has {format_size(least)} of rows"
-            remedy = "or choose fewer columns (embedding_dim)"
+            kinds = list(by_kind(tables).values())
+            beside = sum(self.footprint(m).fast(0) for m in kinds) if self.work.device.type == "cpu" else 0
+            rows = sum(self.footprint(m).slot_bytes * self.least_slots(m) for m in kinds)
+            if beside > rows:
+                what = (
+                    f"finding and planning rows takes {format_size(least - rows)} with batches of {batch_size:,} "
+                    f"examples, and the largest example has {format_size(rows)} of rows"
+                )
+                remedy = "or choose a smaller batch_size"
+            else:
+                what = f"the largest example alone has {format_size(least)} of rows"
+                remedy = "or choose fewer columns (embedding_dim)"
         raise ConfigError(
             f"device_memory {format_size(budget)} is too little: {what}, with optimizer state. The smallest budget "
             f"that works is {_at_least(least)}. Give that much (--device-memory), {remedy}.",

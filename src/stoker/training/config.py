@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -112,6 +113,12 @@ class TrainConfig:
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
         _choice("schedule", self.schedule, ("constant", "linear", "cosine", "polynomial", "step"))
         _choice("metric", self.metric, ("auc", "log_loss"))
+        _choice("pooling", self.pooling, ("sum", "mean"))
+        _choice("dtype", self.dtype, ("float32", "bfloat16"))
+        _choice("dense_dtype", self.dense_dtype, ("float32", "bfloat16"))
+        _choice("backend", self.backend, get_args(BackendName))
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; it must not be negative.", settings=("seed",))
         for name in ("embedding_dim", "batch_size", "epochs", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
@@ -248,8 +255,17 @@ class TrainConfig:
         except TypeError as error:
             if "unexpected keyword argument" in str(error):
                 name = str(error).rsplit("argument", 1)[1].strip(" '")
-                raise ConfigError(f"model {self.model!r} has no option {name!r}.") from error
+                raise ConfigError(
+                    f"model {self.model!r} has no option {name!r}. It has: {', '.join(_own_options(self.model))}."
+                ) from error
             raise ConfigError(f"model {self.model!r} cannot be built with {options}: {error}.") from error
+
+
+def _own_options(model: str) -> list[str]:
+    """Options of a model that not every model has."""
+    common = inspect.signature(RecModel.__init__).parameters
+    own = inspect.signature(MODELS[model].__init__).parameters
+    return [name for name, found in own.items() if name not in common and found.kind is not found.VAR_KEYWORD]
 
 
 #: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend

@@ -25,9 +25,9 @@ from stoker.training.metrics import StreamingMetrics
 if TYPE_CHECKING:
     from stoker.data.split import Split
 
-__all__ = ["check_dataset", "check_scores_file", "dataset_identity", "evaluate", "finite", "predict"]
+__all__ = ["SCORED", "check_dataset", "check_scores_file", "dataset_identity", "evaluate", "finite", "predict"]
 
-_BATCH = 8192  # examples
+SCORED = 8192  # examples at a time
 _REMEDY = (
     "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
     "named), or train a model on this one."
@@ -94,7 +94,7 @@ def evaluate(
     model: RecModel,
     split: Split,
     *,
-    batch_size: int = _BATCH,
+    batch_size: int = SCORED,
     rows: int | None = None,
     stop: Callable[[], bool] | None = None,
     lookahead: int | None = None,
@@ -138,7 +138,7 @@ def predict(
     split: Split,
     out: str | Path,
     *,
-    batch_size: int = _BATCH,
+    batch_size: int = SCORED,
     rows: int | None = None,
     lookahead: int | None = None,
 ) -> int:

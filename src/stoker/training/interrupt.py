@@ -12,14 +12,23 @@ __all__ = ["Interrupted", "StopSignals"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number."""
+    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number.
 
-    def __init__(self, number: int, checkpoint: Path | None, run: Path) -> None:
+    Args:
+        number: of the signal.
+        checkpoint: the newest one.
+        run: the run directory.
+        at_once: it was asked twice, or not in the loop, and wrote none.
+    """
+
+    def __init__(self, number: int, checkpoint: Path | None, run: Path, *, at_once: bool = False) -> None:
         self.signal = signal.Signals(number)
         self.checkpoint = checkpoint
         self.run = run
         self.exit_code = 128 + number
         saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
+        if at_once:
+            saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
         super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {run}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from stoker.errors import ConfigError
 from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import Stage
+from stoker.tables import Stage, tables_for
 from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
@@ -29,13 +30,16 @@ from stoker.training.finish import TrainResult, finish
 from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
 from stoker.training.metrics import deciding
-from stoker.training.placing import Epochs, let_go, moved, movement, place_run, staged
+from stoker.training.placing import Epochs, moved, movement, place_run, staged, tidy
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.resume import reopen, restore
-from stoker.training.rundir import RunDirectory
+from stoker.training.room import check_disk, check_memory
+from stoker.training.rundir import RunDirectory, open_dataset
 from stoker.units import format_count, format_size, plural
 
 __all__ = ["TrainResult", "train"]
+
+_WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
 
 def train(
@@ -63,15 +67,31 @@ def train(
         DataError: no such dataset, or a damaged one.
         CheckpointError: no whole checkpoint to resume from, or one of another model.
         StokerError: the loss is no longer finite.
-        Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written.
+        Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice.
     """
     data, config = _opened(dataset, config, out, resume, settings)
+    with tidy(config) as models:
+        return _train(data, config, out, resume, display, models)
+
+
+def _train(
+    data: Dataset,
+    config: TrainConfig,
+    out: str | Path | None,
+    resume: str | Path | None,
+    display: Display | Mode,
+    models: list[RecModel],
+) -> TrainResult:
+    """:func:`train` with its arguments checked; ``models`` gets the model."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
     torch.manual_seed(config.seed)  # for models that draw while they train
     device = resolve_device(config.device)
-    placement = place_run(config, data, config.make_row_optimizer(Constant()))
+    optimizer = config.make_row_optimizer(Constant())
+    placement = place_run(config, data, optimizer)
+    tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
+    warnings = [check_memory(tables, optimizer.state, device, placement)]
     stream = data.train.batches(
         config.batch_size,
         seed=config.seed,
@@ -82,9 +102,17 @@ def train(
     total = config.total_steps(len(stream))
     schedule = config.make_schedule(total)
     model = config.make_model(data.schema, config.make_row_optimizer(schedule), placement)
+    models.append(model)
     dense = config.make_dense_optimizer(model)
     if config.compile:
         model.compile_dense()
+    path = Path(str(resume if out is None else out))
+    done = RunDirectory(path).steps()
+    dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
+    steps = total - (done[-1] if done else 0)
+    warnings.append(
+        check_disk(path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done))
+    )
     kept = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
     run = RunDirectory.create(out, kept) if out is not None else RunDirectory(str(resume))
     progress = Progress()
@@ -100,17 +128,20 @@ def train(
                 data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
-            if placement is None and (config.host_memory or config.home_path):
-                shown.note("host memory and home are ignored: without a limit on device memory all rows lie there")
+            for note in (*filter(None, warnings), *_without_effect(config, placement, total)):
+                shown.note(note)
             try:
                 clock = _fit(model, dense, schedule, feed, data, config, total, progress, run, log, shown)
             except (Diverged, checkpoint.NotFiniteError) as error:
                 step = error.step if isinstance(error, Diverged) else progress.step
                 raise explain(str(error), step, model, dense, schedule, run) from None
             return finish(model, data, config, progress, clock, total, run, log, shown)
-        except BaseException:
-            let_go(model)
-            raise
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Interrupted):
+                raise
+            there = run.steps()  # the second one, or one outside of the loop
+            newest = run.checkpoint(there[-1]) if there else None
+            raise Interrupted(signal.SIGINT, newest, run.path, at_once=True) from None
         finally:
             log.close()
 
@@ -133,7 +164,8 @@ def _opened(
         if dataset is None:
             raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
         config = (config or TrainConfig()).replace(**settings)
-        data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+        RunDirectory(str(out)).check_new()
+        data = open_dataset(dataset)
     else:
         data, config = reopen(resume, dataset, config, settings)
     if not len(data.train):
@@ -171,6 +203,8 @@ def _fit(
     saved = (progress.step, progress.evaluated)
     clock = Clock(meter=lambda: moved(model, feed))
     marked = (replace(clock), progress.step)  # clock and step at the last training record
+    timed = marked  # and where the times of the next one begin
+    begun, warm = progress.step, replace(clock)
     model.train()
 
     with StopSignals() as stop, closing(_each(feed)) as batches:
@@ -211,7 +245,7 @@ def _fit(
                 raise Interrupted(stop.number, run.checkpoint(saved[0]) if saved[0] else None, run.path)
             if finished:
                 clock.pause()
-                return clock
+                return clock.since(warm) if clock.examples > warm.examples else clock
 
             batch = next(batches)
             factor = schedule.factor(step)
@@ -236,7 +270,7 @@ def _fit(
             if progress.step % config.log_every == 0:
                 clock.pause()
                 progress.read_losses()
-                since, steps = clock.since(marked[0]), progress.step - marked[1]
+                since, times = clock.since(marked[0]), clock.since(timed[0])
                 _record(
                     log,
                     shown,
@@ -244,14 +278,18 @@ def _fit(
                     feed.step / epoch,
                     progress.step,
                     loss=progress.loss_sum / progress.loss_count,
-                    samples_per_second=since.examples / since.seconds,
-                    seconds_per_step=since.seconds / steps,
+                    samples_per_second=times.examples / times.seconds,
+                    seconds_per_step=times.seconds / (progress.step - timed[1]),
                     row_lr=model.embeddings.optimizer.lr * factor,
                     dense_lr=dense.param_groups[0]["lr"],
-                    **movement(since.counted, steps, since.seconds),
+                    **movement(since.counted, progress.step - marked[1], times),
                 )
                 progress.loss_sum, progress.loss_count = 0.0, 0
-                marked = (replace(clock), progress.step)
+                marked = timed = (replace(clock), progress.step)
+                clock.go()
+            if progress.step - begun == _WARM:
+                clock.pause()
+                warm, timed = replace(clock), (replace(clock), progress.step)
                 clock.go()
 
 
@@ -276,6 +314,30 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
         "dataset": dataset_identity(data),
         "settings": settings,
     }
+
+
+def _without_effect(config: TrainConfig, placement: Placement | None, total: int) -> Iterator[str]:
+    """Settings that were given and change nothing."""
+    if placement is None:
+        plain = TrainConfig()
+        names = ("host_memory", "home_path", "lookahead", "in_flight", "spill")
+        if given := [name for name in names if getattr(config, name) != getattr(plain, name)]:
+            words = [{"home_path": "home"}.get(name, name.replace("_", " ")) for name in given]
+            listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+            verb = "is" if len(words) == 1 else "are"
+            yield f"{listed} {verb} ignored: without a limit on device memory all rows lie there"
+    elif config.lookahead == 0:
+        yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
+    if config.warmup >= total:
+        yield (
+            f"the warm-up of {plural(config.warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
+            "the learning rates never reach their full value"
+        )
+    elif config.schedule in ("linear", "cosine", "polynomial") and config.warmup + (config.decay_steps or 0) > total:
+        yield (
+            f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
+            f"{total:,}: the decay does not come to its end"
+        )
 
 
 def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int, placement: Placement | None) -> str:

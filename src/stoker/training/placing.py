@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.features import FeatureSpec
 from stoker.data.reader import BatchStream
+from stoker.errors import ConfigError
 from stoker.models import RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.placement import Placement
@@ -21,10 +23,24 @@ from stoker.placement.profile import Profile
 from stoker.tables import Stage, TableConfig, stage, tables_for
 from stoker.tables.slotted import SlottedRows
 from stoker.training.config import TrainConfig
+from stoker.training.evaluation import SCORED
+from stoker.training.progress import Clock
+from stoker.training.room import check_memory
 from stoker.training.totals import STAGES, StageTotals
 
-__all__ = ["Epochs", "let_go", "moved", "movement", "place", "place_run", "place_saved", "slotted", "staged"]
+__all__ = [
+    "Epochs",
+    "moved",
+    "movement",
+    "place",
+    "place_run",
+    "place_scoring",
+    "slotted",
+    "staged",
+    "tidy",
+]
 
+_FEWEST = 32  # examples scored at a time, unless asked for
 _SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
@@ -93,29 +109,54 @@ def place(
     )  # fmt: skip
 
 
-def place_saved(
-    manifest: Mapping[str, Any], data: Dataset, *, device_memory: str | None, **budget: Any
-) -> Placement | None:
-    """The placement of a checkpoint's tables, for scoring them on ``data``; None: everything on the device.
+def place_scoring(
+    manifest: Mapping[str, Any],
+    data: Dataset,
+    settings: Mapping[str, Any],
+    *,
+    batch_size: int | None,
+    lookahead: int,
+    device: torch.device,
+) -> tuple[Placement | None, int]:
+    """Where a checkpoint's rows lie while they score ``data``, and with how many examples at a time.
 
     Args:
         manifest: of the checkpoint.
         data: its dataset.
-        device_memory: for rows and their state; None means all that is needed.
-        budget: further settings of :func:`place`.
+        settings: ``device_memory`` (None or "all": no limit), ``host_memory`` and ``home_path``.
+        batch_size: examples; None takes as many as the budget allows, at most 8192.
+        lookahead: batches whose ids are known in advance.
+        device: where the slots are.
+
+    Returns:
+        The placement, None where everything lies on the device; and the batch size.
 
     Raises:
-        ConfigError: a budget that cannot work.
+        ConfigError: a budget that cannot work, or rows that need more memory than there is.
     """
-    if device_memory in (None, "all"):
-        return None
-    settings = manifest["model"]
+    model = manifest["model"]
     tables = tables_for(
-        FeatureSpec.from_dict(manifest["features"]), settings["embedding_dim"], pooling=settings["pooling"],
-        dtype=settings["dtype"],
+        FeatureSpec.from_dict(manifest["features"]), model["embedding_dim"], pooling=model["pooling"],
+        dtype=model["dtype"],
     )  # fmt: skip
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
-    return place(data, tables, optimizer, device_memory=str(device_memory), **budget)
+    size = batch_size or SCORED
+    budget = settings.get("device_memory")
+    if budget in (None, "all"):
+        check_memory(tables, optimizer.state, device)
+        return None, size
+    while True:
+        try:
+            placement = place(
+                data, tables, optimizer, device_memory=str(budget), host_memory=settings.get("host_memory"),
+                home_path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
+            )  # fmt: skip
+            return placement, size
+        except ConfigError:
+            # Where slots are main memory, the budget also pays for what is known of coming batches.
+            if batch_size is not None or size <= _FEWEST:
+                raise
+            size //= 2
 
 
 def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Placement | None:
@@ -166,7 +207,25 @@ def staged(batches: Epochs, model: RecModel, config: TrainConfig, *, metered: bo
     return MeteredStage.of(made, config.in_flight) if metered else made
 
 
-def let_go(model: RecModel) -> None:
+@contextlib.contextmanager
+def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
+    """Of a run that fails, threads and files of the models in the list that this gives are closed, and no empty
+    directory for a home stays that was not there before."""
+    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
+    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
+    models: list[RecModel] = []
+    try:
+        yield models
+    except BaseException:
+        for model in models:
+            _let_go(model)
+        for one in missing:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                one.rmdir()
+        raise
+
+
+def _let_go(model: RecModel) -> None:
     """Close threads and files of a model that is given up; what its rows were does not matter any more."""
     for storage in slotted(model):
         with contextlib.suppress(Exception):
@@ -189,8 +248,13 @@ def moved(model: RecModel, feed: Epochs | Stage) -> dict[str, float]:
     } | {_SECONDS + name: value for name, value in seconds.items()}
 
 
-def movement(amount: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
-    """The fields of a training record for what moved during ``steps`` and ``seconds``; none if nothing could.
+def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, Any]:
+    """The fields of a training record for what moved during ``steps``; none if nothing could.
+
+    Args:
+        amount: counted in them, see :func:`moved`.
+        steps: batches.
+        times: the clock over those of the steps whose times count.
 
     ``stage_seconds`` adds up threads: what goes on beside training is in it, waited for or not.
     """
@@ -199,8 +263,10 @@ def movement(amount: dict[str, float], steps: int, seconds: float) -> dict[str, 
     return {
         "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
         "fetched_mib_per_step": amount["bytes"] / 2**20 / steps,
-        "stall_share": min(1.0, amount["waited"] / seconds),
+        "stall_share": min(1.0, times.counted["waited"] / times.seconds),
         "stage_seconds": {
-            name: round(amount[_SECONDS + name], 6) for name in STAGES if amount.get(_SECONDS + name, 0.0) > 0
+            name: round(times.counted[_SECONDS + name], 6)
+            for name in STAGES
+            if times.counted.get(_SECONDS + name, 0.0) > 0
         },
     }

@@ -21,7 +21,7 @@ from stoker.training import checkpoint
 from stoker.training.config import TrainConfig
 from stoker.training.evaluation import check_dataset
 from stoker.training.placing import Epochs, staged
-from stoker.training.rundir import RunDirectory
+from stoker.training.rundir import RunDirectory, open_dataset, own_dataset
 
 __all__ = ["MACHINE", "Rerun", "Section", "find_section", "undisturbed"]
 
@@ -83,7 +83,7 @@ def find_section(
     directory = RunDirectory(run)
     values = directory.read("config.json")
     config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
-    dataset = data if isinstance(data, Dataset) else Dataset(data or values["dataset"])
+    dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))
     total = config.steps or config.epochs * len(_stream(config, dataset))
     found = None
     if begin is None:

@@ -16,7 +16,7 @@ from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display
 from stoker.training.evaluation import check_dataset
 from stoker.training.progress import Progress
-from stoker.training.rundir import RunDirectory
+from stoker.training.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.units import plural
 
 __all__ = ["reopen", "restore"]
@@ -45,9 +45,8 @@ def reopen(
             f"{', '.join(sorted(RESUMABLE))}.",
             settings=(*changed, *RESUMABLE),
         )
-    if isinstance(dataset, Dataset):
-        return dataset, wanted
-    return Dataset(dataset or values["dataset"]), wanted
+    own = dataset or own_dataset(values, f"stoker train DATASET --resume {resume}")
+    return open_dataset(own), wanted
 
 
 def restore(
@@ -66,13 +65,13 @@ def restore(
         CheckpointError: no checkpoint is whole.
     """
     newest, problems = run.newest_whole()
-    for problem in problems:
-        shown.note(f"warning: {problem}")
     if newest is None:
         if problems:
-            raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {problems[-1]}")
+            raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {' '.join(problems)} {LOST}")
         shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
         return Progress()
+    for problem in problems:
+        shown.note(f"warning: {problem} It is deleted; what it had is trained again.")
     manifest = checkpoint.read_manifest(newest)
     check_dataset(data, model, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
@@ -93,7 +92,11 @@ def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int)
     asked = f"epochs={config.epochs}" if config.steps is None else f"steps={config.steps}"
     more = f"epochs={step // epoch + 1}" if config.steps is None else f"steps={2 * step}"
     raise ConfigError(
-        f"{run.path} has trained {plural(step, 'step')} ({step / epoch:g} epochs), so {asked} leaves nothing to do. "
+        f"{run.path} has trained {plural(step, 'step')} ({_epochs(step / epoch)}), so {asked} leaves nothing to do. "
         f"Give more, such as {more}.",
         settings=("epochs", "steps"),
     )
+
+
+def _epochs(count: float) -> str:
+    return "1 epoch" if count == 1 else f"{count:g} epochs"

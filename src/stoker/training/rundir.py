@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -20,14 +21,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from stoker.data.dataset import Dataset
 from stoker.data.shards import atomic_file
-from stoker.errors import CheckpointError, ConfigError
+from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.training import checkpoint as ckpt
 from stoker.training.metrics import merit
 
-__all__ = ["RunDirectory", "find_checkpoint", "find_dataset", "whole_beside"]
+__all__ = [
+    "LOST",
+    "RunDirectory",
+    "find_checkpoint",
+    "find_dataset",
+    "open_dataset",
+    "own_dataset",
+    "settings_around",
+    "whole_beside",
+]
 
 _STEP = re.compile(r"step_(\d{9,})")
+#: The remedy where no checkpoint of a run is whole.
+LOST = "Put a checkpoint back from a copy, or train a new run."
 
 
 class RunDirectory:
@@ -48,9 +61,7 @@ class RunDirectory:
             DataError: the disk has no room.
         """
         run = cls(path)
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            hint = f"Continue it with --resume {path}, or choose" if (run.path / "config.json").exists() else "Choose"
-            raise ConfigError(f"{path} exists and is not empty. {hint} another --out.")
+        run.check_new()
         made: list[Path] = []
         try:
             for folder in (*reversed(run.path.parents), run.path):
@@ -69,6 +80,20 @@ class RunDirectory:
                     folder.rmdir()
             raise
         return run
+
+    def check_new(self) -> None:
+        """Refuse a directory that :meth:`create` could not make.
+
+        Raises:
+            ConfigError: it exists and is not empty, or its place is not writable.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            known = (self.path / "config.json").exists()
+            hint = f"Continue it with --resume {self.path}, or choose" if known else "Choose"
+            raise ConfigError(f"{self.path} exists and is not empty. {hint} another --out.")
+        place = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise ConfigError(f"{self.path} cannot be made: {place} is no writable directory. Choose another --out.")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -105,9 +130,14 @@ class RunDirectory:
         try:
             values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ConfigError(f"{self.path} is no run directory: it has no {name}.") from error
+            found = _what(self.path)
+            is_what = f"is {found}, not a run directory" if found else f"is no run directory: it has no {name}"
+            raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error
         except ValueError as error:
-            raise ConfigError(f"{self.path / name} is garbled ({error}).") from error
+            raise ConfigError(
+                f"{self.path / name} is garbled ({error}). Put it back from a copy. Without it the run cannot go on, "
+                "but its checkpoints can be scored: stoker evaluate CHECKPOINT --data DATASET --device-memory all."
+            ) from error
         return values
 
     def checkpoint(self, step: int) -> Path:
@@ -115,15 +145,12 @@ class RunDirectory:
         return self.checkpoints / f"step_{step:09d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint with a manifest, rising."""
+        """Steps that have a checkpoint, whole or damaged, rising."""
         if not self.checkpoints.is_dir():
             return []
-        found = []
-        for entry in self.checkpoints.iterdir():
-            match = _STEP.fullmatch(entry.name)
-            if match and (entry / "manifest.json").is_file():
-                found.append(int(match[1]))
-        return sorted(found)
+        # One that lost its manifest counts: a checkpoint has its name only once it is whole, so it is damaged since.
+        matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
@@ -175,18 +202,28 @@ def find_checkpoint(path: str | Path) -> Path:
         CheckpointError: neither a checkpoint nor a run with one.
     """
     path = Path(path)
+    if _what(path) == "a dataset":
+        raise CheckpointError(
+            f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {path}."
+        )
     if (path / "manifest.json").is_file():
         return path
     run = RunDirectory(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
+    if _STEP.fullmatch(path.name) and (path.parent.parent / "config.json").is_file():
+        raise CheckpointError(f"{path} is damaged: it has no manifest.json. {whole_beside(path)}")
     if not (path / "config.json").is_file() and not run.steps():
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run directory.")
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run directory. Name the directory that stoker train --out made."
+        )
     if best := run.best():
         return best
     newest, problems = run.newest_whole()
     if newest is None:
-        raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)}".rstrip())
+        if not problems:
+            raise CheckpointError(f"{path} has no checkpoint yet. Continue it with: stoker train --resume {path}")
+        raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
     return newest
 
 
@@ -201,8 +238,10 @@ def whole_beside(checkpoint: Path) -> str:
             ckpt.verify(run.checkpoint(step))
             whole.append(str(run.checkpoint(step)))
     if not whole:
-        return f"No other checkpoint of {run.path} is whole."
-    return f"Whole are {', '.join(whole)}: give one of these in place of the run."
+        return f"No other checkpoint of {run.path} is whole. {LOST}"
+    if len(whole) == 1:
+        return f"Another checkpoint of the run is whole: give {whole[0]} in place of the run."
+    return f"Other checkpoints of the run are whole: give one of {', '.join(whole)} in place of the run."
 
 
 def find_dataset(checkpoint: Path) -> Path:
@@ -210,8 +249,67 @@ def find_dataset(checkpoint: Path) -> Path:
 
     Raises:
         ConfigError: the checkpoint lies in no run.
+        DataError: the dataset is no longer where it was.
     """
-    run = checkpoint.resolve().parent.parent
-    if not (run / "config.json").is_file():
+    run = _run_around(checkpoint)
+    if run is None:
         raise ConfigError(f"{checkpoint} lies in no run directory, so its dataset is not known. Pass --data.")
-    return Path(RunDirectory(run).read("config.json")["dataset"])
+    return Path(own_dataset(run.read("config.json"), "Name it with --data DATASET."))
+
+
+def settings_around(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that a checkpoint lies in; none where it lies in no run.
+
+    Raises:
+        ConfigError: they are garbled.
+    """
+    run = _run_around(checkpoint)
+    return {} if run is None else dict(run.read("config.json")["settings"])
+
+
+def _run_around(checkpoint: Path) -> RunDirectory | None:
+    run = checkpoint.resolve().parent.parent
+    return RunDirectory(run) if (run / "config.json").is_file() else None
+
+
+def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
+    """The path of a run's dataset, from its config.json.
+
+    Raises:
+        DataError: nothing is there any more; ``remedy`` says how to name its new place.
+    """
+    path = str(config["dataset"])
+    if not Path(path).is_dir():
+        raise DataError(f"the dataset of the run is no longer at {path}. If it was moved: {remedy}")
+    return path
+
+
+def open_dataset(dataset: Dataset | str | Path) -> Dataset:
+    """A dataset by its path.
+
+    Raises:
+        ConfigError: the path is that of a run.
+        DataError: as for :class:`Dataset`.
+    """
+    if isinstance(dataset, Dataset):
+        return dataset
+    if _what(Path(dataset)) == "a run":
+        own = ""
+        with suppress(ConfigError, KeyError):
+            own = f" (its own is {RunDirectory(dataset).read('config.json')['dataset']})"
+        raise ConfigError(
+            f"{dataset} is a run, not a dataset. Name the directory that stoker prepare wrote{own}; to continue the "
+            f"run: stoker train --resume {dataset}"
+        )
+    return Dataset(dataset)
+
+
+def _what(path: Path) -> str | None:
+    """What lies there, in words; None: nothing of ours."""
+    if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
+        return "a run"
+    try:
+        kind = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("kind", "dataset")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return f"a {kind}" if kind in ("dataset", "checkpoint") else None

@@ -95,11 +95,13 @@ def trace(
             ``device``, ``backend`` or ``threads`` instead of the run's.
 
     Raises:
-        ConfigError: no run there, ``steps`` below 1, or a budget that cannot work.
+        ConfigError: no run there, ``steps`` below 1, ``out`` cannot be written, or a budget that cannot work.
         CheckpointError: no whole checkpoint at ``begin``.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; give at least 1.")
+    if out is not None:
+        _check_writable(Path(out))
     section = find_section(run, steps=steps + _WARM, begin=begin, data=data, settings=settings)
     warm = min(_WARM, section.steps - 1)
     recorded = min(steps, section.steps - warm)
@@ -135,6 +137,20 @@ def trace(
         seconds=(end - start) / 1e9, examples=examples, stall_seconds=stalled, stages=stages, spans=spans,
         threads=tuple(recorder.threads), out=None if out is None else Path(out),
     )  # fmt: skip
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before the steps whether the timeline can be written after them."""
+    there = out.exists()
+    try:
+        with out.open("ab"):
+            pass
+        if not there:
+            out.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written: {error.strerror or error}. Choose another file with --out."
+        ) from error
 
 
 def _each(feed: Iterable[Batch]) -> Any:

@@ -84,8 +84,8 @@ def write(
         The planted truth: what the best possible model reaches.
 
     Raises:
-        ConfigError: an unknown recipe, an impossible setting, a file name that does not suit the format, or a log
-            that is there already.
+        ConfigError: an unknown recipe, an impossible setting, a file name that does not suit the format, a place
+            that cannot be written to, or a log that is there already.
         DataError: a full disk.
         KeyboardInterrupt: Ctrl-C; its text says that nothing was kept.
     """
@@ -121,6 +121,10 @@ def write(
         raise KeyboardInterrupt(
             f"interrupted; nothing was written to {out}. Give the same command again to start over."
         ) from stop
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written ({error.strerror}). Choose a place that you may write to."
+        ) from error
     finally:
         remove_empty(made)
     truth = SyntheticTruth(
@@ -155,7 +159,7 @@ def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) 
     present = next((path for path in files if path.exists()), None)
     if present is not None and not overwrite:
         raise ConfigError(
-            f"{present} is there already. Choose another out, or pass overwrite to replace it.",
+            f"{present} is there already. Choose another out, or pass overwrite=True to replace it.",
             settings=("out", "overwrite"),
         )
 
