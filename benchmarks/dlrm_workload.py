@@ -29,9 +29,9 @@ ROW_LR = {"sgd": 0.1, "rowwise_adagrad": 0.05}
 EPS = 1e-5
 #: relative error of a change of weights (norms) and absolute error of a logit, by the type of the dense part
 TOLERANCE = {"float32": (2e-3, 2e-4), "bfloat16": (0.25, 0.05)}
-#: The same with row-wise Adagrad in float32: where rounding turns a ReLU of one example on or off (one does at batch 8192),
-#: rows whose gradients nearly cancel move by a share of their size. Plain PyTorch with MKL and Stoker are then both off by
-#: 3.4e-3 and 3.7e-4, equal to three digits; a wrong eps is off by 0.16 in the logits.
+#: The same with row-wise Adagrad in float32. Where rounding turns a ReLU of one example on or off (one does at batch
+#: 8192), rows whose gradients nearly cancel move by a share of their size: plain PyTorch with MKL and Stoker are then
+#: both off by 3.4e-3 and 3.7e-4, equal to three digits. A wrong eps is off by 0.16 in the logits.
 KINKS = (1e-2, 1e-3)
 
 
