@@ -7,7 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import accuracy, dlrm_step, embedding, lookahead, placed, planner, prepare, reader
+from benchmarks import (
+    accuracy,
+    classify,
+    dlrm_step,
+    embedding,
+    hot_cold,
+    lookahead,
+    placed,
+    planner,
+    popularity,
+    prepare,
+    reader,
+    schedule,
+)
 from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
 from benchmarks.machine import describe
 
@@ -16,7 +29,20 @@ __all__ = ["all_bars", "main"]
 
 def all_bars() -> list[Bar]:
     """Every bar, in the order they are listed and run."""
-    modules = (embedding, dlrm_step, reader, prepare, accuracy, lookahead, placed, planner)
+    modules = (
+        embedding,
+        dlrm_step,
+        reader,
+        prepare,
+        accuracy,
+        lookahead,
+        placed,
+        planner,
+        popularity,
+        hot_cold,
+        classify,
+        schedule,
+    )
     return [bar for module in modules for bar in module.bars()]
 
 

@@ -33,13 +33,14 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert done.stdout
 
 
-def test_the_model_in_the_guide_trains_and_loads(tmp_path: Path) -> None:
+def test_the_models_in_the_guide_train_and_load(tmp_path: Path) -> None:
     import stoker
 
     page = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-    source = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert source is not None
-    exec(source[1], {"__name__": "guide"})
+    sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(sources) == 2
+    for source in sources:
+        exec(source, {"__name__": "guide"})
     try:
         data = make_dataset(tmp_path / "d", rows=4000)
         result = stoker.train(
@@ -48,5 +49,14 @@ def test_the_model_in_the_guide_trains_and_loads(tmp_path: Path) -> None:
         )  # fmt: skip
         assert result.test["auc"] > 0.8
         assert stoker.load(tmp_path / "run").model.config()["scale"] == 0.5
+        log = tmp_path / "log.csv"
+        stoker.synthetic.write("taobao", 20_000, log)
+        touches = stoker.prepare("taobao", log, out=tmp_path / "touches")
+        result = stoker.train(
+            touches, out=tmp_path / "history", model="recency", row_optimizer="adagrad", row_lr=0.1, epochs=4,
+            batch_size=64, display="quiet", tensorboard=False,
+        )  # fmt: skip
+        assert result.valid["auc"] > 0.6
+        assert stoker.load(tmp_path / "history").model.history == {"item": "items", "category": "categories"}
     finally:
-        del MODELS["wide"]
+        del MODELS["wide"], MODELS["recency"]

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calling import SMALL, call, output
 
-from stoker.cli import main
 from stoker.cli.wording import interruption, message_of
 from stoker.data.dataset import Dataset, write_manifest
 from stoker.errors import ConfigError, DataError
 from stoker.testing import make_dataset
 from stoker.training.rundir import RunDirectory
-
-SMALL = ["--dim", 4, "--bottom", 8, "--top", 8, "--batch-size", 64, "--backend", "reference", "--no-tensorboard"]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "a"
-    with pytest.raises(SystemExit) as caught:
-        main([str(a) for a in ("train", data.path, "--out", out, "--epochs", 2, *SMALL)])
-    assert not caught.value.code
+    assert call("train", data.path, "--out", out, "--epochs", 2, *SMALL) == 0
     return out
 
 
@@ -40,14 +36,11 @@ def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def say(capsys: pytest.CaptureFixture[str]) -> Any:
     """Calls a command: its exit code, standard output and error, white space folded."""
 
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(argument) for argument in arguments])
-        found = capsys.readouterr()
-        return caught.value.code or 0, " ".join(found.out.split()), " ".join(found.err.split())
+    def told(*arguments: Any) -> tuple[int, str, str]:
+        code, out, err = output(capsys, *arguments)
+        return code, " ".join(out.split()), " ".join(err.split())
 
-    return call
+    return told
 
 
 OPTIONS = {"batch_size": "--batch-size", "home_path": "--home", "epochs": "--epochs", "out": "--out"}

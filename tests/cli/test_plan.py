@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from calling import SIZES, SMALL, call, output
 
-from stoker.cli import main
 from stoker.data.dataset import Dataset
 from stoker.placement import placement as placement_module
 from stoker.placement.profile import Profile
@@ -18,8 +18,6 @@ from stoker.testing import make_dataset
 from stoker.training import step_time
 from stoker.training.step_time import StepTime
 
-SIZES = ["--dim", "4", "--bottom", "8", "--top", "8"]
-SMALL = [*SIZES, "--batch-size", "64", "--backend", "reference", "--no-tensorboard"]
 ROW = 4 * 4 + 4  # bytes
 PROFILE = Profile(
     row_bytes=ROW, copy=1e10, fetch=1e6, store=1e6, plan_row=1e-6, plan_miss=1e-6, plan_lookup=1e-8, file_cold=1e4,
@@ -43,20 +41,6 @@ def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that need not be measured."""
     monkeypatch.setattr(placement_module, "measure_profile", lambda **_: PROFILE)
-
-
-def call(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    code = caught.value.code
-    return code if isinstance(code, int) else 0
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = call(*arguments)
-    found = capsys.readouterr()
-    return code, found.out, found.err
 
 
 def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[str], quick: None) -> None:
@@ -102,6 +86,27 @@ def test_a_person_sees_a_table(data: Dataset, tmp_path: Path, capsys: pytest.Cap
     assert "3 tables on the device, with all rows" in out
 
 
+def test_strategies_are_weighed_and_can_be_chosen(
+    data: Dataset, capsys: pytest.CaptureFixture[str], quick: None
+) -> None:
+    asked = ["plan", data.path, *SIZES, "--batch-size", "64", "--device-memory", "20KiB"]
+    _, out, _ = output(capsys, *asked)
+    said = next(line for line in out.splitlines() if line.startswith("Cached moves "))
+    assert " MiB a step, HotCold " in said
+    _, out, _ = output(capsys, *asked, "--json")
+    found = json.loads(out)
+    assert found["choice"] == said
+    least = min(found["moved_mib"], key=found["moved_mib"].get)
+    assert said.split(": ")[1].startswith(least)
+    code, out, err = output(capsys, *asked, "--strategy", "hot-cold")
+    assert code == 0, err
+    assert "HotCold, as asked for" in out
+    assert "of them hot" in out
+    code, _, err = output(capsys, *asked, "--strategy", "warm")
+    assert code == 2
+    assert "strategy 'warm' is unknown" in " ".join(err.split())
+
+
 @pytest.mark.slow
 def test_this_machine_and_model_are_measured(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = output(capsys, "plan", data.path, *SIZES, "--device-memory", "20KiB", "--json")
@@ -111,10 +116,12 @@ def test_this_machine_and_model_are_measured(data: Dataset, capsys: pytest.Captu
     assert found["step_seconds"]["train"] > 0
 
 
+@pytest.mark.parametrize("foresight", [False, True])
 def test_what_is_planned_is_what_is_trained(
-    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], quick: None, foresight: bool
 ) -> None:
-    budget = ["--device-memory", "20KiB", "--lookahead", "16", "--in-flight", "2"]
+    window = ["--foresight", "--lookahead", "2"] if foresight else ["--lookahead", "16"]
+    budget = ["--device-memory", "20KiB", *window, "--in-flight", "2"]
     _, out, _ = output(capsys, "plan", data.path, *SIZES, "--batch-size", "64", *budget, "--json")
     expected = next(group for group in json.loads(out)["groups"] if group["home"])
     code, out, err = output(
@@ -126,7 +133,8 @@ def test_what_is_planned_is_what_is_trained(
     assert record["hit_rate"] == pytest.approx(expected["hit_rate"], abs=0.05)  # of a small cache
     assert record["fetched_mib_per_step"] == pytest.approx(expected["fetched_mib"], rel=0.2)
     settings = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
-    assert (settings["device_memory"], settings["lookahead"], settings["in_flight"]) == ("20KiB", 16, 2)
+    assert (settings["device_memory"], settings["in_flight"]) == ("20KiB", 2)
+    assert (settings["lookahead"], settings["foresight"]) == ((2, True) if foresight else (16, False))
     assert call("train", "--resume", tmp_path / "a", "--epochs", "2", "--device-memory", "all") == 0
 
 

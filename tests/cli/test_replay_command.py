@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calling import output
 
 import stoker
-from stoker.cli import bars, main
+from stoker.cli import bars
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
 
@@ -22,23 +22,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("d"), rows=1000, num_embeddings=(400, 100, 5))
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        main(["replay", *map(str, arguments)])
-    found = capsys.readouterr()
-    code = caught.value.code
-    return code if isinstance(code, int) else 0, found.out, found.err
-
-
 def test_a_person_sees_a_table_by_hit_rate(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    code, out, err = call(capsys, data.path, *SMALL)
+    code, out, err = output(capsys, "replay", data.path, *SMALL)
     assert (code, err.strip()) == (0, "")  # a slow first run may have shown a bar
     rates = [float(rate) for rate in re.findall(r"│\s+([\d.]+)% │\s+[\d.]+% │", out)]
-    assert len(rates) == 9
+    assert len(rates) == 10
     assert rates == sorted(rates, reverse=True)
     assert re.search(r"belady\s+│.*\+0\.0%", out)
     for words in ("16 batches of 50 (shuffled)", "152 slots of 68 bytes", "lookahead-256", "Hit rate: the share"):
@@ -46,13 +37,13 @@ def test_a_person_sees_a_table_by_hit_rate(
 
 
 def test_a_script_reads_what_the_function_returns(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(
-        capsys, data.path, "--batch-size", 40, "--slots", "0.15k", "--lookahead", "2,8", "--in-flight", 2, "--json",
-        "--order", "file", "--steps", 11, "--dim", 8, "--optimizer", "adam", "--dtype", "bfloat16",
+    code, out, _ = output(
+        capsys, "replay", data.path, "--batch-size", 40, "--slots", "0.15k", "--lookahead", "2,8", "--in-flight", 2,
+        "--json", "--order", "file", "--steps", 11, "--dim", 8, "--optimizer", "adam", "--dtype", "bfloat16",
     )  # fmt: skip
     assert code == 0
     found = json.loads(out)
-    names = ["lru", "lfu", "lookahead-2", "lookahead-8", "host-pipelined", "belady"]
+    names = ["lru", "lfu", "lookahead-2", "lookahead-8", "hot-cold", "host-pipelined", "belady"]
     expected = stoker.replay(
         data, slots=150, strategies=names, in_flight=2, batch_size=40, seed=None, steps=11, dim=8, optimizer="adam",
         dtype="bfloat16",
@@ -61,12 +52,12 @@ def test_a_script_reads_what_the_function_returns(data: Dataset, capsys: pytest.
     assert found.pop("order") == "file"
     assert found == json.loads(json.dumps(expected.to_dict()))
     assert found["row_bytes"] == 16 + 64
-    _, other, _ = call(capsys, data.path, *SMALL, "--seed", 3, "--json")
+    _, other, _ = output(capsys, "replay", data.path, *SMALL, "--seed", 3, "--json")
     assert json.loads(other)["strategies"] != found["strategies"]
 
 
 def test_device_memory(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = call(capsys, data.path, "--batch-size", 20, "--device-memory", "16KiB", "--json")
+    _, out, _ = output(capsys, "replay", data.path, "--batch-size", 20, "--device-memory", "16KiB", "--json")
     assert json.loads(out)["slots"] == 16_384 // 68
 
 
@@ -76,10 +67,10 @@ def test_slow_work_shows_a_bar(
     monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
-    _, _, err = call(capsys, data.path, *SMALL)
+    _, _, err = output(capsys, "replay", data.path, *SMALL)
     assert "reading ids" in err
     assert "16/16" in err
-    _, _, err = call(capsys, data.path, *SMALL, "--json")
+    _, _, err = output(capsys, "replay", data.path, *SMALL, "--json")
     assert err == ""
 
 
@@ -97,13 +88,13 @@ def test_slow_work_shows_a_bar(
 def test_mistakes_are_one_paragraph(
     data: Dataset, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    code, out, err = call(capsys, data.path, *arguments)
+    code, out, err = output(capsys, "replay", data.path, *arguments)
     assert (code, out) == (2, "")
     assert words in " ".join(err.split())
     assert "Traceback" not in err
 
 
 def test_a_missing_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = call(capsys, tmp_path / "no")
+    code, _, err = output(capsys, "replay", tmp_path / "no")
     assert code == 2
     assert "there is no dataset" in " ".join(err.split())

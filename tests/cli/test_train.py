@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calling import SMALL, call, output
 
 from stoker.cli import COMMANDS, main
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
-
-SIZES = ["--dim", "4", "--bottom", "8", "--top", "8"]
-SMALL = [*SIZES, "--batch-size", "64", "--backend", "reference", "--no-tensorboard"]
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +29,6 @@ def run(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "a"
     assert call("train", data.path, "--out", out, *SMALL) == 0
     return out
-
-
-def call(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    code = caught.value.code
-    return code if isinstance(code, int) else 0
-
-
-def output(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = call(*arguments)
-    found = capsys.readouterr()
-    return code, found.out, found.err
 
 
 def test_a_person_sees_a_closing_table(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

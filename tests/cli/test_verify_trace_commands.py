@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calling import output
 
 import stoker
-from stoker.cli import bars, main
+from stoker.cli import bars
 from stoker.tables.home import MemoryHome
 from stoker.testing import make_dataset
 
@@ -30,22 +31,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    found = capsys.readouterr()
-    code = caught.value.code
-    return code if isinstance(code, int) else 0, found.out, found.err
-
-
 def test_verify_says_identical_and_what_it_compared(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, "verify", run, "--steps", 4)
+    code, out, err = output(capsys, "verify", run, "--steps", 4)
     assert (code, err.strip()) == (0, "")
     assert "4 steps from step_000000006" in out
     assert "940 rows at the end" in out
     assert out.splitlines()[-1] == "identical"
-    code, out, _ = call(capsys, "verify", run, "--from", "start", "--device-memory", "2KiB", "--lookahead", 2, "--json")
+    code, out, _ = output(
+        capsys, "verify", run, "--from", "start", "--device-memory", "2KiB", "--lookahead", 2, "--foresight", "--json"
+    )
     found = json.loads(out)
     assert code == 0
     assert found["identical"] is True
@@ -64,11 +58,11 @@ def test_verify_names_a_difference_and_exits_with_1(
         return rows
 
     monkeypatch.setattr(MemoryHome, "read", wrong)
-    code, out, _ = call(capsys, "verify", run, "--steps", 2)
+    code, out, _ = output(capsys, "verify", run, "--steps", 2)
     assert code == 1
     assert "identical" not in out
     assert "different at the end, after step 7: table 'C1', id 3, weight, column 1: placed" in out
-    code, out, _ = call(capsys, "verify", run, "--steps", 2, "--json")
+    code, out, _ = output(capsys, "verify", run, "--steps", 2, "--json")
     assert code == 1
     assert json.loads(out)["difference"]["id"] == 3
 
@@ -79,12 +73,12 @@ def test_trace_prints_stages_and_writes_a_timeline(
     monkeypatch.setenv("COLUMNS", "140")
     target = tmp_path / "trace.json"
     target.write_text("an older one")
-    code, out, err = call(capsys, "trace", run, "--steps", 3, "--device-memory", "2KiB", "--out", target)
+    code, out, err = output(capsys, "trace", run, "--steps", 3, "--device-memory", "2KiB", "--out", target)
     assert (code, err.strip()) == (0, "")
     for words in ("stage", "fetch", "writeback", "update", "training waited", "steps 5 to 7", "samples/s"):
         assert words in out
     assert json.loads(target.read_text())["traceEvents"]
-    code, out, _ = call(capsys, "trace", run, "--steps", 3, "--out", target, "--json")
+    code, out, _ = output(capsys, "trace", run, "--steps", 3, "--out", target, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["steps"] == 3
@@ -98,12 +92,12 @@ def test_slow_work_shows_a_bar(
     monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
-    _, _, err = call(capsys, "verify", run, "--steps", 3)
+    _, _, err = output(capsys, "verify", run, "--steps", 3)
     assert "3/3" in err
     assert "all rows" in err
-    _, _, err = call(capsys, "trace", run, "--steps", 3, "--out", tmp_path / "t.json")
+    _, _, err = output(capsys, "trace", run, "--steps", 3, "--out", tmp_path / "t.json")
     assert "3/3" in err
-    _, _, err = call(capsys, "verify", run, "--steps", 3, "--json")
+    _, _, err = output(capsys, "verify", run, "--steps", 3, "--json")
     assert err == ""
 
 
@@ -118,7 +112,7 @@ def test_mistakes_are_one_paragraph(
         ([run, "--steps", "0"], "at least 1"),
         ([tmp_path], "no run directory"),
     ):
-        code, out, err = call(capsys, command, *arguments)
+        code, out, err = output(capsys, command, *arguments)
         assert (code, out) == (2, "")
         assert words in " ".join(err.split())
         assert "Traceback" not in err

@@ -109,6 +109,59 @@ KEYS = st.sampled_from(
 )
 
 
+def same_batch(a: Batch, b: Batch, names: tuple[str, ...]) -> bool:
+    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    return a.step == b.step and all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    key=KEYS,
+    batch_size=st.integers(20, 700),
+    seed=st.none() | st.integers(0, 10),
+    memory=st.integers(400, 200_000),
+    start=st.integers(0, 30),
+    until=st.none() | st.integers(0, 60),
+    ids_only=st.booleans(),
+    plain=st.booleans(),
+    prefetch=st.sampled_from([0, 2]),
+)
+def test_the_rest_of_an_epoch_is_what_the_stream_goes_on_with(
+    sets: dict[tuple[int, int, bool], Dataset],
+    key: tuple[int, int, bool],
+    batch_size: int,
+    seed: int | None,
+    memory: int,
+    start: int,
+    until: int | None,
+    ids_only: bool,
+    plain: bool,
+    prefetch: int,
+) -> None:
+    stream = sets[key].train.batches(batch_size, seed=seed, shuffle_memory=memory, prefetch=prefetch, reuse=True)
+    start %= 2 * len(stream)
+    stream.epoch, stream.position = divmod(start, len(stream))
+    state = stream.state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        if plain:
+            patch.setattr(reader_module, "make_gather", NumpyGather)
+        rest = stream.rest_of_epoch(until=until, ids_only=ids_only)
+        found = list(rest)
+    assert len(found) == len(rest)
+    assert stream.state_dict() == state
+    names = ("ids", "offsets") if ids_only else ("dense", "ids", "offsets", "labels")
+    expected = 0
+    for batch in stream:
+        if until is None or batch.step < until:
+            assert same_batch(found[expected], batch, names)
+            assert len(found[expected]) == len(batch)
+            expected += 1
+    assert expected == len(found)
+    assert [batch.step for batch in stream.rest_of_epoch(start)] == list(range(start, stream.step))
+    if ids_only:
+        assert all(batch.dense.shape[1] == 0 and batch.labels is None for batch in found)
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     key=KEYS,

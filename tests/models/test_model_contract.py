@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import stoker
 from stoker.data.batch import Batch
 from stoker.data.features import Feature, FeatureSpec
-from stoker.models import DCN, DLRM, MODELS, DeepFM, RecModel
+from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RecModel, SequenceModel
 from stoker.optim import SGD, Adagrad
 
 CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
@@ -20,6 +21,10 @@ CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
     "deepfm": (DeepFM, {"hidden": (16, 8)}),
     "dcn": (DCN, {"cross_layers": 2, "rank": 4, "hidden": (16,)}),
     "dcn stacked, full rank": (DCN, {"rank": None, "hidden": (16,), "structure": "stacked"}),
+    "tbsm": (TBSM, {"tower": (24, 16), "attention": (8,), "top": (16,)}),
+    "tbsm, products as weights": (TBSM, {"tower": (24,), "attention": (), "top": (16,), "inner": "dot"}),
+    "din": (DIN, {"attention": (8,), "hidden": (16, 8)}),
+    "din with dice": (DIN, {"attention": (8,), "hidden": (16,), "activation": "dice"}),
 }
 
 DENSE = FeatureSpec.from_sizes(3, [30, 7, 1])
@@ -33,17 +38,31 @@ SEQUENCE = FeatureSpec(
     ),
     num_embeddings={"item": 30, "country": 4},
 )
-SPECS = {"dense": DENSE, "no dense": NO_DENSE, "sequence": SEQUENCE}
+TWO_SEQUENCES = FeatureSpec(
+    dense=(),
+    features=(
+        Feature(name="items", table="item", sequence=True, max_length=4),
+        Feature(name="user", table="user"),
+        Feature(name="item", table="item"),
+        Feature(name="category", table="category"),
+        Feature(name="categories", table="category", sequence=True, max_length=4),
+        Feature(name="genres", table="genre", sequence=True, max_length=3),  # pooled by every model
+    ),
+    num_embeddings={"item": 30, "user": 9, "category": 5, "genre": 6},
+)
+SPECS = {"dense": DENSE, "no dense": NO_DENSE, "sequence": SEQUENCE, "two sequences": TWO_SEQUENCES}
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[type[RecModel], dict[str, Any]]:
-    return CASES[request.param]
-
-
-@pytest.fixture(params=SPECS)
-def spec(request: pytest.FixtureRequest) -> FeatureSpec:
-    return SPECS[request.param]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model on every data set that it takes: one over a history needs a sequence of its targets."""
+    pairs = {
+        f"{name}-{data}": (case, spec)
+        for name, case in CASES.items()
+        for data, spec in SPECS.items()
+        if "sequence" in data or not issubclass(case[0], SequenceModel)
+    }
+    if "spec" in metafunc.fixturenames:
+        metafunc.parametrize(("case", "spec"), pairs.values(), ids=pairs)
 
 
 def build(case: tuple[type[RecModel], dict[str, Any]], spec: FeatureSpec, **settings: Any) -> RecModel:
@@ -57,11 +76,10 @@ def build(case: tuple[type[RecModel], dict[str, Any]], spec: FeatureSpec, **sett
 def random_batch(spec: FeatureSpec, rows: int, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
-    lengths = [
-        int(torch.randint(0, feature.max_length + 1, (), generator=generator)) if feature.sequence else 1
-        for _ in range(rows)
-        for feature in spec.features
-    ]
+    lengths = []
+    for _ in range(rows):  # sequences of equal max_length have a value for every step in each
+        drawn = {n: int(torch.randint(0, n + 1, (), generator=generator)) for n in (3, 4, 5)}
+        lengths += [drawn[feature.max_length] if feature.sequence else 1 for feature in spec.features]
     flat = [
         torch.randint(0, sizes[bag % len(sizes)], (length,), generator=generator) for bag, length in enumerate(lengths)
     ]
@@ -84,7 +102,7 @@ def test_every_registered_model_is_tested() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 33])
 def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> None:
-    model = build(case, spec)
+    model = build(case, spec).eval()
     batch = random_batch(spec, rows)
     logits = model(batch)
     assert logits.shape == (rows,)
@@ -131,7 +149,7 @@ def test_every_input_matters(case: Any, spec: FeatureSpec) -> None:
 
 
 def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpec) -> None:
-    model = build(case, spec)
+    model = build(case, spec).eval()
     batch = random_batch(spec, 64)
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.01)
     assert batch.labels is not None
@@ -139,6 +157,7 @@ def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpe
     scores = model.predict(batch).double()
     expected = -(batch.labels * scores.log() + (1 - batch.labels) * (1 - scores).log()).mean()
     assert first == pytest.approx(expected.item(), rel=1e-5)
+    model.train()
     for _ in range(60):
         model.loss(batch).backward()
         optimizer.step()
@@ -146,10 +165,10 @@ def test_loss_is_mean_binary_cross_entropy_and_falls(case: Any, spec: FeatureSpe
     assert model.loss(batch).item() < 0.5 * first
 
 
-def test_loss_without_labels_is_refused(case: Any) -> None:
-    batch = random_batch(DENSE, 2)
+def test_loss_without_labels_is_refused(case: Any, spec: FeatureSpec) -> None:
+    batch = random_batch(spec, 2)
     with pytest.raises(ValueError, match="no labels"):
-        build(case, DENSE).loss(Batch(dense=batch.dense, ids=batch.ids))
+        build(case, spec).loss(replace(batch, labels=None))
 
 
 def test_backward_moves_just_the_rows_looked_up(case: Any, spec: FeatureSpec) -> None:
@@ -183,19 +202,21 @@ def test_predicting_and_evaluating_change_nothing(case: Any, spec: FeatureSpec) 
 
 def test_dense_gradients_are_those_of_finite_differences(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec).double()
-    dense = torch.randn(3, len(spec.dense), dtype=torch.float64, requires_grad=True)
-    embedded = torch.randn(3, len(spec.features), 8, dtype=torch.float64, requires_grad=True)
+    inputs = [
+        torch.randn(tensor.shape, dtype=torch.float64, requires_grad=True) if tensor.is_floating_point() else tensor
+        for tensor in model.inputs(random_batch(spec, 3))
+    ]
     names, parameters = zip(*model.named_parameters(), strict=True)
 
-    def score(dense: torch.Tensor, embedded: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+    def score(*values: torch.Tensor) -> torch.Tensor:
         bound = _DensePart(model)
         return torch.func.functional_call(
             bound,
-            {f"model.{name}": value for name, value in zip(names, values, strict=True)},
-            (dense, embedded),
+            {f"model.{name}": value for name, value in zip(names, values[len(inputs) :], strict=True)},
+            values[: len(inputs)],
         )
 
-    assert torch.autograd.gradcheck(score, (dense, embedded, *parameters), fast_mode=True)
+    assert torch.autograd.gradcheck(score, (*inputs, *parameters), fast_mode=True)
 
 
 class _DensePart(torch.nn.Module):
@@ -203,22 +224,44 @@ class _DensePart(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, dense: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return self.model.dense_part(dense, embedded)
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model.dense_part(*inputs)
+
+
+def plain_inputs(model: RecModel, batch: Batch, rows: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What the dense part takes, bag by bag from the rows of every table."""
+    width = len(model.spec.features)
+    offsets = torch.arange(len(batch) * width + 1) if batch.offsets is None else batch.offsets
+    bags: dict[str, list[torch.Tensor]] = {feature.name: [] for feature in model.spec.features}
+    for bag in range(len(batch) * width):
+        feature = model.spec.features[bag % width]
+        bags[feature.name].append(rows[feature.table][batch.ids.flatten()[offsets[bag] : offsets[bag + 1]]])
+
+    def pooled(names: Any) -> torch.Tensor:
+        return torch.stack(
+            [torch.stack([bag.mean(0) if len(bag) else torch.zeros(8) for bag in bags[name]]) for name in names], 1
+        )
+
+    if not isinstance(model, SequenceModel):
+        return [batch.dense, pooled(bags)]
+    missing = [
+        [torch.cat([torch.zeros(model.num_steps - len(bag), 8), bag]) for bag in bags[name]]
+        for name in model.history.values()
+    ]
+    steps = torch.stack([torch.stack(bag) for bag in missing], 2)
+    lengths = torch.tensor([len(bag) for bag in bags[next(iter(model.history.values()))]])
+    mask = torch.arange(model.num_steps) >= model.num_steps - lengths.unsqueeze(1)
+    return [batch.dense, pooled(model.pooled), steps, mask]
 
 
 def test_row_gradient_is_the_derivative_of_the_loss(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec, optimizer=SGD(lr=1.0))
     batch = random_batch(spec, 5)
     leaves = {name: rows.requires_grad_() for name, rows in all_rows(model).items()}
-    width = len(spec.features)
-    offsets = torch.arange(5 * width + 1) if batch.offsets is None else batch.offsets
-    bags = []
-    for bag in range(5 * width):
-        ids = batch.ids.flatten()[offsets[bag] : offsets[bag + 1]]
-        rows = leaves[spec.features[bag % width].table][ids]
-        bags.append(rows.mean(0) if len(ids) else torch.zeros(8))
-    logits = model.dense_part(batch.dense, torch.stack(bags).view(5, width, 8))
+    inputs = plain_inputs(model, batch, leaves)
+    for plain, found in zip(inputs, model.inputs(batch), strict=True):
+        torch.testing.assert_close(plain, found)
+    logits = model.dense_part(*inputs)
     torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
     model.zero_grad()
     model.loss(batch).backward()
@@ -235,12 +278,12 @@ def test_config_rebuilds_the_same_model(case: Any, spec: FeatureSpec) -> None:
     assert torch.equal(again(batch), model(batch))
 
 
-def test_seed_decides_the_start(case: Any) -> None:
-    batch = random_batch(DENSE, 6)
-    assert torch.equal(build(case, DENSE, seed=1)(batch), build(case, DENSE, seed=1)(batch))
-    assert not torch.equal(build(case, DENSE, seed=1)(batch), build(case, DENSE, seed=2)(batch))
+def test_seed_decides_the_start(case: Any, spec: FeatureSpec) -> None:
+    batch = random_batch(spec, 6)
+    assert torch.equal(build(case, spec, seed=1)(batch), build(case, spec, seed=1)(batch))
+    assert not torch.equal(build(case, spec, seed=1)(batch), build(case, spec, seed=2)(batch))
     state = torch.get_rng_state()
-    build(case, DENSE)
+    build(case, spec)
     assert torch.equal(torch.get_rng_state(), state), "building a model must not draw from the global generator"
 
 

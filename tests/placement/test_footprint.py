@@ -24,14 +24,23 @@ def tables_of(*rows: int) -> list[TableConfig]:
     return [TableConfig(name=f"t{i}", num_embeddings=count, embedding_dim=DIM) for i, count in enumerate(rows)]
 
 
-def of(uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False) -> Footprint:
-    return Footprint(uses, ROW, lookahead=lookahead, in_flight=2, on_cpu=on_cpu, rounded=rounded)
+def of(
+    uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False, foresight: bool = False
+) -> Footprint:
+    return Footprint(uses, ROW, lookahead=lookahead, in_flight=2, on_cpu=on_cpu, rounded=rounded, foresight=foresight)
+
+
+class Stream(list[Batch]):
+    """Batches of one epoch."""
+
+    def rest_of_epoch(self, step: int, *, ids_only: bool) -> list[Batch]:
+        return self[step:]
 
 
 @pytest.mark.skipif(not has_numba(), reason="plain Python plans with its own structures")
-@pytest.mark.parametrize("lookahead", [4, 48])
+@pytest.mark.parametrize(("lookahead", "foresight"), [(4, False), (48, False), (4, True)])
 @pytest.mark.parametrize("share", [0.05, 0.4])
-def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int):
+def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, foresight: bool):
     sizes, random = (60_000, 20_000), np.random.default_rng(0)
     uses = [uses_of(size, None, BATCH) for size in sizes]
     slots = int(share * sum(sizes))
@@ -39,7 +48,7 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int):
     storage = tables.groups[0].storage
     assert isinstance(storage, SlottedRows)
     residency = storage.residency
-    most, ordered = {"page_table": 0, "window": 0}, False
+    most, ordered = {"page_table": 0, "window": 0}, foresight
 
     def batches():
         for step in range(150):
@@ -48,17 +57,17 @@ def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int):
             ids = np.stack([np.minimum(d, n - 1) for d, n in zip(drawn, sizes, strict=True)], 1).astype(np.int64)
             yield Batch(dense=torch.zeros(BATCH, 0), ids=torch.from_numpy(ids), step=step)
 
-    for batch in stage(batches(), tables, lookahead=lookahead):
+    for batch in stage(Stream(list(batches())), tables, lookahead=lookahead, foresight=foresight):
         tables(batch.ids).sum().backward()
         held = (residency._slots, residency._empty, residency._directory, residency._tree)
-        waiting = [(r.rows, r.which.numpy(), r.bags.ids.numpy()) for r in storage._requests]
+        waiting = [(r.wanted.rows, r.wanted.which.numpy(), r.bags.ids.numpy()) for r in storage._requests]
         ordered = ordered or residency.wanted > slots  # a heap whose memory is there from when it is touched
         now = {
             "page_table": sum(array.nbytes for array in held) + ordered * residency._heap.nbytes,
             "window": residency._ring.nbytes + sum(array.nbytes for one in waiting for array in one),
         }
         most = {name: max(most[name], size) for name, size in now.items()}
-    expected = of(uses, lookahead=lookahead).beside(slots)
+    expected = of(uses, lookahead=lookahead, foresight=foresight).beside(slots)
     for name, size in most.items():
         assert size <= 1.02 * getattr(expected, name), name  # batches scatter
         assert getattr(expected, name) <= 2.5 * size, name  # powers of two

@@ -280,8 +280,9 @@ def test_hit_rates_come_true_within_two_points(alpha: float, sizes: list[int]):
     distinct = float(np.mean([len(batch) for batch in batches]))
     for share in (0.05, 0.2):
         slots = int(share * sum(sizes))
-        for lookahead, in_flight in ((0, 1), (4, 2), (16, 1), (64, 1), (64, 3)):
-            seen, fetched = measured(batches, sizes, slots, lookahead=lookahead, in_flight=in_flight)
+        for lookahead, in_flight in ((0, 1), (4, 2), (16, 1), (64, 1), (64, 3), (None, 1)):  # None: the whole epoch
+            window = steps if lookahead is None else lookahead
+            seen, fetched = measured(batches, sizes, slots, lookahead=window, in_flight=in_flight)
             traffic = expect(uses, slots, lookahead=lookahead, in_flight=in_flight)
             case = f"share {share}, lookahead {lookahead}, in_flight {in_flight}"
             assert traffic.distinct == pytest.approx(distinct, rel=0.01)

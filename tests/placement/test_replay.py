@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
+from stoker.data import spool
 from stoker.data.dataset import Dataset
 from stoker.errors import ConfigError, DataError, DependencyError
-from stoker.placement import id_trace
 from stoker.placement.id_trace import IdTrace, record
 from stoker.placement.replay import row_size, simulate
 from stoker.placement.replay_reference import CacheStrategy, Counts, Row, replay_reference
@@ -26,7 +26,7 @@ from stoker.tables.residency import make_residency
 from stoker.testing import make_dataset
 
 TABLES = 3
-NAMES = ("lru", "lfu", "lookahead-1", "lookahead-2", "lookahead-5", "host-pipelined", "belady")
+NAMES = ("lru", "lfu", "lookahead-1", "lookahead-2", "lookahead-5", "hot-cold", "host-pipelined", "belady")
 
 Lookups = list[Row]  # (id, table) of each lookup of a batch
 
@@ -63,7 +63,7 @@ def test_the_fast_simulation_equals_the_plain_one(
     strategy = CacheStrategy.parse(name)
     slots = rows_in_flight(batches, in_flight) + spare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(id_trace, "CHUNK", chunk)
+        patch.setattr(spool, "CHUNK", chunk)
         fast = simulate(traced(batches), strategy, slots, in_flight)
     assert fast == replay_reference(counted(batches), slots, strategy, in_flight=in_flight)
 
@@ -84,6 +84,37 @@ def test_the_same_on_a_longer_skewed_trace(name: str, in_flight: int) -> None:
     expected = replay_reference(counted(batches), slots, strategy, in_flight=in_flight)
     assert expected.written_back > slots
     assert simulate(trace, strategy, slots, in_flight) == expected
+
+
+def test_hot_rows_of_the_tables_move_what_replay_says() -> None:
+    """One table, ids by falling use, and the storage behind HotCold with as many hot rows: but for their first use,
+    hot rows never come, as they are there before the first step."""
+    rng = np.random.default_rng(2)
+    batches = [[(int(row), 0) for row in np.minimum(rng.zipf(1.3, 60) - 1, 399)] for _ in range(50)]
+    uses = Counter(row for batch in batches for row in set(batch))
+    rank = {row: number for number, row in enumerate(sorted(uses, key=lambda row: (-uses[row], row)))}
+    batches = [[(rank[row], 0) for row in batch] for batch in batches]
+    slots = 120
+    found = simulate(traced(batches), CacheStrategy(kind="hot-cold"), slots, 1)
+    cold = [{row for row, _ in batch} for batch in batches]
+    hot = next(
+        count
+        for count in range(len(rank), 0, -1)
+        if count + max(len({r for r in b if r >= count}) for b in cold) <= slots
+    )
+    table = stoker.TableConfig(name="t", num_embeddings=400, embedding_dim=2)
+    tables = stoker.EmbeddingTables(
+        [table], optimizer=stoker.SGD(lr=0.1), placement=stoker.HotCold(hot={"t": hot}, slots=slots)
+    )
+    for batch in batches:
+        tables(torch.tensor([[row] for row, _ in batch])).sum().backward()
+    stats = tables.groups[0].storage.stats  # type: ignore[attr-defined]
+    assert hot > 50
+    assert found.misses == stats.fetched + hot
+    assert found.hits == stats.hits - hot
+    left = {row for row, _ in batches[-1] if row >= hot}
+    assert found.written_back == stats.written == stats.fetched - len(left)
+    tables.close()
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker import Batch, Cached, EmbeddingTables, HostPipelined, TableConfig, optim, stage
+from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim, stage
 from stoker.tables.residency import LANDED
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import Rows
 from stoker.tables.transfer import QueuedLink
 
-__all__ = ["Case", "SlowLink", "Watch", "draw", "placed_run", "resident_run", "same"]
+__all__ = ["Case", "Rereadable", "SlowLink", "Watch", "draw", "placed_run", "resident_run", "same"]
 
 
 class SlowLink(QueuedLink):
@@ -97,6 +97,14 @@ class Case:
     backend: str = "auto"
     device: str = "cpu"
     peeks: set[int] = field(default_factory=set)  # steps after which another batch is looked up without training
+    steps: dict[str, int] = field(default_factory=dict)  # features that are not pooled
+    foresight: bool = False
+
+    @property
+    def transit(self) -> int:
+        """Slots that rows share."""
+        hot = self.strategy.hot_rows if isinstance(self.strategy, HotCold) else {}
+        return self.strategy.slots - sum(hot.values())
 
 
 def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
@@ -127,6 +135,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     order = [name for table in tables for name in table.features]
     jagged = random.random() < 0.6
     weighted = jagged and all(table.pooling == "sum" for table in tables) and random.random() < 0.4 and not integers
+    steps = {name: int(random.integers(3, 6)) for name in order if jagged and random.random() < 0.2}
+    positions = features + sum(steps.values()) - len(steps)
     batches, grads, largest = [], [], 1
     for step in range(int(random.integers(1, 14))):
         size = int(random.integers(1, 9))
@@ -138,7 +148,9 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
         flat = torch.from_numpy(np.concatenate(ids).astype(np.int64 if random.random() < 0.5 else np.int32))
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)) if jagged else None
         grad = (
-            random.integers(-3, 4, (size, features, dim)) if integers else random.standard_normal((size, features, dim))
+            random.integers(-3, 4, (size, positions, dim))
+            if integers
+            else random.standard_normal((size, positions, dim))
         )
         batches.append(
             Batch(
@@ -154,20 +166,39 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     slots = int(
         random.integers(max(1, features * 3), max(2, features * 3) + int(total * random.choice([0.1, 0.5, 1.2])) + 1)
     )
-    kind = HostPipelined if random.random() < 0.25 else Cached
-    home = "file" if random.random() < 0.15 else "memory"
+    kind = random.choice([Cached, HostPipelined, HotCold], p=[0.55, 0.2, 0.25])
+    options: dict[str, Any] = {"slots": slots, "home": "file" if random.random() < 0.15 else "memory"}
+    if kind is HotCold:
+        # Hot rows leave room for an example in transit; some tables have none, others only hot ones.
+        most = max(0, slots - 3 * features) // len(tables)
+        hot = {table.name: int(random.integers(0, min(most, table.num_embeddings) + 1)) for table in tables}
+        kind, options = (HotCold, options | {"hot": hot}) if any(hot.values()) else (HostPipelined, options)
     return Case(
         seed=seed, tables=tables, optimizer=optimizer, batches=batches, grads=grads,
-        strategy=kind(slots=slots, home=home), staged=random.random() < 0.8, lookahead=int(random.integers(0, 12)),
+        strategy=kind(**options), staged=random.random() < 0.8, lookahead=int(random.integers(0, 12)),
         in_flight=int(random.integers(1, 5)), background=random.random() < 0.3, slow=random.random() < 0.6,
         integers=integers, backend=backend, peeks={s for s in range(14) if random.random() < 0.15},
+        steps=steps, foresight=random.random() < 0.3,
     )  # fmt: skip
+
+
+class Rereadable:
+    """Batches that can be read twice, in epochs of three."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def rest_of_epoch(self, step: int, *, ids_only: bool) -> list[Batch]:
+        return self.batches[step : step // 3 * 3 + 3]
 
 
 def build(case: Case, placement: Any) -> EmbeddingTables:
     tables = EmbeddingTables(
         case.tables, optimizer=case.optimizer, seed=case.seed % 7, placement=placement, device=case.device,
-        backend=case.backend,  # type: ignore[arg-type]
+        backend=case.backend, steps=case.steps,  # type: ignore[arg-type]
     )  # fmt: skip
     if case.integers:
         for table in case.tables:
@@ -198,7 +229,7 @@ def train(tables: EmbeddingTables, case: Case, feed: Iterator[Batch]) -> list[to
         pooled.append(out.detach().clone())
         other = case.batches[(batch.step + 3) % len(case.batches)].to(case.device)
         # Between forward and backward the rows of the batch hold their slots: both must fit.
-        early = batch.ids.numel() + other.ids.numel() <= case.strategy.slots
+        early = batch.ids.numel() + other.ids.numel() <= case.transit
         if batch.step in case.peeks and early:
             pooled.append(peek(tables, other))
         out.backward(grad.reshape(out.shape))
@@ -237,13 +268,13 @@ def placed_run(
     tables = build(case, case.strategy)
     random = np.random.default_rng(case.seed + 1)
     for storage in slots_of(tables):
-        storage.weight.fill_(math.nan)
-        for tensor in storage.state.values():
+        rows = storage.read(0, storage.num_rows)
+        for tensor in (storage.transit.weight, *storage.transit.state.values()):
             tensor.fill_(math.nan)
         if case.integers:
-            storage.write(0, storage.home.read(0, storage.num_rows))
+            storage.write(0, rows)
         if case.slow:
-            link = SlowLink(storage.home, Rows(storage.weight, storage.state), storage.stats, random=random)
+            link = SlowLink(storage.home, storage.transit, storage.stats, random=random)
             storage._link = link
         if alter is not None:
             alter(storage)
@@ -252,8 +283,11 @@ def placed_run(
     if case.staged:
         background = case.background and not case.slow
         feed = iter(
-            stage(case.batches, tables, lookahead=case.lookahead, in_flight=case.in_flight, background=background)
-        )
+            stage(
+                Rereadable(case.batches), tables, lookahead=case.lookahead, in_flight=case.in_flight,
+                background=background, foresight=case.foresight,
+            )
+        )  # fmt: skip
     pooled = train(tables, case, feed)
     found = outcome(tables, case)
     tables.close()

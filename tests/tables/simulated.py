@@ -21,7 +21,6 @@ from stoker import EmbeddingTables
 from stoker.ops import Bags
 from stoker.tables.cuda_link import CudaLink
 from stoker.tables.slotted import SlottedRows
-from stoker.tables.storage import Rows
 from stoker.tables.streams import Streams
 
 __all__ = ["SimulatedLink", "SimulatedStreams", "defer", "log_outputs", "use"]
@@ -240,4 +239,4 @@ def defer(tables: EmbeddingTables, device: SimulatedStreams) -> list[torch.Tenso
 
 def use(storage: SlottedRows, device: SimulatedStreams, kind: type[CudaLink] = SimulatedLink, **settings: Any) -> None:
     """Give ``storage`` a link on ``device``."""
-    storage._link = kind(storage.home, Rows(storage.weight, storage.state), storage.stats, streams=device, **settings)
+    storage._link = kind(storage.home, storage.transit, storage.stats, streams=device, **settings)

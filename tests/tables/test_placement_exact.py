@@ -37,6 +37,15 @@ def test_a_placed_run_equals_the_resident_one(block):
         assert compare(case), f"seed {seed}: the placed run differs: {case.strategy}, {case.optimizer}"
 
 
+def spans_of_steps(spans: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
+    """For every step the ids that each example has there: one or none, the newest in the last step."""
+    place = [[end - steps + step for _, end in spans] for step in range(steps)]
+    return [
+        [(at, at + 1) if at >= begin else (begin, begin) for at, (begin, _) in zip(row, spans, strict=True)]
+        for row in place
+    ]
+
+
 def bag_run(case: Case) -> dict[str, np.ndarray]:
     """The same training with nn.EmbeddingBag and torch.optim.SGD, on integers: every sum is exact."""
     bags, features = {}, [name for table in case.tables for name in table.features]
@@ -51,14 +60,16 @@ def bag_run(case: Case) -> dict[str, np.ndarray]:
         size = len(batch)
         offsets = torch.arange(batch.ids.numel() + 1) if batch.offsets is None else batch.offsets
         flat = batch.ids.reshape(-1).long()
-        loss = torch.zeros(())
+        loss, position = torch.zeros(()), 0
         for f, name in enumerate(features):
             spans = [
                 (int(offsets[b * len(features) + f]), int(offsets[b * len(features) + f + 1])) for b in range(size)
             ]
-            ids = torch.cat([flat[begin:end] for begin, end in spans])
-            starts = torch.tensor([0, *np.cumsum([end - begin for begin, end in spans])[:-1].tolist()])
-            loss = loss + (bags[owner[name].name](ids, starts) * grad[:, f]).sum()
+            for span in spans_of_steps(spans, case.steps[name]) if name in case.steps else [spans]:
+                ids = torch.cat([flat[begin:end] for begin, end in span])
+                starts = torch.tensor([0, *np.cumsum([end - begin for begin, end in span])[:-1].tolist()])
+                loss = loss + (bags[owner[name].name](ids, starts) * grad[:, position]).sum()
+                position += 1
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -116,7 +127,14 @@ def without_state(storage):
     storage._link.fetch = only_weights
 
 
-@pytest.mark.parametrize("mutation", [without_fence, without_protection, without_last_writeback, without_state])
+def without_hot_rows(storage):
+    """They are read from home, where they were never written."""
+    storage.read = lambda start, stop: (storage.flush(), storage.home.read(start, stop))[1]
+
+
+@pytest.mark.parametrize(
+    "mutation", [without_fence, without_protection, without_last_writeback, without_state, without_hot_rows]
+)
 def test_the_suite_notices_a_broken_storage(mutation):
     """The proof that the cases above can fail: each safeguard is removed in turn."""
     wrong = 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.errors import ConfigError
 from stoker.tables.residency import LANDED, Residency, SlotPlan, make_residency
 
 
@@ -27,7 +28,6 @@ def scripts(draw):
     tables = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     total = sum(tables)
     slots = draw(st.integers(1, total))
-    pinned = [draw(st.integers(0, min(rows, 3))) for rows in tables] if draw(st.booleans()) else []
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     steps = []
     for _ in range(draw(st.integers(1, 60))):
@@ -37,22 +37,47 @@ def scripts(draw):
         most = max(1, min(slots, total) * draw(st.sampled_from([1, 2, 4])) // 4)
         rows = random.permutation(np.minimum(random.zipf(1.3, most) - 1, total - 1))
         steps.append((kind, np.array(list(dict.fromkeys(rows.tolist())), np.int64), draw(st.booleans())))
-    return tables, slots, pinned, draw(st.booleans()), steps
+    hints = draw(st.sampled_from(["none", "exact", "wrong", "some"]))
+    return tables, slots, draw(st.booleans()), steps, hinted(steps, hints, random)
+
+
+def next_uses(batches: list[np.ndarray]) -> list[np.ndarray]:
+    """For each batch and row: how many batches later it is used again, 0 if it is not."""
+    found = []
+    for t, rows in enumerate(batches):
+        later = [next((s - t for s in range(t + 1, len(batches)) if row in batches[s]), 0) for row in rows.tolist()]
+        found.append(np.array(later, np.int32))
+    return found
+
+
+def hinted(steps, kind, random):
+    """The hints of each announcement of a script; exact ones are so if nothing is skipped."""
+    announced = [rows for what, rows, _ in steps if what == "announce"]
+    exact = next_uses(announced)
+    wrong = [random.integers(-2, random.choice([2, 5, 2**21]), len(rows)).astype(np.int32) for rows in announced]
+    return {
+        "none": [None] * len(announced),
+        "exact": exact,
+        "wrong": wrong,
+        "some": [random.choice(np.array([None, a, b], object)) for a, b in zip(exact, wrong, strict=True)],
+    }[kind]
 
 
 @settings(max_examples=300, deadline=None)
 @given(scripts())
 def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
-    tables, slots, pinned, transient, steps = script
+    tables, slots, transient, steps, hints = script
+    left_hints = iter(hints)
     first = np.concatenate([[0], np.cumsum(tables)])
-    plain, fast = (make_residency(first, slots, pinned=pinned, transient=transient, fast=f) for f in (False, True))
+    plain, fast = (make_residency(first, slots, transient=transient, fast=f) for f in (False, True))
     held: list[tuple[np.ndarray, np.ndarray]] = []  # slots and rows of batches in flight
     content: dict[int, int] = {}  # slot -> row, as the plans say
     left: dict[int, int] = {}  # row -> plan that wrote it home
     for kind, rows, flag in steps:
         if kind == "announce":
-            plain.announce(rows)
-            fast.announce(rows)
+            upcoming = next(left_hints)
+            plain.announce(rows, upcoming)
+            fast.announce(rows, upcoming)
             planned = None
         elif kind in ("plan", "now"):
             if kind == "plan" and not plain.announced:
@@ -108,11 +133,13 @@ def belady_misses(batches: list[np.ndarray], slots: int) -> int:
     return misses
 
 
-def drive(residency: Residency, batches: list[np.ndarray], lookahead: int) -> int:
+def drive(
+    residency: Residency, batches: list[np.ndarray], lookahead: int, hints: list[np.ndarray] | None = None
+) -> int:
     misses, ahead = 0, 0
     for t in range(len(batches)):
         while ahead < len(batches) and ahead <= t + lookahead:
-            residency.announce(batches[ahead])
+            residency.announce(batches[ahead], None if hints is None else hints[ahead])
             ahead += 1
         plan = residency.plan()
         assert plan is not None
@@ -129,6 +156,55 @@ def test_knowing_the_whole_future_is_optimal(fast):
         best = belady_misses(batches, 20)
         assert drive(make_residency([0, 100], 20, fast=fast), batches, 40) == best
         assert drive(make_residency([0, 100], 20, fast=fast), batches, 0) >= best
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 5])
+def test_exact_hints_are_as_good_as_the_whole_future(fast, lookahead):
+    random = np.random.default_rng(2)
+    for _ in range(20):
+        batches = [np.unique(np.minimum(random.zipf(1.2, 12), 100) - 1) for _ in range(40)]
+        best = belady_misses(batches, 20)
+        assert drive(make_residency([0, 100], 20, fast=fast), batches, lookahead, next_uses(batches)) == best
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_wrong_hint_keeps_no_row_for_ever(fast):
+    """Row 99 is said to be used at the very next step, and never is: it leaves once its slot is worth looking at."""
+    residency = make_residency([0, 100], 8, fast=fast)
+    residency.announce(np.array([99]), np.array([1], np.int32))
+    residency.release(residency.plan().slots, changed=True)
+    gone = None
+    for step in range(40):
+        rows = np.array([2 * step % 30, 2 * step % 30 + 1])
+        residency.announce(rows, np.full(2, 15, np.int32))  # right: they come again after 15 steps
+        plan = residency.plan()
+        residency.release(plan.slots, changed=True)
+        if 99 in plan.evict_rows.tolist():
+            gone = step
+            break
+    assert gone is not None
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_hints_end_with_cancel_and_outlive_a_skipped_batch(fast):
+    for how, stays in (("skip", 5), ("cancel", 1)):
+        residency = make_residency([0, 10], 3, fast=fast)
+        first = residency.plan_now(np.array([1, 5]))
+        residency.release(first.slots, changed=True)
+        residency.announce(np.array([1, 5]), np.array([9, 2], np.int32))
+        getattr(residency, how)()
+        plan = residency.plan_now(np.array([2, 3]))  # one of 1 and 5 must leave
+        assert residency.row_in_slot.tolist().count(stays) == 1
+        assert plan.evict_rows.tolist() == [6 - stays]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_as_many_hints_as_rows(fast):
+    residency = make_residency([0, 10], 3, fast=fast)
+    with pytest.raises(ConfigError, match="the stream did not give the same batches twice"):
+        residency.announce(np.array([1, 5]), np.array([9], np.int32))
+    assert residency.announced == 0
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -151,18 +227,6 @@ def test_a_transient_residency_keeps_only_what_is_in_flight(fast):
     assert plan.hits == 1
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_pinned_rows_never_leave(fast):
-    residency = make_residency([0, 50], 6, pinned=[2], fast=fast)
-    plan = residency.plan_now(np.array([0, 1, 40]))
-    residency.release(plan.slots, changed=True)
-    for begin in range(2, 40, 4):
-        plan = residency.plan_now(np.arange(begin, begin + 4))
-        residency.release(plan.slots, changed=True)
-        assert {0, 1} <= set(residency.row_in_slot.tolist())
-    assert residency.plan_now(np.arange(10, 15)) is None
-
-
 def test_memory_does_not_grow_with_the_table():
     """Two thousand million rows cost a few megabytes until they are touched."""
     residency = make_residency([0, 2 * 10**9], 100, fast=True)
@@ -171,8 +235,9 @@ def test_memory_does_not_grow_with_the_table():
     assert residency.plan_now(np.arange(10**9 + 1, 10**9 + 99)).evict_rows.tolist() == [2 * 10**9 - 1]
 
 
+@pytest.mark.parametrize("hints", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_windows_wider_than_the_slots_keep_the_order(seed):
+def test_windows_wider_than_the_slots_keep_the_order(seed, hints):
     """Hundreds of batches with far more known uses than slots: keys go stale, the heap overflows and is rebuilt."""
     random = np.random.default_rng(seed)
     first = np.array([0, 300, 340, 700])
@@ -183,8 +248,9 @@ def test_windows_wider_than_the_slots_keep_the_order(seed):
         target = 12 if step // 60 % 2 == 0 else 1
         while plain.announced < target:
             rows = np.unique(np.minimum(random.zipf(1.1, 24) - 1, 699) * 37 % 700)
-            plain.announce(rows)
-            fast.announce(rows)
+            upcoming = random.integers(0, 200, len(rows)).astype(np.int32) if hints else None
+            plain.announce(rows, upcoming)
+            fast.announce(rows, upcoming)
         plans = plain.plan(), fast.plan()
         assert same_plans(*plans)
         assert plans[0] is not None

@@ -18,14 +18,15 @@ STATE = {"exp_avg": "row", "sum": "scalar"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def slotted(kind, link, *, transient=False):
+def slotted(kind, link, *, transient=False, hot=0.0):
     def build(rows, dim, dtype):
         table = TableConfig(name="t", num_embeddings=rows, embedding_dim=dim, dtype=NAMES[dtype])
         home = kind(Initial.of([table], 0), STATE)
         space = make_space(["t"], [rows], [["t"]], ["t"])
         return SlottedRows(
-            home, space, slots=max(1, rows // 3), device=torch.device("cpu"), transient=transient, link=link
-        )
+            home, space, slots=max(1, rows // 3), device=torch.device("cpu"), transient=transient, link=link,
+            hot=[int(hot * rows)],
+        )  # fmt: skip
 
     return build
 
@@ -35,6 +36,8 @@ STORAGES = {
     "SlottedRows, memory": slotted(MemoryHome, DirectLink),
     "SlottedRows, file": slotted(FileHome, QueuedLink),
     "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
+    "SlottedRows, hot and cold": slotted(MemoryHome, QueuedLink, transient=True, hot=0.15),
+    "SlottedRows, hot, file": slotted(FileHome, DirectLink, hot=0.1),
 }
 
 

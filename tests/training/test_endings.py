@@ -12,23 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_runs
 
 import stoker
 from stoker.data.dataset import Dataset, write_manifest, write_shard
 from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.testing import make_dataset
-from stoker.training.display import Display, ProgressBar
+from stoker.training.display import Display, PlainLines, ProgressBar
 from stoker.training.metrics import merit
 from stoker.training.rundir import RunDirectory
 
-SMALL: dict[str, Any] = {
-    "embedding_dim": 4,
-    "model_options": {"bottom": (8,), "top": (8,)},
-    "batch_size": 64,
-    "backend": "reference",
-    "tensorboard": False,
-    "display": "quiet",
-}
+SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -156,6 +150,32 @@ def test_the_bar_moves_between_records_and_costs_nothing(tmp_path: Path) -> None
         for step in range(10_000):
             bar.step(step)
         assert (time.perf_counter() - begin) / 10_000 < 20e-6
+
+
+def test_every_piece_of_work_has_its_own_bar_and_unit() -> None:
+    with ProgressBar() as bar:
+        bar.start(0, 1000, "")
+        bar.work("checking shards", 3 * 2**20, 4 * 2**20)
+        bar.work("checking shards", 4 * 2**20, 4 * 2**20)
+        for total in (7, 5):  # of two epochs
+            bar.work("reading ids of the epoch", 2, total, unit="batches")
+        _, shards, ids = bar._bar.tasks
+        assert (shards.completed, shards.total, shards.visible) == (4, 4, False)
+        assert (ids.completed, ids.total, ids.visible) == (2, 5, True)
+        assert (shards.fields["status"], ids.fields["status"]) == ("MiB, 4.0 MiB in all", "batches")
+
+
+def test_plain_lines_tell_of_long_work_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("stoker.training.display.time.monotonic", lambda: now[0])
+    shown = PlainLines()
+    for epoch, seconds in enumerate((1.0, 5.0, 5.0)):
+        for done in range(4):
+            shown.work("reading ids of the epoch", done, 3, unit="batches")
+            now[0] += seconds
+        assert capsys.readouterr().err.count("reading ids of the epoch: 1 of 3 batches so far") == (epoch > 0)
 
 
 def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:

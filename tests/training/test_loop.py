@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 import torch
+from small_runs import records
 
 import stoker
 from stoker.data.dataset import Dataset, write_manifest
@@ -28,22 +29,7 @@ from stoker.training.display import make_display
 from stoker.training.log import RunLog
 from stoker.training.rundir import RunDirectory
 
-SMALL: dict[str, Any] = {
-    "embedding_dim": 4,
-    "model_options": {"bottom": (8,), "top": (8,)},
-    "batch_size": 64,
-    "backend": "reference",
-    "tensorboard": False,
-    "display": "quiet",
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +39,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def files(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from killing import EVENTS, Ended, Server
+from small_runs import SMALL
 
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
@@ -23,8 +24,7 @@ ROWS = (600, 300, 10)
 ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam
 QUARTER = str(sum(ROWS) * ROW // 4)
 SETTINGS: dict[str, Any] = {
-    "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "tensorboard": False,
-    "display": "quiet", "threads": 1, "eval_every": 35, "save_every": 12, "log_every": 10, "keep_last": 3,
+    **SMALL, "eval_every": 35, "save_every": 12, "log_every": 10, "keep_last": 3,
     "row_optimizer": "adam", "dtype": "bfloat16", "schedule": "cosine", "dense_clip_norm": 1.0,
 }  # fmt: skip
 PLACED: dict[str, dict[str, Any]] = {

@@ -13,14 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import SMALL, records
 
 import stoker
 from stoker.data.dataset import Dataset
 from stoker.errors import ConfigError
+from stoker.tables.foresight import Recording
 from stoker.tables.slotted import SlottedRows
 from stoker.testing import make_dataset
 from stoker.timeline import Recorder, Span
 from stoker.training import Interrupted, TrainConfig, TrainResult
+from stoker.training.display import Display
 from stoker.training.placing import Epochs
 from stoker.training.rundir import RunDirectory
 from stoker.training.totals import STAGES, StageTotals
@@ -31,18 +34,10 @@ ROW = 4 * 4 + 4  # bytes: 4 columns and row-wise Adagrad's scalar
 TENTH = str(sum(ROWS) * ROW // 10)
 HALF = str(sum(ROWS) * ROW // 2)
 SETTINGS: dict[str, Any] = {
-    "embedding_dim": 4, "model_options": {"bottom": (8,), "top": (8,)}, "batch_size": 32, "tensorboard": False,
-    "display": "quiet", "threads": 1, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,
+    **SMALL, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,
 }  # fmt: skip
 
 SHORT = {name: value for name, value in SETTINGS.items() if name != "epochs"}  # for runs of so many steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +55,6 @@ def resident(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def files(run: Path) -> dict[str, bytes]:
     checkpoints = run / "checkpoints"
     return {str(p.relative_to(checkpoints)): p.read_bytes() for p in sorted(checkpoints.rglob("*")) if p.is_file()}
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module", params=[{}, {"host_memory": "1KiB"}], ids=["memory", "file"])
@@ -104,6 +94,97 @@ def test_other_windows_end_with_the_same_files(data: Dataset, resident: Path, tm
     assert list((tmp_path / "home").glob("*"))
     result.model.embeddings.close()
     assert not list((tmp_path / "home").glob("*"))
+
+
+@pytest.mark.parametrize("home", [{}, {"host_memory": "1KiB"}], ids=["memory", "file"])
+def test_knowing_all_next_uses_fetches_less_and_ends_with_the_same_files(
+    data: Dataset, resident: Path, tmp_path: Path, home: dict[str, Any]
+) -> None:
+    settings = {**SETTINGS, **home, "device_memory": HALF, "in_flight": 1, "lookahead": 2}
+    stoker.train(data, out=tmp_path / "a", **settings, foresight=True).model.embeddings.close()
+    stoker.train(data, out=tmp_path / "b", **settings).model.embeddings.close()
+    assert_same_run(tmp_path / "a", resident)
+    ours, theirs = (records(tmp_path / name, "train") for name in "ab")
+    assert all("foresight" in line["stage_seconds"] for line in ours)
+    assert not any("foresight" in line["stage_seconds"] for line in theirs)
+    moved = [sum(line["fetched_mib_per_step"] for line in lines) for lines in (ours, theirs)]
+    assert moved[0] < 0.97 * moved[1]
+
+
+def test_a_run_stopped_in_an_epoch_goes_on_with_foresight(data: Dataset, resident: Path, tmp_path: Path) -> None:
+    """And back: it is a setting that may change."""
+    out = tmp_path / "run"
+    short = {**SHORT, "device_memory": TENTH}
+    for steps, foresight in ((37, False), (90, True), (130, False), (200, True)):
+        to = {"out": out} if steps == 37 else {"resume": out}
+        first = data if steps == 37 else None
+        given = short if steps == 37 else {"display": "quiet"}
+        stoker.train(first, **to, **{**given, "steps": steps, "foresight": foresight}).model.embeddings.close()
+    reference = files(resident)
+    last = {name: content for name, content in files(out).items() if "step_000000200" in name}
+    assert last
+    assert all(reference[name] == content for name, content in last.items() if "manifest" not in name)
+
+
+def test_progress_of_a_recording_is_shown(data: Dataset, tmp_path: Path) -> None:
+    class Watching(Display):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int, int, str]] = []
+
+        def work(self, what: str, done: int, total: int, *, unit: str = "bytes") -> None:
+            self.seen.append((what, done, total, unit))
+
+    shown = Watching()
+    settings = {**SHORT, "steps": 103, "device_memory": TENTH, "foresight": True, "display": shown}
+    stoker.train(data, out=tmp_path / "run", **settings).model.embeddings.close()
+    done = [(what, total) for what, done, total, unit in shown.seen if unit == "batches" and done == total]
+    assert done == [("reading ids of the epoch", 100), ("linking next uses", 100), ("reading ids of the epoch", 3),
+                    ("linking next uses", 3)]  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_stop_does_not_wait_for_a_recording(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = Recording.add
+
+    def add(self: Recording, rows: Any) -> None:
+        read.append(len(rows))
+        if len(read) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self, rows)
+
+    monkeypatch.setattr(Recording, "add", add)
+    with pytest.raises(Interrupted):
+        stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=TENTH, foresight=True)
+    assert RunDirectory(tmp_path / "run").steps() == [1]
+    assert len(read) <= 4
+
+
+def strategies(result: TrainResult) -> set[str]:
+    return {type(group.strategy).__name__ for group in result.model.embeddings.groups} - {"Device"}
+
+
+@pytest.mark.parametrize("strategy", ["hot-cold", "host-pipelined"])
+def test_other_strategies_end_with_the_same_files(
+    data: Dataset, resident: Path, tmp_path: Path, strategy: str
+) -> None:
+    result = stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=HALF, strategy=strategy)
+    assert strategies(result) == {"HotCold" if strategy == "hot-cold" else "HostPipelined"}
+    assert_same_run(tmp_path / "run", resident)
+    result.model.embeddings.close()
+    assert stoker.verify(tmp_path / "run", steps=4).identical
+
+
+def test_a_run_goes_on_under_another_strategy(data: Dataset, resident: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = stoker.train(data, out=out, steps=70, **SHORT, device_memory=HALF, strategy="hot-cold")
+    second = stoker.train(resume=out, display="quiet", steps=140, strategy="cached")
+    last = stoker.train(resume=out, display="quiet", steps=200, strategy="hot-cold", host_memory="1KiB")
+    assert [strategies(result) for result in (first, second, last)] == [{"HotCold"}, {"Cached"}, {"HotCold"}]
+    reference, kept = files(resident), files(out)
+    names = [name for name in kept if "step_000000200" in name and "manifest" not in name]
+    assert names
+    assert all(kept[name] == reference[name] for name in names)
 
 
 def test_a_budget_that_holds_all_rows_makes_the_run_resident(data: Dataset, resident: Path, tmp_path: Path) -> None:
@@ -221,8 +302,8 @@ def test_the_facts_name_the_placement(data: Dataset, tmp_path: Path, capsys: pyt
     assert "910 rows, 17.8 KiB with optimizer state" in err
     assert "placement: 10.0% of 910 rows in fast memory" in err
     assert "home in a file" in err
-    stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB")
-    assert "host memory is ignored: without a limit on device memory" in capsys.readouterr().err
+    stoker.train(data, out=tmp_path / "b", **settings, host_memory="1GiB", foresight=True)
+    assert "host memory and foresight are ignored: without a limit on device memory" in capsys.readouterr().err
 
 
 def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Path) -> None:
@@ -231,6 +312,7 @@ def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Pa
         ({"device_memory": TENTH, "spill": "refuse"}, "smallest budget that works"),
         ({"device_memory": "much"}, "not a number with a unit"),
         ({"spill": "never"}, "spill 'never' is unknown"),
+        ({"strategy": "hot"}, "strategy 'hot' is unknown. Choose one of 'auto', 'cached', 'hot-cold'"),
         ({"lookahead": -1}, "must not be a negative"),
         ({"in_flight": 0}, "must be at least 1"),
     ):

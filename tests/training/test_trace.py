@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from small_runs import SMALL
 
 import stoker
 from stoker.errors import ConfigError
@@ -18,22 +17,6 @@ from stoker.testing import make_dataset
 from stoker.timeline import Recorder, Span, span, spanned
 from stoker.training.totals import STAGES
 from stoker.training.trace import stage_times
-
-SMALL: dict[str, Any] = {
-    "embedding_dim": 4,
-    "model_options": {"bottom": (8,), "top": (8,)},
-    "batch_size": 32,
-    "tensorboard": False,
-    "display": "quiet",
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +33,7 @@ def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> Non
     if home == "file":
         settings = {"host_memory": "1KiB", "home_path": str(tmp_path), "device_memory": "9KiB"}
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    found = stoker.trace(run, steps=12, out=tmp_path / "t.json", begin="start", **settings)
+    found = stoker.trace(run, steps=12, out=tmp_path / "t.json", begin="start", foresight=home == "memory", **settings)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert (found.begin, found.steps, found.examples) == (5, 12, 12 * 32)
 
@@ -58,6 +41,7 @@ def test_a_timeline_of_a_run(run: Path, tmp_path: Path, home: str | None) -> Non
     wanted = {"read", "forward", "lookup", "backward", "update", "dense", "step"}
     assert wanted <= set(stages)
     assert ({"plan", "fetch", "writeback"} <= set(stages)) == (home is not None)
+    assert ("foresight" in stages) == (home == "memory")
     for name in ("forward", "backward", "dense", "step"):
         assert stages[name].count == 12
     assert list(stages) == [name for name in STAGES if name in stages]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_runs
 import torch
 
 import stoker
@@ -23,22 +23,7 @@ from stoker.training.rundir import RunDirectory
 from stoker.training.verify import Verification
 
 ROWS = (600, 300, 40)
-SMALL: dict[str, Any] = {
-    "embedding_dim": 4,
-    "model_options": {"bottom": (8,), "top": (8,)},
-    "batch_size": 32,
-    "backend": "reference",
-    "tensorboard": False,
-    "display": "quiet",
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+SMALL = {**small_runs.SMALL, "backend": "reference"}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +46,11 @@ def contents(path: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
+@pytest.mark.parametrize("foresight", [False, True])
 @pytest.mark.parametrize("home", ["memory", "file"])
-def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str) -> None:
+def test_placed_and_resident_are_identical(run: Path, tmp_path: Path, home: str, foresight: bool) -> None:
     before, drawn = contents(run), torch.get_rng_state()
-    settings: dict[str, Any] = {"in_flight": 2}
+    settings: dict[str, Any] = {"in_flight": 2, "foresight": foresight}
     if home == "file":
         settings |= {"host_memory": "1KiB", "home_path": str(tmp_path)}
     found: Verification = stoker.verify(run, steps=12, **settings)
@@ -139,7 +125,7 @@ def test_a_lost_writeback_is_found(run: Path, data: Dataset, monkeypatch: pytest
     monkeypatch.setattr(SlottedRows, "__init__", remember)
     monkeypatch.setattr(DirectLink, "write_back", break_it)
     if not staged:
-        monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config, **named: batches)
+        monkeypatch.setattr("stoker.training.scheduled.staged", lambda batches, model, config, **named: batches)
     found = stoker.verify(run, steps=40, begin="start")
     assert lost, "something was to be lost"
     difference = found.difference
@@ -202,7 +188,7 @@ def test_a_wrong_loss_is_found(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return lookup(self, bags, space)
 
     monkeypatch.setattr(SlottedRows, "acquire", alter)
-    monkeypatch.setattr("stoker.training.rerun.staged", lambda batches, model, config, **named: batches)
+    monkeypatch.setattr("stoker.training.scheduled.staged", lambda batches, model, config, **named: batches)
     difference = stoker.verify(run, steps=2).difference
     assert difference is not None
     assert difference.what == "loss"

@@ -24,6 +24,8 @@ COMMANDS = {
     "evaluate": "stoker.cli.scoring",
     "predict": "stoker.cli.scoring",
     "plan": "stoker.cli.plan",
+    "profile": "stoker.cli.profile",
+    "classify": "stoker.cli.classify",
     "replay": "stoker.cli.replay",
     "verify": "stoker.cli.verify",
     "trace": "stoker.cli.trace",

@@ -22,6 +22,7 @@ __all__ = [
     "DeviceMemory",
     "Dtype",
     "EmbeddingDim",
+    "Foresight",
     "Hidden",
     "HomePath",
     "HostMemory",
@@ -35,6 +36,7 @@ __all__ = [
     "RunArgument",
     "Spill",
     "Start",
+    "Strategy",
     "Threads",
     "Top",
     "begin_at",
@@ -55,13 +57,13 @@ DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepar
 RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
 
-Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm or dcn. (default: dlrm)")]
+Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm, dcn, tbsm or din. (default: dlrm)")]
 EmbeddingDim = Annotated[
     int | None, option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim")
 ]
-Bottom = Annotated[str | None, option(_MODEL, "DLRM: bottom layers. (default: 512-256-64)")]
-Top = Annotated[str | None, option(_MODEL, "DLRM: top layers. (default: 512-256)")]
-Hidden = Annotated[str | None, option(_MODEL, "DeepFM, DCN: layers of the MLP.")]
+Bottom = Annotated[str | None, option(_MODEL, "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place.")]
+Top = Annotated[str | None, option(_MODEL, "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)")]
+Hidden = Annotated[str | None, option(_MODEL, "DeepFM, DCN, DIN: layers of the MLP.")]
 ModelOption = Annotated[
     list[str] | None, option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
 ]
@@ -79,7 +81,22 @@ HostMemory = Annotated[
     str | None, option(_MEMORY, "For rows at home; beyond, they lie in a file. (default: 80% of what is available)")
 ]
 HomePath = Annotated[str | None, option(_MEMORY, "Directory of that file. (default: the temporary one)", "--home")]
+Strategy = Annotated[
+    str | None,
+    option(
+        _MEMORY,
+        "Of tables that do not fit: auto, cached, hot-cold or host-pipelined. (default: auto, what moves least)",
+    ),
+]
 Lookahead = Annotated[int | None, option(_MEMORY, "Batches whose ids are known in advance. (default: 64)")]
+Foresight = Annotated[
+    bool | None,
+    option(
+        _MEMORY,
+        "Read the ids of an epoch first: every next use is known, the fewest rows move.",
+        "--foresight/--no-foresight",
+    ),
+]
 InFlight = Annotated[int | None, option(_MEMORY, "Batches whose rows are on the device. (default: adapts)")]
 Spill = Annotated[
     str | None, option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)")

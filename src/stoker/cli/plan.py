@@ -33,7 +33,9 @@ def plan(
     ] = None,
     host_memory: options.HostMemory = None,
     home_path: options.HomePath = None,
+    strategy: options.Strategy = None,
     lookahead: options.Lookahead = None,
+    foresight: options.Foresight = None,
     in_flight: options.InFlight = None,
     spill: options.Spill = None,
     model: options.Model = None,
@@ -60,6 +62,8 @@ def plan(
     stoker plan data/criteo --device-memory 1GiB
     stoker plan data/criteo --dim 64 --device-memory 4GiB --batch-size 8192
     stoker plan data/criteo --device-memory 4GiB --host-memory 16GiB --home /fast
+    stoker plan data/criteo --device-memory 1GiB --foresight
+    stoker plan data/criteo-hot --device-memory 1GiB --strategy hot-cold
     stoker plan data/criteo --device-memory 1GiB --json
     """
     given = dict(locals())
@@ -110,6 +114,8 @@ def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> No
     line(f"{dataset}, {model}")
     line(placement.summary())
     console.print(placement.report())
+    if placement.choice:
+        line(placement.choice)
     if placement.note:
         line(placement.note)
     if not placement.resident:

@@ -48,8 +48,10 @@ def replay(
 
     Shows how often a row that a batch needs already lies in fast memory, and
     what has to travel: for least recently used (lru), least frequently used
-    (lfu), Stoker's lookahead with several windows, no cache at all
-    (host-pipelined), and the optimum that knows all batches (belady).
+    (lfu), Stoker's lookahead with several windows, the most used rows kept
+    for ever (hot-cold), no cache at all (host-pipelined), and the optimum
+    that knows all batches (belady), which is what stoker train --foresight
+    does.
 
     \b
     stoker replay data/criteo
@@ -67,7 +69,14 @@ def replay(
             slots=None if slots is None else parse_count(slots),
             fraction=fraction,
             device_memory=device_memory,
-            strategies=["lru", "lfu", *(f"lookahead-{w}" for w in _windows(lookahead)), "host-pipelined", "belady"],
+            strategies=[
+                "lru",
+                "lfu",
+                *(f"lookahead-{w}" for w in _windows(lookahead)),
+                "hot-cold",
+                "host-pipelined",
+                "belady",
+            ],
             in_flight=in_flight,
             batch_size=batch_size,
             steps=steps,
@@ -126,5 +135,6 @@ def _show(dataset: Path, order: str, found: Replay) -> None:
     first = found.strategies[0].compulsory
     line(
         "Hit rate: the share of each batch's distinct rows that already lay in a slot. Every miss fetches a row and "
-        f"its state; {first:,} are first uses, which no strategy avoids. belady knows all batches: none misses less."
+        f"its state; {first:,} are first uses, which no strategy avoids. belady knows all batches, as training with "
+        "--foresight does: none misses less."
     )

@@ -42,6 +42,15 @@ def train(
     epochs: Annotated[int | None, option(_OPTIMIZER, "Passes over the data. (default: 1)")] = None,
     steps: Annotated[int | None, option(_OPTIMIZER, "Batches in all, instead of epochs.")] = None,
     seed: Annotated[int | None, option(_OPTIMIZER, "Of initial values and order. (default: 0)")] = None,
+    batch_order: Annotated[
+        str | None, option(_OPTIMIZER, "auto, shuffled or hot-cold. (default: auto: hot-cold on a classified dataset)")
+    ] = None,
+    swap_rate: Annotated[
+        float | None, option(_OPTIMIZER, "R of the hot-cold schedule at the start, 1 to 100. (default: 50)")
+    ] = None,
+    schedule_rows: Annotated[
+        int | None, option(_OPTIMIZER, "First validation rows whose loss drives that schedule. (default: 8192)")
+    ] = None,
     shuffle_memory: Annotated[str | None, option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)")] = None,
     row_optimizer: options.RowOptimizer = None,
     row_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the rows.")] = None,
@@ -70,7 +79,9 @@ def train(
     device_memory: options.DeviceMemory = None,
     host_memory: options.HostMemory = None,
     home_path: options.HomePath = None,
+    strategy: options.Strategy = None,
     lookahead: options.Lookahead = None,
+    foresight: options.Foresight = None,
     in_flight: options.InFlight = None,
     spill: options.Spill = None,
     device: options.Device = None,
@@ -87,6 +98,8 @@ def train(
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
+    stoker train data/criteo-hot --out runs/d --swap-rate 25
+    stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """
     given = dict(locals())
     for name in ("dataset", "out", "resume", "json_lines", "bottom", "top", "hidden", "model_option"):

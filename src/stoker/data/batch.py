@@ -1,6 +1,6 @@
 """One batch of examples, as the model sees it.
 
-Legend: B examples, F features (categorical and sequence columns in schema order), L ids in all.
+Legend: B examples, F features (categorical and sequence columns in schema order), L ids in all, T steps.
 """
 
 from __future__ import annotations
@@ -30,6 +30,33 @@ class Batch:
 
     def __len__(self) -> int:
         return self.dense.shape[0]
+
+    def lengths(self, feature: int) -> Tensor:
+        """Ids in the bags of one feature: [B] int64. ``feature`` is its place among the features."""
+        if self.offsets is None:
+            return torch.ones(len(self), dtype=torch.int64, device=self.ids.device)
+        return self._bags(self.offsets.diff())[:, feature]
+
+    def mask(self, feature: int, steps: int) -> Tensor:
+        """Which of the last ``steps`` steps a sequence feature has: [B, T] bool; a shorter one stands at the end."""
+        before_end = torch.arange(steps, 0, -1, device=self.ids.device)
+        return self.lengths(feature).unsqueeze(1) >= before_end
+
+    def padded(self, feature: int, steps: int, *, fill: int = 0) -> Tensor:
+        """The last ``steps`` ids of a sequence feature: [B, T], behind ``fill`` where there are fewer.
+
+        For ``nn.Embedding`` and the like: :class:`stoker.EmbeddingTables` with ``steps`` needs no padded ids.
+        """
+        offsets = torch.arange(self.ids.numel() + 1, device=self.ids.device) if self.offsets is None else self.offsets
+        before_end = torch.arange(steps, 0, -1, device=self.ids.device)
+        places = self._bags(offsets[1:])[:, feature].unsqueeze(1) - before_end
+        mask = self.mask(feature, steps)
+        flat = torch.cat([self.ids.reshape(-1), self.ids.new_tensor([fill])])
+        return flat[places.masked_fill(~mask, self.ids.numel())]
+
+    def _bags(self, values: Tensor) -> Tensor:
+        """One value a bag as [B, F]."""
+        return values.view(len(self), -1)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch on ``device``; itself where it is there already."""

@@ -177,6 +177,56 @@ class Dataset:
         """The rows for the final figure."""
         return self.split("test")
 
+    @property
+    def hot_cold(self) -> Mapping[str, Any] | None:
+        """Of a dataset that :func:`stoker.classify` wrote, the manifest's record of it, else None.
+
+        ``hot_rows_of_train`` training rows are hot, in the first ``hot_shards`` shards; ``hot_rows`` tells how many
+        rows of each table are, by the ``profile`` with ``profile_hash``, of data with ``source_data_hash``.
+        """
+        return self.manifest.get("hot_cold")
+
+    @property
+    def hot(self) -> Split:
+        """The training rows whose ids are all hot.
+
+        Raises:
+            DataError: the dataset is not classified.
+        """
+        return self._parts[0]
+
+    @property
+    def cold(self) -> Split:
+        """The other training rows.
+
+        Raises:
+            DataError: the dataset is not classified.
+        """
+        return self._parts[1]
+
+    @cached_property
+    def _parts(self) -> tuple[Split, Split]:
+        known, train = self.hot_cold, self.train.entry
+        if known is None:
+            raise DataError(
+                f"the training rows of {self.path} are not classified into hot and cold ones. Classify them with: "
+                f"stoker classify {self.path} --device-memory SIZE --out DIRECTORY"
+            )
+        try:
+            shards, rows, positives = (
+                int(known[name]) for name in ("hot_shards", "hot_rows_of_train", "hot_positives")
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.path / _MANIFEST} is garbled: its hot_cold is {known!r}. Classify the dataset again."
+            ) from error
+        hot = {"rows": rows, "positives": positives, "shards": train["shards"][:shards]}
+        cold = {"rows": train["rows"] - rows, "positives": train["positives"] - positives}
+        return (
+            Split(self.path, "hot", hot, self.schema, self.schema_hash),
+            Split(self.path, "cold", {**cold, "shards": train["shards"][shards:]}, self.schema, self.schema_hash),
+        )
+
     def split(self, name: str) -> Split:
         """One split by name.
 

@@ -49,6 +49,17 @@ class FeatureSpec:
         """Whether every bag has exactly one id, so that batches need no offsets."""
         return not any(feature.sequence for feature in self.features)
 
+    def index(self, name: str) -> int:
+        """The place of a feature in every batch.
+
+        Raises:
+            SchemaError: there is no such feature.
+        """
+        for place, feature in enumerate(self.features):
+            if feature.name == name:
+                return place
+        raise SchemaError(f"there is no feature {name!r}; there are {', '.join(f.name for f in self.features)}.")
+
     @classmethod
     def from_sizes(cls, num_dense: int, num_embeddings: Sequence[int]) -> FeatureSpec:
         """Dense columns ``I1..`` and one-hot features ``C1..`` with a table each, as in the Criteo logs."""

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from stoker.data.dataset import describe_file
 from stoker.data.encode import build_table
-from stoker.data.ingest import IngestedBlock, ordered_map
+from stoker.data.ingest import IngestedBlock
 from stoker.data.leftovers import UnusableInput
+from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.shards import hash_file
 from stoker.data.split_rules import PartRows, Splitter

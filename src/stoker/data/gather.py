@@ -36,13 +36,19 @@ class Gather(Protocol):
         ...
 
 
-def make_gather(shards: list[MappedShard], starts: list[int]) -> Gather:
-    """The fastest form that this machine can run."""
+def make_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> Gather:
+    """The fastest form that this machine can run; ``ids_only``: without dense columns and labels."""
     try:
         import stoker.data.gather_cpu  # noqa: F401
     except ImportError:
-        return NumpyGather(shards, starts)
-    return NumbaGather(shards, starts)
+        return NumpyGather(shards, starts, ids_only=ids_only)
+    return NumbaGather(shards, starts, ids_only=ids_only)
+
+
+def _one_per_row(shard: MappedShard, *, ids_only: bool) -> tuple[str, ...]:
+    """Tensors with a fixed number of values in every row."""
+    names = ("dense", "labels") if shard.lengths is not None else ("dense", "ids", "labels")
+    return tuple(name for name in names if name == "ids" or not ids_only)
 
 
 def _disagree(shards: list[MappedShard], starts: list[int], row: int) -> DataError:
@@ -60,8 +66,9 @@ def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
 class NumpyGather:
     """The definition, in NumPy: one fancy index per shard."""
 
-    def __init__(self, shards: list[MappedShard], starts: list[int]) -> None:
+    def __init__(self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> None:
         self._shards, self._starts = shards, np.asarray(starts, np.int64)
+        self._names = _one_per_row(shards[0], ids_only=ids_only)
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
         """See :class:`Gather`."""
@@ -69,7 +76,7 @@ class NumpyGather:
         picks = [(s, np.flatnonzero(shard_of == s)) for s in np.unique(shard_of)]
         first = self._shards[0]
         tensors = {}
-        for name in ("dense", "labels") if first.lengths is not None else ("dense", "ids", "labels"):
+        for name in self._names:
             array = getattr(first, name)
             tensors[name] = allocate(name, (len(rows), *array.shape[1:]), _torch_type(array))
             out = tensors[name].numpy()
@@ -109,7 +116,7 @@ class NumpyGather:
 class NumbaGather:
     """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
 
-    def __init__(self, shards: list[MappedShard], starts: list[int]) -> None:
+    def __init__(self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> None:
         from stoker.data import gather_cpu
 
         self._kernels: Any = gather_cpu
@@ -118,11 +125,12 @@ class NumbaGather:
         self._biggest = max(shard.rows for shard in shards)
         first = shards[0]
         self._features = 0 if first.lengths is None else first.lengths.shape[1]
-        fixed = ("dense", "labels") if self._features else ("dense", "ids", "labels")
+        fixed = _one_per_row(first, ids_only=ids_only)
         arrays = {name: getattr(first, name) for name in fixed}
         self._columns = {name: array.shape[1:] for name, array in arrays.items()}
         self._types = {name: _torch_type(array) for name, array in arrays.items()}
-        self._sources = np.stack([self._addresses(name) for name in fixed])  # [K, S]
+        sources = [self._addresses(name) for name in fixed]
+        self._sources = np.array(sources, np.int64).reshape(len(fixed), len(shards))  # [K, S]
         self._widths = np.array([a.itemsize * int(np.prod(a.shape[1:])) for a in arrays.values()], np.int64)
         if self._features:
             self._id_type, self._id_width = _torch_type(first.ids), first.ids.itemsize

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -15,17 +13,16 @@ from stoker.data.columns import BadLine, Block, Field, TextParser
 from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_rows
 from stoker.data.json_lines import json_block
 from stoker.data.leftovers import UnusableInput
+from stoker.data.ordered import ordered_map
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit, write_bad_lines
 from stoker.data.schema import SourceFormat
 from stoker.data.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
 
-__all__ = ["IngestedBlock", "Source", "ingest", "ordered_map"]
+__all__ = ["IngestedBlock", "Source", "ingest"]
 
 PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part
 Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
@@ -232,24 +229,3 @@ def ingest(
             f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
         )
     return finished, reused
-
-
-def ordered_map(work: Callable[[T], R], jobs: Iterable[T], threads: int, *, ahead: int | None = None) -> Iterator[R]:
-    """Results of ``work`` in the order of ``jobs``, which are drawn as threads come free.
-
-    ``ahead``: results that may wait for an earlier one (None: one more than threads). Small results of unequal jobs
-    should wait without limit, lest a long job keep the other threads idle.
-    """
-    most = threads + 1 if ahead is None else ahead
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="stoker-prepare") as pool:
-        try:
-            for job in jobs:
-                waiting.append(pool.submit(work, job))
-                if len(waiting) > most:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

@@ -1,14 +1,16 @@
-"""What a run that failed takes away again: parts of no use to a later run, and directories that it made."""
+"""What is left where a run failed or was killed, and how a finished directory takes the place of an older one."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from stoker.errors import DataError
 
-__all__ = ["UnusableInput", "absent_folders", "remove_empty"]
+__all__ = ["UnusableInput", "absent_folders", "exchange", "recover", "remove_empty"]
 
 
 class UnusableInput(DataError):
@@ -29,3 +31,23 @@ def remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def exchange(made: Path, target: Path) -> None:
+    """Put a whole new directory in the place of the old one; a kill leaves what :func:`recover` mends."""
+    old = _old(target)
+    shutil.rmtree(old, ignore_errors=True)
+    os.replace(target, old)
+    os.replace(made, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(target: Path) -> None:
+    """Put back the old directory where :func:`exchange` was killed between its two renames."""
+    old = _old(target)
+    if old.is_dir() and not target.exists():
+        os.replace(old, target)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(target.name + ".old")

@@ -18,7 +18,7 @@ from typing import Any
 
 from stoker.data.dataset import Dataset, read_manifest
 from stoker.data.fitting import Fitting
-from stoker.data.leftovers import UnusableInput, absent_folders, remove_empty
+from stoker.data.leftovers import UnusableInput, absent_folders, exchange, recover, remove_empty
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
@@ -128,7 +128,9 @@ def run_prepare(
     try:
         report = _run(task, resume=resume)
         report.warnings += [f"{path} was named more than once; it is read once." for path in again]
-        return report if task.out == target else _exchange(report, target)
+        if task.out != target:
+            exchange(task.out, target)
+        return replace(report, path=target)
     except OSError as error:
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
@@ -151,9 +153,7 @@ def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -
     for source in sources:
         if source.resolve().is_relative_to(inside):
             raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
-    old = target.with_name(target.name + ".old")
-    if old.is_dir() and not target.exists():  # killed between the two renames of an exchange
-        os.replace(old, target)
+    recover(target)
     if not (target / "manifest.json").exists():
         return target
     if not overwrite:
@@ -166,16 +166,6 @@ def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -
     except DataError as error:
         raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
     return target.with_name(target.name + ".new")
-
-
-def _exchange(report: PrepareReport, target: Path) -> PrepareReport:
-    """Put a whole new dataset in the place of the old one."""
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(target, old)
-    os.replace(report.path, target)
-    shutil.rmtree(old, ignore_errors=True)
-    return replace(report, path=target)
 
 
 def _cores() -> int:

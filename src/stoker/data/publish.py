@@ -15,7 +15,7 @@ from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
-from stoker.data.ingest import ordered_map
+from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
 from stoker.data.raw_rows import Rows

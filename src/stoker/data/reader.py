@@ -33,7 +33,7 @@ from stoker.units import parse_size
 if TYPE_CHECKING:
     from stoker.data.split import Split
 
-__all__ = ["BatchStream"]
+__all__ = ["BatchStream", "EpochRest"]
 
 _KIND = "stoker.BatchStream"
 
@@ -152,6 +152,23 @@ class BatchStream:
         """Batches handed out over all epochs; the next batch carries this number."""
         return self.epoch * len(self) + self.position
 
+    def rest_of_epoch(self, step: int | None = None, *, until: int | None = None, ids_only: bool = False) -> EpochRest:
+        """Batches of one epoch, to be read beforehand or again: the stream stays where it is.
+
+        Args:
+            step: number of the first of them; None means the next one.
+            until: number of the one after the last; None means to the end of the epoch.
+            ids_only: leave out what is not needed to know which rows are used, to save time: no dense columns
+                ([B, 0]) and no labels.
+
+        Returns:
+            The batches, equal to those the stream hands out, in new tensors on the CPU; ``len()`` says how many.
+        """
+        first = self.step if step is None else step
+        epoch = first // max(1, len(self))
+        end = (epoch + 1) * len(self)
+        return EpochRest(self, first, max(first, end if until is None else min(until, end)), ids_only)
+
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Where the stream stands and what it reads, in plain JSON values.
 
@@ -228,25 +245,31 @@ class BatchStream:
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def _produce(self, epoch: int, position: int) -> Generator[Batch, None, None]:
-        if position >= len(self):
+    def _produce(
+        self, epoch: int, position: int, end: int | None = None, *, again: bool = False, ids_only: bool = False
+    ) -> Generator[Batch, None, None]:
+        """Batches ``position`` to ``end`` of an epoch; ``again``: not those handed out, in tensors of their own."""
+        end = len(self) if end is None else end
+        if position >= end:
             return
         order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
         pages = _Pages(self.split, order, self.rows)
-        gather = make_gather(self.split.shards, self.split.starts)
+        gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only)
         checks = ShardChecks(self.split)
         if self._seed is not None:
             checks.before(0, self.rows)  # a shuffled batch takes its rows from everywhere
         # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
         ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
-        for index in range(position, len(self)):
+        for index in range(position, end):
             start, stop = self._shares.span(index, self._rank)
             if self._seed is None:
                 checks.before(start, stop)
             pages.at(start)
             step = epoch * len(self) + index
-            allocate = partial(self._allocate, ring[index % len(ring)])
+            allocate = _fresh if again else partial(self._allocate, ring[index % len(ring)])
             tensors = gather(order.take(start, stop), allocate)
+            if ids_only:
+                tensors["dense"] = torch.empty((stop - start, 0))
             yield Batch(step=step, **tensors)
 
     def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -256,6 +279,24 @@ class BatchStream:
         if name not in ring or ring[name].numel() < size:
             ring[name] = torch.empty(max(size, 1), dtype=dtype, pin_memory=self._pin)
         return ring[name][:size].view(shape)
+
+
+def _fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+class EpochRest:
+    """Batches of one epoch, apart from those a stream hands out; made by :meth:`BatchStream.rest_of_epoch`."""
+
+    def __init__(self, stream: BatchStream, first: int, end: int, ids_only: bool) -> None:
+        self._stream, self._first, self._end, self._ids_only = stream, first, end, ids_only
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, position = divmod(self._first, max(1, len(self._stream)))
+        return self._stream._produce(epoch, position, position + len(self), again=True, ids_only=self._ids_only)
 
 
 class _Pages:

@@ -34,6 +34,7 @@ __all__ = [
     "atomic_file",
     "hash_file",
     "open_shard",
+    "sync_folder",
     "write_shard",
 ]
 
@@ -82,12 +83,18 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
                 "Free some space or choose another directory; nothing half-written was kept."
             ) from error
         raise
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: str | Path) -> None:
+    """Flush a directory's names to disk, so that files renamed into it stay."""
+    if os.name != "posix":
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:

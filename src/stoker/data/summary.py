@@ -47,6 +47,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
             source["file"]: source["breaks_off"] for source in manifest.get("sources", []) if "breaks_off" in source
         },
         "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
+        "hot_cold": _describe_parts(dataset),
         "tables": [
             {
                 "table": table,
@@ -73,6 +74,15 @@ def _describe_split(split: Split) -> dict[str, Any]:
         "shards": len(split.entry["shards"]),
         "bytes": split.bytes,
     }
+
+
+def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:
+    """Hot and cold training rows, where they are classified."""
+    known = dataset.hot_cold
+    if known is None:
+        return None
+    parts = {"hot": _describe_split(dataset.hot), "cold": _describe_split(dataset.cold)}
+    return {**parts, "hot_rows": known["hot_rows"], "profile_hash": known["profile_hash"]}
 
 
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class RecModel(nn.Module, ABC):
         device: where everything lies.
         backend: kernels of the tables (:class:`stoker.EmbeddingTables`).
         placement: where the rows lie (:func:`stoker.plan`); None means on the device. No part of the model.
+        steps: sequence features that are not pooled (:class:`stoker.EmbeddingTables`), for :class:`SequenceModel`.
 
     Raises:
         ConfigError: settings that cannot work.
@@ -64,8 +65,14 @@ class RecModel(nn.Module, ABC):
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
         placement: Strategy | Mapping[str, Strategy] | None = None,
+        steps: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        if steps and type(self).inputs is RecModel.inputs:
+            raise ConfigError(
+                f"model {self.name!r} takes one vector a feature, but steps name {sorted(steps)}. Leave steps out, or "
+                "subclass stoker.SequenceModel."
+            )
         if dense_dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dense_dtype {dense_dtype!r} is unknown. Choose 'float32' or 'bfloat16'.")
         self.spec = spec
@@ -82,12 +89,20 @@ class RecModel(nn.Module, ABC):
             device=device,
             backend=backend,
             placement=placement,
+            steps=steps,
         )
-        self._compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._compiled: Callable[..., Tensor] | None = None
 
     @abstractmethod
-    def dense_part(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits [B] from the dense columns [B, num_dense] and the pooled rows [B, F, D]."""
+    def dense_part(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Logits [B] from what :meth:`inputs` gives: dense columns [B, num_dense] and pooled rows [B, F, D].
+
+        A subclass writes ``dense_part(self, dense, embedded)``.
+        """
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What :meth:`dense_part` takes of a batch on the model's device. Looks its rows up."""
+        return batch.dense, self.embeddings(batch.ids, batch.offsets, batch.weights)
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:
@@ -107,14 +122,14 @@ class RecModel(nn.Module, ABC):
         """Logits [B] float32."""
         if batch.dense.device != self.device:
             batch = batch.to(self.device)
-        embedded = self.embeddings(batch.ids, batch.offsets, batch.weights)
+        inputs = self.inputs(batch)
         # Evaluation is not compiled: its odd batch sizes would each compile anew, and its numbers should be
         # those of a model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part
         if self.dense_dtype == "float32":
-            return score(batch.dense, embedded)
+            return score(*inputs)
         with torch.autocast(self.device.type, torch.bfloat16):
-            logits = score(batch.dense, embedded)
+            logits = score(*inputs)
         return logits.float()
 
     def loss(self, batch: Batch) -> Tensor:

@@ -1,9 +1,12 @@
-"""Dense layers with seeded initial values, drawn on the CPU so that they do not depend on the device."""
+"""Dense layers with seeded initial values, drawn on the CPU so that they do not depend on the device.
+
+Legend: B rows of whatever shape, C columns.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from stoker.errors import ConfigError
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
 
-__all__ = ["MLP", "dense_generator", "linear", "normal"]
+__all__ = ["MLP", "Dice", "PReLU", "dense_generator", "linear", "normal", "parts"]
 
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:
@@ -31,6 +34,12 @@ def linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
     layer.weight = normal(outputs, inputs, std=math.sqrt(2.0 / (inputs + outputs)), generator=generator)
     layer.bias = normal(outputs, std=math.sqrt(1.0 / outputs), generator=generator)
     return layer
+
+
+def parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weight [outputs, inputs] and bias [outputs] of linear layers."""
+    linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return [layer.weight for layer in linears], [layer.bias for layer in linears]
 
 
 class MLP(nn.Module):
@@ -52,6 +61,65 @@ class MLP(nn.Module):
             linear(before, size, generator) for before, size in zip((inputs, *sizes), sizes, strict=False)
         )
 
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weight [outputs, inputs] and bias [outputs] of every layer."""
+        return parts(self.layers)
+
     def forward(self, x: Tensor) -> Tensor:
-        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers), strict=True)
+        weights, biases = self.parts()
         return mlp(x, weights, biases, relu_last=self.last_relu)
+
+
+class PReLU(nn.Module):
+    """max(x, 0) + a min(x, 0) with a learned slope a for each of the last C columns (He et al. 2015)."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((columns,), 0.25))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``mask`` is not looked at: no row depends on another."""
+        return torch.where(x > 0, x, self.slope * x)
+
+
+class Dice(nn.Module):
+    """PReLU that bends at the mean of its input instead of at 0 (Zhou et al. 2018, section 5.3, Eq. 9).
+
+    The mean and the variance are those of the batch while training, and moving averages otherwise: as with batch
+    normalization an example's training step then depends on the others in its batch.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, columns: int, *, momentum: float = 0.1, eps: float = 1e-8) -> None:
+        super().__init__()
+        self.momentum, self.eps = momentum, eps
+        self.slope = nn.Parameter(torch.zeros(columns))
+        self.register_buffer("running_mean", torch.zeros(columns))
+        self.register_buffer("running_var", torch.ones(columns))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``x`` [..., C]; where ``mask`` [...] is given, the moments are those of the rows where it is true."""
+        mean, var = self._moments(x, mask) if self.training and torch.is_grad_enabled() else self._running()
+        share = torch.sigmoid((x - mean) * torch.rsqrt(var + self.eps))
+        return x * (share + (1 - share) * self.slope)
+
+    def _running(self) -> tuple[Tensor, Tensor]:
+        return self.running_mean, self.running_var
+
+    def _moments(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.dtype == torch.float64 else rows.float()
+        if mask is None:
+            mean = rows.mean(0)
+            var = (rows - mean).square().mean(0)
+        else:
+            weight = mask.reshape(-1, 1).to(rows.dtype)
+            count = weight.sum().clamp(min=1)
+            mean = (rows * weight).sum(0) / count
+            var = ((rows - mean).square() * weight).sum(0) / count
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(var.to(self.running_var.dtype), self.momentum)
+        return mean, var

@@ -1,13 +1,13 @@
 """The distinct rows of a batch, and which of them each lookup wants.
 
-Legend: B examples, F features, L ids, U distinct rows, T tables.
+Legend: B examples, F features, L ids, U distinct rows, T tables, P places.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,22 @@ import torch
 from torch import Tensor
 
 from stoker.ops.backend import Bags
+from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.reference import addresses
 from stoker.ops.space import AddressSpace
 
-__all__ = ["distinct_rows"]
+__all__ = ["Distinct", "distinct_rows", "split_rows"]
 
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _local = threading.local()
+
+
+class Distinct(NamedTuple):
+    """What a batch looks up."""
+
+    rows: npt.NDArray[np.int64]  # [U] addresses of its distinct rows, but for those with a place of their own
+    which: Tensor  # int32, as the ids: the number of its row among them, or -1 - place
+    placed: int  # distinct rows with a place of their own
 
 
 def distinct_rows(bags: Bags, space: AddressSpace) -> tuple[npt.NDArray[np.int64], Tensor]:
@@ -32,27 +41,59 @@ def distinct_rows(bags: Bags, space: AddressSpace) -> tuple[npt.NDArray[np.int64
     Raises:
         IndexError: an id lies outside its table.
     """
+    return split_rows(bags, space, FixedRows(space))[:2]
+
+
+def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
+    """The same where some rows have a place of their own, for which no distinct rows need be found.
+
+    Raises:
+        IndexError: an id lies outside its table.
+    """
     if not _HAVE_NUMBA:
-        space.check(bags.ids, bags.offsets)
-        found, inverse = torch.unique(addresses(bags.ids, space.bases, bags.offsets), return_inverse=True)
-        return found.numpy(), inverse.to(torch.int32).view(bags.ids.shape)
-    from stoker.ops.distinct_kernels import number_rows
+        return _split_rows(bags, space, fixed)
+    from stoker.ops import distinct_kernels as kernels
 
     count = bags.ids.numel()
     ids = bags.ids.contiguous().reshape(-1).numpy()
     jagged = bags.offsets is not None
     offsets = bags.offsets.contiguous().numpy() if bags.offsets is not None else np.zeros(1, np.int64)
-    start, features, first, sizes = _tables(space)
-    # A table has at most every id; the hash is emptied again by whoever filled it.
-    size = 1 << max(4, (2 * count).bit_length())
-    keys, numbers = _scratch(size)
-    rows = np.empty(count, np.int64)
+    table_of, start, features, first, sizes = _tables(space)
     inverse_ids = np.empty(count, np.int32)
-    found = number_rows(ids, offsets, jagged, start, features, first, sizes, keys, numbers, rows, inverse_ids)
+    others, placed = np.zeros(len(sizes), np.int64), 0
+    if len(fixed):
+        placed = kernels.place_rows(
+            ids, offsets, jagged, table_of, sizes, fixed.rows, fixed.first_place, *fixed.marks(), inverse_ids, others
+        )
+    elif jagged:
+        kernels.count_ids(offsets, (len(offsets) - 1) // len(features), start, features, others)
+    else:
+        others = np.diff(start) * (count // len(features))
+    # A table has at most every id; the hash is emptied again by whoever filled it.
+    left = int(others.sum())
+    keys, numbers = _scratch(1 << max(4, (2 * left).bit_length()))
+    rows = np.empty(left, np.int64)
+    found = -1
+    if placed >= 0:
+        found = kernels.number_rows(
+            ids, offsets, jagged, start, features, first, sizes, fixed.rows, others, keys, numbers, rows, inverse_ids
+        )
     if found < 0:
         keys.fill(-1)
         space.check(bags.ids, bags.offsets)
-    return rows[:found].copy(), torch.from_numpy(inverse_ids).view(bags.ids.shape)
+    return Distinct(rows[:found].copy(), torch.from_numpy(inverse_ids).view(bags.ids.shape), int(placed))
+
+
+def _split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
+    """The definition, in plain PyTorch."""
+    space.check(bags.ids, bags.offsets)
+    wanted = addresses(bags.ids, space.bases, bags.offsets).reshape(-1)
+    places = torch.from_numpy(fixed.places(wanted.numpy()))
+    own = places >= 0
+    found, inverse = torch.unique(wanted[~own], return_inverse=True)
+    which = -1 - places
+    which[~own] = inverse
+    return Distinct(found.numpy(), which.to(torch.int32).view(bags.ids.shape), len(torch.unique(places[own])))
 
 
 def _scratch(size: int) -> tuple[Any, Any]:
@@ -64,12 +105,13 @@ def _scratch(size: int) -> tuple[Any, Any]:
 
 
 def _tables(space: AddressSpace) -> tuple[Any, ...]:
-    """Features by table: where each table's begin, the features, first address and rows of each table."""
+    """The table of each feature; features by table: where each table's begin, the features; first address and rows of
+    each table."""
     known: tuple[Any, ...] | None = getattr(space, "_by_table", None)
     if known is None:
         tables = np.asarray(space.table_of, np.int64)
         features = np.argsort(tables, kind="stable").astype(np.int64)
         start = np.searchsorted(tables[features], np.arange(len(space.rows) + 1)).astype(np.int64)
-        known = (start, features, np.ascontiguousarray(space.first_row), np.asarray(space.rows, np.int64))
+        known = (tables, start, features, np.ascontiguousarray(space.first_row), np.asarray(space.rows, np.int64))
         object.__setattr__(space, "_by_table", known)
     return known

@@ -28,6 +28,7 @@ The first epoch begins with empty slots, so first uses, which no cache avoids, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ _GROWTH = 1.04  # from one bucket to the next
 _CHUNK = 2**24  # counts looked at together
 _MOMENTS = 12  # of the epoch at which the cache is looked at
 _ROUNDS = 24  # halvings of h
+_ENDLESS = 2**20  # batches of an epoch of which no counts are known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,17 +212,21 @@ class _Group:
         return stays[self.place], min(float(before[-1]), spare)
 
 
-def expect(tables: Sequence[Uses], slots: int, *, lookahead: int, in_flight: int, transient: bool = False) -> Traffic:
+def expect(
+    tables: Sequence[Uses], slots: int, *, lookahead: int | None, in_flight: int, transient: bool = False
+) -> Traffic:
     """The traffic of tables that share ``slots``.
 
     Args:
         tables: their uses.
         slots: C, enough for the rows of ``in_flight`` batches.
-        lookahead: W.
+        lookahead: W; None means that the whole epoch is known.
         in_flight: F.
         transient: rows leave after their last use in flight (``HostPipelined``).
     """
     group = _Group(tables)
+    if lookahead is None:
+        lookahead = math.ceil(group.batches[group.finite].max(initial=0)) or _ENDLESS
     keep = float(in_flight if transient else in_flight + lookahead)
     taken = group.rows * group.occupied(keep, in_flight)
     spare = 0.0 if transient else slots - float(taken.sum())

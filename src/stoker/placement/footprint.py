@@ -3,8 +3,8 @@
 Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W batches whose ids are known.
 
 * The page table (``tables/fast_residency``): 40 bytes a slot, and 16 more for the order of eviction where the window
-  wants more rows than there are slots; a hash of 32 bytes a record, a power of two of them at most 3/4 full, for rows
-  that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
+  wants more rows than there are slots, or next uses are foreseen; a hash of 32 bytes a record, a power of two of them
+  at most 3/4 full, for rows that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
 * The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``tables/slotted``):
   8 bytes a distinct row, 12 bytes a lookup (its id, and the row that it wants).
 * On the way: writebacks that have not landed (``tables/transfer``), those of two plans: more pile up only where a disk
@@ -15,6 +15,7 @@ Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W ba
   new one, twice as large, when it is full.
 
 Where pages of a file lie in the system's page cache they are no part of this: the system takes them back when asked.
+So it is with the next uses of an epoch (``tables/foresight``), of which memory holds 8 bytes a batch.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import numpy as np
 from stoker.placement.expected import Uses
 from stoker.tables.residency import ENOUGH
 
-__all__ = ["Beside", "Footprint"]
+__all__ = ["HOT_MARK", "Beside", "Footprint"]
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
 _ENTRY = 24
 _PER_ROW, _PER_LOOKUP = 8, 12
+HOT_MARK = 8  # bytes a hot row, in the threads that look rows up
 _PLANS = 2  # whose writebacks are on the way
 _MOMENTS = 16  # bytes a slot
 _KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand (2 to 9 % were measured)
@@ -67,10 +69,19 @@ class Footprint:
         in_flight: batches whose rows are in slots.
         on_cpu: the slots lie in main memory, as everything beside them does.
         rounded: the weights are bfloat16.
+        foresight: next uses are known beyond the window.
     """
 
     def __init__(
-        self, uses: Sequence[Uses], row_bytes: int, *, lookahead: int, in_flight: int, on_cpu: bool, rounded: bool
+        self,
+        uses: Sequence[Uses],
+        row_bytes: int,
+        *,
+        lookahead: int,
+        in_flight: int,
+        on_cpu: bool,
+        rounded: bool,
+        foresight: bool = False,
     ) -> None:
         self.rows = sum(use.num_rows for use in uses)  # N
         self.distinct = math.ceil(sum(use.distinct for use in uses))  # U
@@ -78,6 +89,7 @@ class Footprint:
         self.row_bytes = row_bytes
         self.in_flight = in_flight
         self.on_cpu = on_cpu
+        self.foresight = foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
         # Rows that the first so many announced batches want, and what lies between by interpolation.
         widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]
@@ -99,8 +111,9 @@ class Footprint:
         ring = max(_LEAST_RECORDS, 1 << ((window + 1) * self.distinct).bit_length())
         waiting = window * (_PER_ROW * self.distinct + _PER_LOOKUP * self.lookups)
         leaving = float(self._held[-1] - np.interp(slots, self._first, self._held))
+        slot = _ORDERED_SLOT if self.foresight or wanted > slots else _SLOT
         return Beside(
-            page_table=(_ORDERED_SLOT if wanted > slots else _SLOT) * slots + _RECORD * directory + self.rows // 8,
+            page_table=slot * slots + _RECORD * directory + self.rows // 8,
             window=_ENTRY * ring + waiting,
             on_the_way=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
             index=self.rows // 8,
@@ -114,6 +127,12 @@ class Footprint:
     def fast(self, slots: int) -> int:
         """Bytes of fast memory that C slots take: of the device, or of main memory with everything beside them."""
         return self.slot_bytes * slots + (self.counted(slots) if self.on_cpu else 0)
+
+    def hot_slots_within(self, memory: int, transit: int) -> int:
+        """C where only ``transit`` of the slots are planned, and the others belong to hot rows."""
+        beside = self.counted(transit) if self.on_cpu else 0
+        each = self.slot_bytes + (HOT_MARK if self.on_cpu else 0)
+        return min(self.rows, max(0, memory - beside) // each)
 
     def slots_within(self, memory: int) -> int:
         """C, as many as ``memory`` bytes of fast memory hold; 0 if not even one."""

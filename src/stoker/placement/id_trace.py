@@ -6,26 +6,24 @@ B examples, F features.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stoker.data import spool
 from stoker.data.dataset import Dataset
+from stoker.data.spool import Spool
 from stoker.errors import DataError
 from stoker.ops.space import AddressSpace, make_space
 from stoker.tables import tables_for
 
-__all__ = ["CHUNK", "IdTrace", "array_steps", "dataset_space", "dataset_steps", "record"]
+__all__ = ["IdTrace", "array_steps", "dataset_space", "dataset_steps", "record"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-CHUNK = 2**20  # places worked on together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,42 +53,8 @@ class IdTrace:
         return int(self.offsets[-1])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Steps [first, last) that hold about :data:`CHUNK` places together."""
-        first = 0
-        while first < self.steps:
-            last = int(np.searchsorted(self.offsets, self.offsets[first] + CHUNK, side="right")) - 1
-            last = max(first + 1, last)
-            yield first, last
-            first = last
-
-
-def _spans(size: int) -> Iterator[tuple[int, int]]:
-    """``range(size)`` in stretches of :data:`CHUNK`."""
-    for begin in range(0, size, CHUNK):
-        yield begin, min(begin + CHUNK, size)
-
-
-class _Spool:
-    """Arrays appended to an unnamed temporary file and then mapped; the file goes when its map does."""
-
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self._dtype = np.dtype(dtype)
-        self._file: Any = tempfile.TemporaryFile(prefix="stoker-replay-")  # noqa: SIM115  (closed by __exit__)
-
-    def __enter__(self) -> _Spool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def add(self, values: npt.NDArray[Any]) -> None:
-        self._file.write(np.ascontiguousarray(values, self._dtype).data)
-
-    def mapped(self) -> npt.NDArray[Any]:
-        self._file.flush()
-        return np.memmap(self._file, dtype=self._dtype, mode="r+").view(np.ndarray)
+        """Steps [first, last) that are worked on together."""
+        return spool.stretches(self.offsets)
 
 
 def dataset_space(dataset: Dataset) -> AddressSpace:
@@ -180,7 +144,7 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
 
     offsets, lookups = [0], 0
     known, fresh, waiting = np.empty(0, np.int64), list[Int64](), 0
-    with _Spool(np.int64) as wide, _Spool(np.int32) as narrow, _Spool(np.int32) as numbers:
+    with Spool(np.int64) as wide, Spool(np.int32) as narrow, Spool(np.int32) as numbers:
         for keys in steps:
             distinct, counts = np.unique(keys, return_counts=True)
             wide.add(distinct)
@@ -189,19 +153,19 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
             lookups += len(keys)
             fresh.append(distinct)
             waiting += len(distinct)
-            if waiting >= max(4 * CHUNK, len(known)):  # as rarely as memory in proportion to K allows
+            if waiting >= max(4 * spool.CHUNK, len(known)):  # as rarely as memory in proportion to K allows
                 known, fresh, waiting = np.unique(np.concatenate([known, *fresh])), [], 0
             advance(len(offsets) - 1)
         known = np.unique(np.concatenate([known, *fresh]))
         if not len(known):
             raise DataError("the trace has no lookups. Give a dataset, or batches with ids.")
         places = wide.mapped()
-        for begin, end in _spans(len(places)):
+        for begin, end in spool.spans(len(places)):
             numbers.add(np.searchsorted(known, places[begin:end]))
         rows, occurrences = numbers.mapped(), narrow.mapped()
     greatest = int(known[-1])
     nearest = len(rows) + np.arange(len(known), dtype=np.int64)
-    for begin, end in reversed(list(_spans(len(rows)))):
+    for begin, end in reversed(list(spool.spans(len(rows)))):
         link(rows, begin, end, nearest, places)  # the keys are no longer needed: their file takes the links
     trace = IdTrace(
         offsets=np.array(offsets, np.int64),

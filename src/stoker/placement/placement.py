@@ -6,7 +6,7 @@ Legend: C slots of a group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,9 +14,10 @@ import torch
 from stoker.device import available_memory
 from stoker.errors import ConfigError
 from stoker.placement.expected import Traffic, Uses, expect
-from stoker.placement.footprint import Footprint
+from stoker.placement.footprint import HOT_MARK, Footprint
+from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
-from stoker.tables.config import DTYPES, Device, HostPipelined, Slotted, Strategy, TableConfig
+from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig
 from stoker.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Group:
     bytes: int  # of all rows, with optimizer state
     strategy: str  # name of the class
     home: Literal["memory", "file"] | None  # where all rows lie, if not in their slots
+    hot: int  # rows in slots of their own (HotCold)
     slots: int  # rows in fast memory
     slot_bytes: int  # what they take, with optimizer state
     beside_bytes: int  # main memory that it takes at most to find and plan them
@@ -65,6 +67,8 @@ class Workload:
     lookahead: int
     in_flight: int | None
     device: torch.device
+    foresight: bool = False
+    hot_batches: HotBatches | None = None  # where batches of hot rows are kept apart
 
     def depth(self, home: str | None) -> int:
         """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
@@ -75,24 +79,52 @@ class Workload:
         return Footprint(
             [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state), lookahead=self.lookahead,
             in_flight=self.depth("file"), on_cpu=self.device.type == "cpu", rounded=tables[0].dtype == "bfloat16",
+            foresight=self.foresight,
         )  # fmt: skip
 
     def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
         """What is expected of tables behind ``slots``, and whether batches come in parts."""
         uses = [self.uses[table.name] for table in tables]
-        depth = self.depth(strategy.home)
-        while depth > 1 and sum(use.distinct_of(depth) for use in uses) > slots:
+        stay = strategy.count_hot(tables) if isinstance(strategy, HotCold) else ()
+        if self.hot_batches is None:
+            return self._traffic(uses, stay, strategy, slots)
+        hot = [self.hot_batches.rows.get(table.name, 0) for table in tables]
+        share = self.hot_batches.share
+        inside, outside = zip(*(phases(use, rows, share) for use, rows in zip(uses, hot, strict=True)), strict=True)
+        others, parts = self._traffic(outside, stay, strategy, slots)
+        # Batch after batch of the same rows: whatever keeps rows at all keeps these.
+        kept = sum(hot) <= slots if isinstance(strategy, Cached) else all(map(int.__ge__, stay, hot)) and bool(stay)
+        warm = resting(inside) if kept else self._traffic(inside, stay, strategy, slots)[0]
+        found = mixed(warm, others, share)
+        if kept and not stay:  # rows that a cache meets in hot batches only have to come there
+            new = sum(
+                float(parted(use, rows)[0].rows.sum() - parted(out, rows)[0].rows.sum()) / use.batches
+                for use, out, rows in zip(uses, outside, hot, strict=True)
+            )
+            found = replace(found, hits=found.hits - new, first=found.first + new)
+        return found, parts
+
+    def _traffic(
+        self, uses: Sequence[Uses], stay: Sequence[int], strategy: Slotted, slots: int
+    ) -> tuple[Traffic, bool]:
+        """The same in batches of one kind, where ``stay`` [T] rows of each table never leave."""
+        moving = [parted(use, rows)[1] for use, rows in zip(uses, stay, strict=True)] if stay else uses
+        room, depth = slots - sum(stay), self.depth(strategy.home)
+        while depth > 1 and sum(use.distinct_of(depth) for use in moving) > room:
             depth -= 1  # the next batch is staged when one is done
-        found = expect(
-            uses, slots, lookahead=self.lookahead, in_flight=depth, transient=isinstance(strategy, HostPipelined)
-        )
-        if found.distinct <= slots:
+        if stay:
+            found = expect_hot_cold(uses, stay, slots, in_flight=depth)
+        else:
+            found = expect(
+                uses, slots, lookahead=None if self.foresight else self.lookahead, in_flight=depth,
+                transient=not isinstance(strategy, Cached),
+            )  # fmt: skip
+        distinct = sum(use.distinct for use in moving)
+        if distinct <= room:
             return found, False
         # In parts, rows come once for the lookup and once more for the update.
-        twice = Traffic(
-            distinct=2 * found.distinct, hits=0.0, lookups=found.lookups, lookups_hit=0.0, first=found.first,
-            written=found.distinct,
-        )  # fmt: skip
+        still = max(0.0, found.distinct - distinct) if stay else 0.0
+        twice = replace(found, distinct=still + 2 * distinct, hits=still, lookups_hit=0.0, written=distinct)
         return twice, True
 
 
@@ -108,6 +140,8 @@ class Placement(MutableMapping[str, Strategy]):
         workload: what to judge by.
         profile: costs of this machine; None measures it at the first look at :attr:`groups`.
         note: why the rows at home lie where they do.
+        moved: bytes a step, both ways, of the strategies that were weighed, by name.
+        choice: in a sentence, what they move and which one it is.
     """
 
     def __init__(
@@ -117,10 +151,14 @@ class Placement(MutableMapping[str, Strategy]):
         workload: Workload,
         profile: Profile | None = None,
         note: str = "",
+        moved: Mapping[str, float] | None = None,
+        choice: str = "",
     ) -> None:
         self.tables = tuple(tables)
         self.workload = workload
         self.note = note
+        self.moved = dict(moved or {})
+        self.choice = choice
         self._profile = profile
         self._chosen = dict(strategies)
         self._groups: tuple[Group, ...] | None = None
@@ -182,26 +220,29 @@ class Placement(MutableMapping[str, Strategy]):
     ) -> Group:
         work, strategy = self.workload, bucket.strategy
         rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
-        slots, beside, home, seconds, disk, parts = rows, 0, None, 0.0, 0.0, False
+        slots, beside, home, seconds, disk, parts, hot = rows, 0, None, 0.0, 0.0, False, 0
         if isinstance(strategy, Slotted):
             slots, home = strategy.count_slots(rows, size), strategy.home
-            beside = work.footprint(tables).beside(slots).total
+            hot_of = strategy.count_hot(tables) if isinstance(strategy, HotCold) else (0,) * len(tables)
+            hot = sum(hot_of)
+            beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
             traffic, parts = work.traffic(tables, strategy, slots)
             profile = measured(tables[0], strategy)
-            seconds = profile.plan_seconds(traffic)
+            found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])
+            planned = replace(
+                traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
+                lookups=traffic.lookups - found.lookups,
+            )  # fmt: skip
+            seconds = profile.plan_seconds(planned)
             used = sum(float(work.uses[table.name].rows.sum()) for table in tables)
             cold = _cold_share(used * size) if home == "file" else 0.0
             disk = profile.disk_seconds(traffic, size, cold)
             seconds += profile.move_seconds(traffic, size, home=strategy.home, cold=cold) + disk
         else:
-            uses = [work.uses[table.name] for table in tables]
-            distinct, lookups = sum(use.distinct for use in uses), sum(float(use.lookups @ use.rows) for use in uses)
-            traffic = Traffic(
-                distinct=distinct, hits=distinct, lookups=lookups, lookups_hit=lookups, first=0.0, written=0.0
-            )
+            traffic = resting([work.uses[table.name] for table in tables])
         return Group(
             tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=rows * size,
-            strategy=type(strategy).__name__, home=home, slots=slots, slot_bytes=slots * size,
+            strategy=type(strategy).__name__, home=home, hot=hot, slots=slots, slot_bytes=slots * size,
             beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate,
             fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
@@ -240,8 +281,10 @@ class Placement(MutableMapping[str, Strategy]):
                 if strategy.home == "memory"
                 else f"in a file in {strategy.path or 'the temporary directory'}"
             )
+            hot = sum(strategy.count_hot(tables)) if isinstance(strategy, HotCold) else 0
+            own = f", {format_count(hot)} of them for hot rows" if hot else ""
             parts.append(
-                f"{_tables(len(tables))} {type(strategy).__name__} in {format_count(slots)} slots "
+                f"{_tables(len(tables))} {type(strategy).__name__} in {format_count(slots)} slots{own} "
                 f"({slots / rows:.1%} of their rows, {format_size(slots * size)}), home {where} "
                 f"({format_size(rows * size)})"
             )
@@ -249,7 +292,11 @@ class Placement(MutableMapping[str, Strategy]):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"note": self.note, "seconds": self.seconds, "groups": [asdict(group) for group in self.groups]}
+        weighed = {name: size / _MIB for name, size in self.moved.items()}
+        groups = [asdict(group) for group in self.groups]
+        return {
+            "note": self.note, "choice": self.choice, "moved_mib": weighed, "seconds": self.seconds, "groups": groups,
+        }  # fmt: skip
 
     def report(self) -> Table:
         """A Rich table of the groups.
@@ -268,6 +315,8 @@ class Placement(MutableMapping[str, Strategy]):
         for _ in self.groups:
             table.add_column(justify="right")
         for name, words in _FIGURES.items():
+            if name == _OF_THEM_HOT and not any(group.hot for group in self.groups):
+                continue
             table.add_row(name, *(words(group) for group in self.groups))
         return table
 
@@ -277,6 +326,7 @@ def _moving(words: Callable[[Group], str]) -> Callable[[Group], str]:
     return lambda group: "-" if group.home is None else words(group)
 
 
+_OF_THEM_HOT = "of them hot"
 _FIGURES: dict[str, Callable[[Group], str]] = {
     "tables": lambda group: _named(group.tables),
     "rows": lambda group: format_count(group.rows),
@@ -284,6 +334,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "strategy": lambda group: group.strategy + (", in parts" if group.in_parts else ""),
     "home": _moving(lambda group: str(group.home)),
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
+    _OF_THEM_HOT: _moving(lambda group: format_count(group.hot) if group.hot else "-"),
     "slots take": _moving(lambda group: format_size(group.slot_bytes)),
     "finding and planning rows": _moving(lambda group: format_size(group.beside_bytes)),
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",

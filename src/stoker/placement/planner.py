@@ -22,17 +22,15 @@ from stoker.errors import ConfigError
 from stoker.optim import RowOptimizer
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
+from stoker.placement.hot_cold import HotBatches, roomy
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
+from stoker.placement.weigh import Choice, Division, Kind, by_kind, check_choice, kind_of, weigh
 from stoker.tables.config import Cached, Device, TableConfig
 from stoker.units import format_size, parse_size
 
 __all__ = ["plan"]
 
-Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
-
-_MARGIN = 0.05  # batches are not quite independent draws
-_DEVIATIONS = 5.0  # and their distinct rows scatter
 _SHARES = 16  # parts in which memory is dealt out to several kinds
 _AS_GOOD = 1.01  # times the least traffic
 _HOME_SHARE = 0.8  # of the available memory
@@ -49,6 +47,9 @@ def plan(
     in_flight: int | None = None,
     lookahead: int = 64,
     spill: Literal["parts", "refuse"] = "parts",
+    foresight: bool = False,
+    strategy: Choice = "auto",
+    hot_batches: HotBatches | None = None,
     path: str | Path | None = None,
     device: torch.device | str | None = None,
     profile: Profile | None = None,
@@ -70,6 +71,10 @@ def plan(
         in_flight: batches whose rows are in fast memory at a time; None as in :func:`stoker.stage`.
         lookahead: batches whose ids are known in advance.
         spill: whether batches with more rows than slots are worked on in parts or refused.
+        foresight: the next use of every row is known to the end of the epoch (:func:`stoker.stage`).
+        strategy: of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is
+            expected to move the fewest bytes.
+        hot_batches: of a classified dataset that is read by its schedule; ``HotCold`` keeps its profile's hot rows.
         path: directory of homes in files; None means the system's temporary one.
         device: where the slots are; None takes the first GPU, else the CPU.
         profile: costs of the machine; None measures this one when they are first asked for.
@@ -83,6 +88,7 @@ def plan(
         raise ConfigError(
             f"batch_size={batch_size}, lookahead={lookahead} and in_flight={in_flight} must be at least 1, 0 and 1."
         )
+    check_choice(strategy)
     chosen = resolve_device(device)
     budget = parse_size(device_memory)
     mean = {name: _of(ids_per_feature, name, 1.0) for table in tables for name in table.features}
@@ -90,7 +96,7 @@ def plan(
     state = dict(optimizer.state)
     work = Workload(
         uses=_uses(tables, counts or {}, batch_size, mean), state=state, lookahead=lookahead, in_flight=in_flight,
-        device=chosen,
+        device=chosen, foresight=foresight, hot_batches=hot_batches,
     )  # fmt: skip
     needs = _Needs(work, most, spill)
     total = sum(needs.bytes(table) for table in tables)
@@ -100,6 +106,11 @@ def plan(
     needs.check(tables, budget, batch_size)
     resident, slots = _divide(tables, budget, needs, work)
     rest = [table for table in tables if table not in resident]
+    division, moved, choice = weigh(
+        Division(strategy=Cached, resident=resident, rest=rest, slots=slots), work, budget, strategy,
+        needs.largest_slots,
+    )  # fmt: skip
+    resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
     kinds = by_kind(rest)
     taken = sum(needs.bytes(table) for table in resident)
     taken += sum(needs.footprint(members).fast(slots[kind]) for kind, members in kinds.items())
@@ -112,22 +123,18 @@ def plan(
     options: dict[str, Any] = {"home": home, "spill": spill}
     if home == "file":
         options["path"] = None if path is None else str(path)
-    # With as few slots as the rows in flight a cache still fetches no more than a pipeline without one (HostPipelined).
-    cached = {
-        kind: Cached(memory=slots[kind] * row_bytes(members[0], state), **options) for kind, members in kinds.items()
+    of_kind = {
+        kind: division.of(memory=slots[kind] * row_bytes(members[0], state), **options)
+        for kind, members in kinds.items()
     }
-    strategies = {table.name: Device() if table in resident else cached[_kind(table)] for table in tables}
-    return Placement(tables, strategies, work, profile, note)
+    strategies = {table.name: Device() if table in resident else of_kind[kind_of(table)] for table in tables}
+    return Placement(tables, strategies, work, profile, note, moved, choice)
 
 
 def _of(given: float | Mapping[str, float] | None, name: str, default: float) -> float:
     if given is None:
         return default
     return given if isinstance(given, int | float) else given.get(name, default)
-
-
-def _kind(table: TableConfig) -> Kind:
-    return table.embedding_dim, table.pooling, table.dtype
 
 
 def _uses(
@@ -174,8 +181,7 @@ class _Needs:
     def in_flight_slots(self, members: Sequence[TableConfig], depth: int) -> int:
         """Rows of ``depth`` batches of tables of one kind, with a margin: few batches have more."""
         expected = sum(self.uses[table.name].distinct_of(depth) for table in members)
-        rows = math.ceil((1 + _MARGIN) * expected + _DEVIATIONS * math.sqrt(expected))
-        return min(rows, sum(table.num_embeddings for table in members))
+        return min(roomy(expected), sum(table.num_embeddings for table in members))
 
     def largest_slots(self, members: Sequence[TableConfig]) -> int:
         """Rows of the largest example, of tables of one kind."""
@@ -225,14 +231,6 @@ class _Needs:
             f"that works is {_at_least(least)}. Give that much (--device-memory), {remedy}.",
             settings=("spill",),
         )
-
-
-def by_kind(tables: Sequence[TableConfig]) -> dict[Kind, list[TableConfig]]:
-    """Tables that may share slots."""
-    found: dict[Kind, list[TableConfig]] = {}
-    for table in tables:
-        found.setdefault(_kind(table), []).append(table)
-    return found
 
 
 def _divide(

@@ -28,8 +28,8 @@ __all__ = ["STRATEGIES", "Replay", "StrategyFigures", "replay", "row_size", "sim
 
 #: replayed unless others are asked for
 STRATEGIES = (
-    "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "host-pipelined",
-    "belady",
+    "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "hot-cold",
+    "host-pipelined", "belady",
 )  # fmt: skip
 _OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
 
@@ -127,8 +127,8 @@ def replay(
         slots: rows that fast memory holds. Give at most one of slots, fraction and device_memory.
         fraction: the same as a share of all rows, ``0.1`` or ``"10%"``; 10 % where none of the three is given.
         device_memory: the same in bytes, ``"1GiB"``, of which rows and their state take all.
-        strategies: ``"lru"``, ``"lfu"``, ``"host-pipelined"``, ``"belady"``, and ``"lookahead-W"`` for W batches known
-            ahead.
+        strategies: ``"lru"``, ``"lfu"``, ``"hot-cold"``, ``"host-pipelined"``, ``"belady"``, and ``"lookahead-W"`` for
+            W batches known ahead.
         in_flight: batches whose rows may not leave, the current one included.
         batch_size: examples per batch.
         steps: batches in all, over several epochs where needed; None takes one epoch, or all arrays.
@@ -236,19 +236,45 @@ def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: in
     )
 
 
-def _pipelined(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> tuple[Counts, Int64]:
-    """What passes through without a cache; and [4]: rows in flight at the end, the most there were, the first step that
-    needs more than the slots (-1: none), and how many it needs."""
+def _pipelined(
+    trace: IdTrace, slots: int, in_flight: int, report: Progress, hot: npt.NDArray[np.bool_] | None = None
+) -> tuple[Counts, Int64]:
+    """What passes through without a cache but for the ``hot`` [K] rows; and [4]: other rows in flight at the end, the
+    most there were, the first step that needs more than the slots (-1: none), and how many it needs."""
     from stoker.placement import replay_kernels as kernels
 
     state, totals = np.array([0, 0, -1, 0], np.int64), np.zeros(5, np.int64)
     last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
+    stay = np.zeros(trace.num_rows, np.bool_) if hot is None else hot
     for first, last in trace.chunks():
         kernels.pipelined(
-            trace.rows, trace.counts, trace.offsets, first, last, in_flight, slots, last_use, resident, state, totals
-        )
-        report("host-pipelined", last, trace.steps)
+            trace.rows, trace.counts, trace.offsets, first, last, in_flight, slots, stay, last_use, resident, state,
+            totals,
+        )  # fmt: skip
+        report("host-pipelined" if hot is None else "hot-cold", last, trace.steps)
     return Counts(*totals.tolist()), state
+
+
+def _hot_cold(trace: IdTrace, slots: int, in_flight: int, report: Progress) -> Counts:
+    """The most used rows stay, as many as leave room for the others."""
+    from stoker.placement import replay_kernels as kernels
+
+    uses = np.zeros(trace.num_rows, np.int64)
+    for first, last in trace.chunks():
+        kernels.count_uses(trace.rows, trace.offsets[first], trace.offsets[last], uses)
+    order = np.argsort(-uses, kind="stable")
+    low, high = 0, min(slots, trace.num_rows)
+    found: Counts | None = None
+    while found is None or low < high:
+        count = (low + high + 1) // 2
+        hot = np.zeros(trace.num_rows, np.bool_)
+        hot[order[:count]] = True
+        counts, state = _pipelined(trace, slots, in_flight, report, hot)
+        if count + int(state[1]) <= slots:
+            low, found = count, counts
+        else:
+            high = count - 1
+    return found
 
 
 def simulate(
@@ -263,6 +289,8 @@ def simulate(
 
     if strategy.kind == "host-pipelined":
         return _pipelined(trace, slots, in_flight, report)[0]
+    if strategy.kind == "hot-cold":
+        return _hot_cold(trace, slots, in_flight, report)
     rows, counts, offsets = trace.rows, trace.counts, trace.offsets
     slots = min(slots, trace.num_rows)  # more are never taken
     last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)

@@ -21,7 +21,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["belady", "bitmap", "lfu", "link", "lru", "pipelined"]
+__all__ = ["belady", "bitmap", "count_uses", "lfu", "link", "lru", "pipelined"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -99,6 +99,13 @@ def link(rows: Int32, begin: int, end: int, nearest: Int64, following: Int64) ->
 
 
 @_jit
+def count_uses(rows: Int32, begin: int, end: int, uses: Int64) -> None:
+    """Add the places [begin, end) to ``uses`` [K]: in how many steps each row is."""
+    for place in range(begin, end):
+        uses[rows[place]] += 1
+
+
+@_jit
 def _use(
     rows: Int32,
     counts: Int32,
@@ -133,24 +140,28 @@ def pipelined(
     last: int,
     in_flight: int,
     slots: int,
+    hot: Flags,
     last_use: Int32,
     resident: Flags,
     state: Int64,
     totals: Int64,
 ) -> None:
-    """No cache: a row leaves when no batch in flight uses it.
+    """No cache: a row leaves when no batch in flight uses it, unless it is ``hot`` [K].
 
-    ``state`` [4]: rows in flight, the most so far, and the first step with more than ``slots`` (-1) and its rows.
+    ``state`` [4]: rows in flight that are not hot, the most so far, and the first step with more than ``slots`` (-1)
+    and its rows.
     """
     for step in range(first, last):
-        state[0] += _use(rows, counts, offsets[step], offsets[step + 1], step, last_use, resident, totals)
+        _use(rows, counts, offsets[step], offsets[step + 1], step, last_use, resident, totals)
         for place in range(offsets[step], offsets[step + 1]):
-            resident[rows[place]] = True
+            row = rows[place]
+            state[0] += not resident[row] and not hot[row]
+            resident[row] = True
         gone = step - in_flight
         if gone >= 0:
             for place in range(offsets[gone], offsets[gone + 1]):
                 row = rows[place]
-                if last_use[row] == gone:
+                if last_use[row] == gone and not hot[row]:
                     resident[row] = False
                     state[0] -= 1
                     totals[4] += 1

@@ -22,8 +22,8 @@ from stoker.errors import ConfigError
 __all__ = ["CacheStrategy", "Counts", "Row", "replay_reference"]
 
 Row = tuple[int, int]  # (id within its table, position of the table): the greater is the rarer, and leaves first
-Kind = Literal["lru", "lfu", "lookahead", "belady", "host-pipelined"]
-_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "host-pipelined")
+Kind = Literal["lru", "lfu", "lookahead", "belady", "hot-cold", "host-pipelined"]
+_PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "hot-cold", "host-pipelined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class CacheStrategy:
     * ``lookahead``: the one whose next use is farthest, where only the next ``window`` batches are known and
       a row in none of them counts as infinitely far (Balasubramanian et al., cDLRM, 2021, section 3).
     * ``belady``: the same with all batches known; no strategy misses less (Belady 1966).
+    * ``hot-cold``: rows that came never leave if they are hot; all others as in ``host-pipelined``. Hot are the rows
+      that the most batches of the whole trace use, as many as leave slots for the others in flight (FAE, 2022).
     * ``host-pipelined``: no cache. A row leaves as soon as no batch in flight uses it.
 
     Ties leave in order of falling id (ids are numbered by falling frequency, so the greater is the rarer), then of
@@ -97,6 +99,8 @@ def replay_reference(
     uses: Counter[Row] = Counter()
     hits = lookups_hit = misses = compulsory = written_back = 0
 
+    hot = _hot_rows(batches, slots, in_flight) if strategy.kind == "hot-cold" else set[Row]()
+
     def rank(row: Row, step: int) -> tuple[float, Row]:
         """The resident row of the highest rank leaves first."""
         if strategy.kind == "lru":
@@ -111,8 +115,8 @@ def replay_reference(
         if len(kept) > slots:
             raise ConfigError(f"step {step} has {len(kept):,} rows in flight, but there are {slots:,} slots.")
         found, missing = batch.keys() & resident, batch.keys() - resident
-        leaving = sorted(resident - kept, key=partial(rank, step=step), reverse=True)
-        if strategy.kind != "host-pipelined":
+        leaving = sorted(resident - kept - hot, key=partial(rank, step=step), reverse=True)
+        if strategy.kind not in ("hot-cold", "host-pipelined"):
             leaving = leaving[: max(0, len(missing) - (slots - len(resident)))]
         hits += len(found)
         lookups_hit += sum(batch[row] for row in found)
@@ -124,3 +128,15 @@ def replay_reference(
             last_use[row] = step
             uses[row] += 1
     return Counts(hits, lookups_hit, misses, compulsory, written_back)
+
+
+def _hot_rows(batches: Sequence[Mapping[Row, int]], slots: int, in_flight: int) -> set[Row]:
+    """The most used rows; the more are hot, the fewer of the others are in flight, but not by more."""
+    uses = Counter(row for batch in batches for row in batch)
+    order = sorted(uses, key=lambda row: (-uses[row], row))
+    flights = [set().union(*batches[max(0, step - in_flight + 1) : step + 1]) for step in range(len(batches))]
+    for count in range(min(len(order), slots), 0, -1):
+        hot = set(order[:count])
+        if count + max(len(flight - hot) for flight in flights) <= slots:
+            return hot
+    return set()

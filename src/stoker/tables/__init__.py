@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from stoker.tables.config import Cached, Device, HostPipelined, Strategy, TableConfig, tables_for
+from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strategy, TableConfig, tables_for
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.replicas import Replicas
 from stoker.tables.stage import Stage, stage
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Device",
     "EmbeddingTables",
     "HostPipelined",
+    "HotCold",
+    "Replicas",
     "Stage",
     "Strategy",
     "TableConfig",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
 from stoker.units import parse_size
 
-__all__ = ["Cached", "Device", "HostPipelined", "Slotted", "Strategy", "TableConfig", "tables_for"]
+__all__ = ["Cached", "Device", "HostPipelined", "HotCold", "Slotted", "Strategy", "TableConfig", "tables_for"]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -93,6 +93,66 @@ class Cached(Slotted):
 @dataclass(frozen=True, kw_only=True)
 class HostPipelined(Slotted):
     """Slots for batches in flight only: every row goes home after its last use in flight (EL-Rec's pipeline)."""
+
+
+class _Profiled(Protocol):
+    """What a profile says, such as :class:`stoker.HotProfile`."""
+
+    @property
+    def hot_rows(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotCold(Slotted):
+    """Hot rows, the ids below H of each table, have slots of their own for ever; every other row goes home after its
+    last use in flight (FAE, VLDB 2022, section 4, with one copy of a hot row instead of two).
+
+    Size and home are those of :class:`Slotted`: ``slots``, ``fraction`` or ``memory`` count hot rows and rows in
+    transit together. One value serves tables with different H, which then share one cache.
+
+    Raises:
+        ConfigError: as for :class:`Slotted`; no hot rows, or fewer than 0 of a table.
+    """
+
+    hot: Mapping[str, int] | tuple[tuple[str, int], ...] = ()  # table -> H; tables that are not named have none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = self.hot.items() if isinstance(self.hot, Mapping) else self.hot
+        hot = tuple(sorted((name, int(rows)) for name, rows in pairs))
+        object.__setattr__(self, "hot", hot)  # hashable, and equal whatever the order
+        if wrong := [name for name, rows in hot if rows < 0]:
+            raise ConfigError(f"HotCold: table {wrong[0]!r} has {dict(hot)[wrong[0]]} hot rows; give 0 or more.")
+        if not any(rows for _, rows in hot):
+            raise ConfigError(
+                "HotCold needs hot rows, such as hot={'C3': 10_000}, or HotCold.from_profile(stoker.profile(...), "
+                "...). Without any, choose HostPipelined."
+            )
+
+    @classmethod
+    def from_profile(cls, profile: _Profiled, **options: Any) -> HotCold:
+        """The hot rows of a profile (``stoker.profile``); ``options`` are the other fields, one size among them."""
+        return cls(hot=profile.hot_rows, **options)
+
+    @property
+    def hot_rows(self) -> dict[str, int]:
+        """Table -> H, for those named."""
+        return dict(self.hot)
+
+    def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
+        """[T] H of each table.
+
+        Raises:
+            ConfigError: more hot rows than a table has.
+        """
+        hot = self.hot_rows
+        for table in tables:
+            if hot.get(table.name, 0) > table.num_embeddings:
+                raise ConfigError(
+                    f"HotCold: {hot[table.name]:,} rows of table {table.name!r} are to be hot, but it has "
+                    f"{table.num_embeddings:,}. Give at most so many, or profile the dataset that these tables are for."
+                )
+        return tuple(hot.get(table.name, 0) for table in tables)
 
 
 @dataclass(frozen=True, kw_only=True)

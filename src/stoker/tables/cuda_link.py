@@ -203,6 +203,10 @@ class CudaLink(QueuedLink):
         for waiting in self._before.values():
             waiting.extend(mark)
 
+    def finish(self) -> None:
+        for event in self.mark():
+            event.synchronize()
+
     def _follow(self, stream: Any) -> None:
         """What is queued on ``stream`` from now on comes after all work on slots that were given up."""
         waiting = self._before[stream]

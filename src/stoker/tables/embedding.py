@@ -1,12 +1,13 @@
 """Embedding tables that train themselves: lookup in forward, one update per distinct row inside backward.
 
-Legend: B examples, F features, D columns, L ids in all.
+Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D columns, L ids in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Device, Strategy, TableConfig, feature_order
+from stoker.tables.config import Device, HotCold, Strategy, TableConfig, feature_order
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
+from stoker.tables.replicas import Replicas
 from stoker.tables.slotted import SlottedRows
+from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
 from stoker.units import format_size
 
 __all__ = ["EmbeddingTables"]
 
 #: attributes that the constructor makes, which are not copied
-_REMADE = ("groups", "_anchor", "_columns", "_group_of", "_staged")
+_REMADE = ("groups", "_anchor", "_columns", "_group_of", "_layout", "_layouts", "_runs", "_staged")
 
 
 class _Lookup(torch.autograd.Function):
@@ -59,10 +62,15 @@ class _Lookup(torch.autograd.Function):
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
     """A strategy for each table."""
     if placement is None or isinstance(placement, Strategy):
-        return [placement or Device()] * len(names)
-    if unknown := sorted(set(placement) - set(names)):
-        raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
-    return [placement.get(name, Device()) for name in names]
+        found = [placement or Device()] * len(names)
+    else:
+        if unknown := sorted(set(placement) - set(names)):
+            raise ConfigError(f"the placement names {unknown}, but the tables are {', '.join(names)}.")
+        found = [placement.get(name, Device()) for name in names]
+    for strategy in found:
+        if isinstance(strategy, HotCold) and (unknown := sorted(set(strategy.hot_rows) - set(names))):
+            raise ConfigError(f"HotCold names hot rows of {unknown}, but the tables are {', '.join(names)}.")
+    return found
 
 
 class EmbeddingTables(nn.Module):
@@ -81,9 +89,11 @@ class EmbeddingTables(nn.Module):
         include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
             :mod:`stoker.data` do.
         placement: where the rows lie: one strategy for all tables, or by table name; others lie on the device.
+        steps: sequence features that are not pooled, and T, the ids they have at most: such a feature gives T vectors,
+            one for each id of its bag. A shorter bag stands at the end, behind vectors of zeros.
 
     Raises:
-        ConfigError: no tables, two tables of one name, or a feature named twice.
+        ConfigError: no tables, two tables of one name, a feature named twice, or steps of no feature.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class EmbeddingTables(nn.Module):
         backend: BackendName = "auto",
         include_last_offset: bool = True,
         placement: Strategy | Mapping[str, Strategy] | None = None,
+        steps: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         if not tables:
@@ -116,6 +127,8 @@ class EmbeddingTables(nn.Module):
         self.include_last_offset = include_last_offset
         self.seed = seed
         self.groups: list[TableGroup] = []
+        self._layout = StepLayout(self.features, steps or {})
+        self._layouts: list[StepLayout | None] = []  # of each group; None where it pools all its features
         self._columns: list[Tensor | None] = []  # features of each group; None means all, in order
         self._anchor = torch.zeros((), requires_grad=True)
         self._staged: dict[int, tuple[Tensor, tuple[Lease | None, ...]]] = {}  # by id of the ids tensor, kept alive
@@ -125,10 +138,11 @@ class EmbeddingTables(nn.Module):
         for (_, _, _, strategy), members in buckets.items():
             owned = {feature for table in members for feature in table.features}
             mine = [feature for feature in self.features if feature in owned]
+            # To a group every step is a feature of its own: kernels and placement need not know of sequences.
             self.groups.append(
                 TableGroup(
-                    members,
-                    mine,
+                    [replace(table, features=self._layout.names(table.features)) for table in members],
+                    self._layout.names(mine),
                     optimizer=optimizer,
                     strategy=strategy,
                     seed=seed,
@@ -136,9 +150,21 @@ class EmbeddingTables(nn.Module):
                     backend=backend,
                 )
             )
+            self._layouts.append(self._layout.of(mine))
             whole = tuple(mine) == self.features
             self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
         self._group_of = {table.name: group for group in self.groups for table in group.tables}
+        self._runs = self._find_runs()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Features that are not pooled, and how many steps they have."""
+        return dict(self._layout.steps)
+
+    @property
+    def positions(self) -> dict[str, slice]:
+        """Where each feature lies on the second axis of the [B, P, D] that a call returns."""
+        return dict(self._layout.slices)
 
     @property
     def optimizer(self) -> RowOptimizer:
@@ -174,11 +200,12 @@ class EmbeddingTables(nn.Module):
             weights: [L] (or [B, F]) per-sample weights; sum pooling only. May require a gradient.
 
         Returns:
-            [B, F, D] float32 where all tables share one ``embedding_dim``, else [B, sum of D] in feature order.
+            [B, P, D] float32 where all tables share one ``embedding_dim``, else [B, sum of D], in feature order. P is F
+            where every feature is pooled; one with ``steps`` has as many places, the newest step in the last.
 
         Raises:
             IndexError: an id lies outside its table.
-            ValueError: shapes that do not fit together.
+            ValueError: shapes that do not fit together, or more ids in a bag than steps.
         """
         offsets = self._check(ids, offsets, weights)
         flat = None if weights is None else weights.reshape(-1)
@@ -203,9 +230,10 @@ class EmbeddingTables(nn.Module):
     def lookups(
         self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What group ``index`` looks up of a batch: (ids, offsets, flat weights)."""
-        columns = self._columns[index]
-        return (ids, offsets, weights) if columns is None else self._select(columns, ids, offsets, weights)
+        """What group ``index`` looks up of a batch: (ids, offsets, flat weights), by position."""
+        columns, layout = self._columns[index], self._layouts[index]
+        part = (ids, offsets, weights) if columns is None else self._select(columns, ids, offsets, weights)
+        return part if layout is None else layout.expand(*part)
 
     def hand_over(self, ids: Tensor, leases: Sequence[Lease | None]) -> None:
         """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
@@ -227,6 +255,21 @@ class EmbeddingTables(nn.Module):
         for lease in self._take_staged(ids):
             if lease is not None:
                 lease.release(changed=False)
+
+    def replicate(self, replicas: Replicas) -> None:
+        """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.
+
+        All ranks must call ``forward`` and ``backward`` equally often. A copy of the tables is not a replica.
+
+        Raises:
+            ConfigError: the ranks have different rows.
+        """
+        for table in self.tables:
+            _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
+            replicas.check_equal(f"table {table.name!r}", rows.weight)
+        replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
+        for group in self.groups:
+            group.replicas = replicas
 
     def close(self) -> None:
         """Bring all rows home and let go of files and threads. The tables are not used afterwards."""
@@ -254,7 +297,9 @@ class EmbeddingTables(nn.Module):
                     "plus one for the end (or make the tables with include_last_offset=False)."
                 )
             wrong = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (bag_lengths(offsets) < 0).any()
-            if bool(wrong):  # a GPU is waited for once
+            if bool(wrong | self._layout.too_long(offsets) if self._layout.steps else wrong):  # a GPU waits once
+                if not bool(wrong):
+                    raise ValueError(self._layout.explain(offsets))
                 raise ValueError(
                     f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
                     "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
@@ -287,15 +332,25 @@ class EmbeddingTables(nn.Module):
         ends = lengths.view(-1, count)[:, columns].reshape(-1).cumsum(0)
         return ids[keep], torch.cat([ends.new_zeros(1), ends]), None if weights is None else weights[keep]
 
+    def _find_runs(self) -> list[tuple[int, int, int]]:
+        """(group, first of its own positions, the one after the last) for each stretch of the output, in order."""
+        group_of = {name: index for index, group in enumerate(self.groups) for name in group.space.features}
+        taken = [0] * len(self.groups)
+        runs: list[tuple[int, int, int]] = []
+        for name in self._layout.names(self.features):
+            group = group_of[name]
+            first, taken[group] = taken[group], taken[group] + 1
+            if runs and runs[-1][0] == group:
+                runs[-1] = (group, runs[-1][1], first + 1)
+            else:
+                runs.append((group, first, first + 1))
+        return runs
+
     def _join(self, pooled: list[Tensor]) -> Tensor:
-        """Put the features of all groups side by side, in batch order."""
-        place: dict[int, Tensor] = {}
-        for part, columns in zip(pooled, self._columns, strict=True):
-            assert columns is not None
-            place.update({int(column): part[:, i] for i, column in enumerate(columns)})
-        ordered = [place[i] for i in range(len(self.features))]
-        if len({group.dim for group in self.groups}) == 1:
-            return torch.stack(ordered, dim=1)
+        """Put the positions of all groups side by side, in batch order."""
+        ordered = [pooled[group][:, first:stop] for group, first, stop in self._runs]
+        if len({group.dim for group in self.groups}) > 1:
+            ordered = [part.flatten(1) for part in ordered]
         return torch.cat(ordered, dim=1)
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
@@ -362,6 +417,7 @@ class EmbeddingTables(nn.Module):
             "backend": self.groups[0].backend_name,
             "include_last_offset": self.include_last_offset,
             "placement": {table.name: self._group_of[table.name].strategy for table in self.tables},
+            "steps": self.steps,
         }
 
     def _kept(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Which slot is given up first, in Numba: farthest next use, then the rarest row.
 
-The record of a slot [C, 4] int64: address (-1: empty), next announced step (-1: none), batches in flight that use it,
-flags. Slots that may be given up are *parked*. Those of them without an announced use, farther than all others, are in
-a bit tree over the rows' ranks, where the rarest is found in a few words. The others are in a max-heap of (next step,
-rank) in one integer. The heap is lazy: a slot that is used again, or whose next use changes, leaves its key behind, and
-a key that no longer tells the truth is passed over. It is kept only while plans need it, which they do only if the
-window wants more rows than there are slots.
+The record of a slot [C, 4] int64: address (-1: empty), step of the next use, announced or hinted (-1: none known),
+batches in flight that use it, flags. Slots that may be given up are *parked*. Those of them without a known use,
+farther than all others, are in a bit tree over the rows' ranks, where the rarest is found in a few words. The others
+are in a max-heap of (next step, rank) in one integer. The heap is lazy: a slot that is used again, or whose next use
+changes, leaves its key behind, and a key that no longer tells the truth is passed over. It is kept only while plans
+need it: if the window wants more rows than there are slots, or with hints.
 
 ``order`` is (tree, begin of each level, heap); ``ranks`` see :func:`rank_of`. Legend: C slots, T tables, G segments.
 """
@@ -139,7 +139,7 @@ def _sink(heap, size, at):
 
 @_jit
 def _rebuild(slots, order, first_row, ranks, counters):
-    """The heap of all parked slots with an announced use."""
+    """The heap of all parked slots with a known use."""
     heap, size = order[2], 0
     lowest = np.int64(2**62)
     for slot in range(slots.shape[0]):
@@ -158,7 +158,7 @@ def _rebuild(slots, order, first_row, ranks, counters):
 
 @_jit
 def _push(slot, slots, order, first_row, ranks, counters):
-    """Enter a parked slot that has an announced use, if the heap is kept."""
+    """Enter a parked slot that has a known use, if the heap is kept."""
     heap = order[2]
     if counters[KEPT] == 0:
         return
@@ -180,7 +180,7 @@ def _push(slot, slots, order, first_row, ranks, counters):
 
 @_jit
 def _pop(directory, slots, order, first_row, ranks, counters):
-    """The parked slot with the farthest announced use, the rarest of those; there must be one."""
+    """The parked slot with the farthest known use, the rarest of those; there must be one."""
     heap = order[2]
     while True:
         key = heap[0]
@@ -218,7 +218,7 @@ def unpark(slot, slots, order, first_row, ranks, counters):
 
 @_jit
 def set_next(slot, step, slots, order, first_row, ranks, counters):
-    """The next announced use of the row in ``slot`` is ``step``, or -1."""
+    """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
     slots[slot, NEXT] = step
     if not parked:

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.tables import residency_kernels as kernels
-from stoker.tables.residency import LANDED, Ints, Residency, Shape, SlotPlan
+from stoker.tables.residency import LANDED, NEVER, Hints, Ints, Residency, Shape, SlotPlan
 
 __all__ = ["FastResidency"]
 
 _LOAD = 0.75  # of the directory, at most
 _NO_ROWS = np.zeros(0, np.int64)
+_NO_HINTS = np.zeros(0, np.int32)
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
@@ -52,8 +53,8 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 class FastResidency(Residency):
     """Equal to :class:`stoker.tables.residency.ReferenceResidency`, plan for plan.
 
-    Memory: 40 bytes a slot (56 if the window wants more rows than there are slots), 43 to 86 bytes a resident or
-    announced row, 24 bytes an announced use, N bits.
+    Memory: 40 bytes a slot (56 if the window wants more rows than there are slots, or with hints), 43 to 86 bytes a
+    resident or announced row, 24 bytes an announced use, N bits.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -62,7 +63,6 @@ class FastResidency(Residency):
         self._first_row = np.ascontiguousarray(shape.first_row)
         self._ranks = _ranks(self._first_row)
         self._tree, self._levels = _tree(int(self._first_row[-1]))
-        self._pinned = shape.pinned_rows()
         self._directory = np.zeros((1 << 12, 4), np.int64)
         self._ring = np.zeros((1 << 12, 3), np.int64)  # entries of the window
         self._slots = np.zeros((slots, 4), np.int64)
@@ -81,10 +81,11 @@ class FastResidency(Residency):
         order = (self._tree, self._levels, self._heap)
         return self._slots, order, self._first_row, self._ranks, self._counters
 
-    def announce(self, rows: Ints) -> None:
+    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
         rows = np.ascontiguousarray(rows, np.int64)
+        hints = _NO_HINTS if upcoming is None else np.ascontiguousarray(upcoming, np.int32)
         self._make_room(len(rows), window=True)
-        kernels.announce(rows, self._entries, self._step, self._directory, self._ring, *self._structures)
+        kernels.announce(rows, hints, self._entries, self._step, self._directory, self._ring, *self._structures)
         self._window.append((self._step, self._entries, rows))
         self._step += 1
         self._entries += len(rows)
@@ -145,7 +146,7 @@ class FastResidency(Residency):
         return made
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        kernels.release(np.ascontiguousarray(slots, np.int64), changed, self._pinned, *self._structures)
+        kernels.release(np.ascontiguousarray(slots, np.int64), changed, *self._structures)
 
     def skip(self) -> None:
         rows = self._window.popleft()[2]
@@ -155,6 +156,12 @@ class FastResidency(Residency):
         for _, _, rows in self._window:
             kernels.cancel(rows, self._directory, *self._structures)
         self._window.clear()
+        if self._hinted:
+            kernels.forget_hints(NEVER, *self._structures)
+            self._hinted = False
+
+    def _forget_outdated(self) -> None:
+        kernels.forget_hints(self._window[0][0] if self._window else self._step, *self._structures)
 
     def take_changed(self) -> Ints:
         slots = np.flatnonzero(self._slots[:, kernels.FLAGS] & kernels.CHANGED)

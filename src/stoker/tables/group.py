@@ -14,6 +14,7 @@ from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
 from stoker.tables.lease import Lease
 from stoker.tables.parts import by_examples, by_rows
+from stoker.tables.replicas import Replicas
 from stoker.tables.slotted import TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
@@ -55,6 +56,7 @@ class TableGroup:
         )
         self.storage: Storage = self._make_storage(optimizer, device)
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
+        self.replicas: Replicas | None = None  # ranks whose rows are updated together
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
         dtype = DTYPES[self.tables[0].dtype]
@@ -95,8 +97,13 @@ class TableGroup:
     def update(self, bags: Bags, grad: Tensor, lease: Lease | None) -> None:
         """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup.
 
-        The lease is over afterwards.
+        The lease is over afterwards. With replicas the rows are those of all ranks' batches.
         """
+        if self.replicas is not None:
+            if lease is not None:
+                lease.release(changed=False)
+            bags, grad = self.replicas.joint(bags, grad)
+            lease = self.acquire(bags)
         keys: tuple[int, ...] = ()
         if self.storage.weight.dtype == torch.bfloat16:
             keys = tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import bag_lengths
 from stoker.tables.lease import Lease
 from stoker.tables.slotted import SlottedRows, TooFewSlots
@@ -69,12 +68,13 @@ def by_rows(work: Callable[[Lease], None], storage: Storage, space: AddressSpace
     """``work(lease)`` for runs of distinct rows that fit, each with all its lookups, in order of occurrence."""
     assert isinstance(storage, SlottedRows)
     bags = bags.cpu()
-    rows, which = distinct_rows(bags, space)
+    rows, which, _ = storage.distinct(bags)
     number = which.reshape(-1).numpy()
     start, size = 0, max(1, min(len(rows), storage.available))
     while start < len(rows):
         stop = min(start + size, len(rows))
-        keep = torch.from_numpy((number >= start) & (number < stop))
+        # Rows with a slot of their own, which have no number, go with the first part.
+        keep = torch.from_numpy((number < stop) & (number >= start) if start else number < stop)
         try:
             lease = storage.acquire(_lookups(bags, keep), space)
         except TooFewSlots:

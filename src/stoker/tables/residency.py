@@ -1,9 +1,10 @@
 """Which row lies in which slot, and who leaves: integers only, so that plans can be printed, replayed and tested.
 
 N rows at home share C slots. Batches are announced by their distinct rows before they are planned; a plan makes
-one batch resident. The row to leave is the one whose next announced use is farthest; a row without an announced
-use is farther than any other, and among equals the rarest leaves first: ids fall in frequency, so that is the
-larger row number within its table, then the later table (Belady's rule within the window; cDLRM section 4, BagPipe).
+one batch resident. The row to leave is the one whose next use is farthest. That is its first announced use; if it has
+none, what was *hinted* when its last use was announced; if nothing was, it is farther than any other. Among equals the
+rarest leaves first: ids fall in frequency, so that is the larger row number within its table, then the later table
+(Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
 
 Legend: N rows at home, C slots, U distinct rows of a batch, T tables.
 """
@@ -20,14 +21,18 @@ from heapq import nlargest
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ENOUGH", "LANDED", "NEVER", "ReferenceResidency", "Residency", "SlotPlan", "make_residency"]
+from stoker.errors import ConfigError
+
+__all__ = ["ENOUGH", "FARTHEST", "LANDED", "NEVER", "ReferenceResidency", "Residency", "SlotPlan", "make_residency"]
 
 Ints = npt.NDArray[np.int64]
-NEVER = 2**62  # step of the next use of a row that has none in the window
+Hints = npt.NDArray[np.int32]
+NEVER = 2**62  # step of the next use of a row that has none known
+FARTHEST = 2**19  # batches that a hint reaches; later uses are equally far
 #: Plans after which every writeback of a plan has surely landed at home; whoever carries out plans keeps to it.
 LANDED = 8
 #: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
-ENOUGH = 2
+ENOUGH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +59,7 @@ class Shape:
 
     first_row: Ints  # [T + 1] first address of each table; the last is N
     slots: int  # C
-    pinned: tuple[int, ...] = ()  # [T] rows 0..pinned-1 of each table never leave once they came; () means none
     transient: bool = False  # every row leaves at the first plan after its last use in flight
-
-    @property
-    def tables(self) -> int:
-        """T."""
-        return len(self.first_row) - 1
-
-    def pinned_rows(self) -> Ints:
-        """[T]."""
-        return np.array(self.pinned or (0,) * self.tables, np.int64)
 
 
 class Residency(ABC):
@@ -78,10 +73,44 @@ class Residency(ABC):
         self.shape = shape
         self.plans = 0  # made so far
         self.row_in_slot: Ints = np.full(shape.slots, -1, np.int64)
+        self._hinted = False  # since the last ``cancel``
+        self._rows_since = self._batches_since = 0  # announced since outdated hints were looked for
+
+    def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
+        """A further batch will use the distinct addresses ``rows`` [U].
+
+        Args:
+            rows: the addresses.
+            upcoming: [U] batches from this one until the next use of each row, 0 where none is known. These hints
+                count from when the batch is planned until that use is announced, for rows that stay in their slots.
+                Wrong ones cost misses and nothing else; those whose step has passed are forgotten in the end.
+
+        Raises:
+            ConfigError: not as many hints as rows.
+        """
+        if upcoming is not None:
+            if len(upcoming) != len(rows):
+                raise ConfigError(
+                    f"next uses of {len(upcoming):,} rows are known for a batch that has {len(rows):,}: the stream did "
+                    "not give the same batches twice. Leave foresight out, or give a stream that repeats itself."
+                )
+            self._hinted = True
+        if self._hinted:
+            # Looking through all slots costs nothing beside entering as many rows.
+            self._rows_since += len(rows)
+            self._batches_since += 1
+            if self._rows_since >= self.shape.slots or self._batches_since >= FARTHEST:
+                self._rows_since = self._batches_since = 0
+                self._forget_outdated()
+        self._announce(rows, upcoming)
 
     @abstractmethod
-    def announce(self, rows: Ints) -> None:
-        """A further batch will use the distinct addresses ``rows`` [U]."""
+    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
+        """Enter a batch behind those announced."""
+
+    @abstractmethod
+    def _forget_outdated(self) -> None:
+        """Forget hints of steps before the first announced one: nobody came then."""
 
     @abstractmethod
     def plan(self) -> SlotPlan | None:
@@ -97,11 +126,11 @@ class Residency(ABC):
 
     @abstractmethod
     def skip(self) -> None:
-        """The batch announced first is not planned: forget that use of its rows."""
+        """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Forget the batches announced but not planned."""
+        """Forget the batches announced but not planned, and all hints."""
 
     @abstractmethod
     def take_changed(self) -> Ints:
@@ -136,12 +165,13 @@ class _Row:
     """What the reference knows of a row in a slot or in the window."""
 
     slot: int = -1
-    uses: deque[int] = field(default_factory=deque)  # announced steps, rising
+    uses: deque[tuple[int, int]] = field(default_factory=deque)  # announced steps, rising, each with its hint
+    hint: int = NEVER  # step of the next use that is not announced, while the row is in its slot
     left: int = -1  # the plan that evicted it changed, while the writeback may be under way
 
     @property
     def next_use(self) -> int:
-        return self.uses[0] if self.uses else NEVER
+        return self.uses[0][0] if self.uses else self.hint
 
 
 class ReferenceResidency(Residency):
@@ -157,18 +187,24 @@ class ReferenceResidency(Residency):
         self._window: deque[tuple[int, list[int]]] = deque()
         self._step = 0
         self._leaving: deque[tuple[int, list[int]]] = deque()
-        self._pinned = shape.pinned_rows()
 
     def _local(self, row: int) -> tuple[int, int]:
         table = int(np.searchsorted(self.shape.first_row, row, side="right")) - 1
         return row - int(self.shape.first_row[table]), table
 
-    def announce(self, rows: Ints) -> None:
+    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
         listed = rows.tolist()
-        for row in listed:
-            self._rows.setdefault(row, _Row()).uses.append(self._step)
+        for row, until in zip(listed, [0] * len(listed) if upcoming is None else upcoming.tolist(), strict=True):
+            hint = self._step + min(until, FARTHEST) if until > 0 else NEVER
+            self._rows.setdefault(row, _Row()).uses.append((self._step, hint))
         self._window.append((self._step, listed))
         self._step += 1
+
+    def _forget_outdated(self) -> None:
+        oldest = self._window[0][0] if self._window else self._step
+        for item in self._rows.values():
+            if item.hint < oldest:
+                item.hint = NEVER
 
     def plan(self) -> SlotPlan | None:
         rows = self._window[0][1]
@@ -203,7 +239,7 @@ class ReferenceResidency(Residency):
             row = int(self.row_in_slot[slot])
             self.row_in_slot[slot] = -1
             self._parked.discard(slot)
-            self._rows[row].slot = -1
+            self._rows[row].slot, self._rows[row].hint = -1, NEVER
             left.append(row)
             if slot in self._changed:
                 self._changed.discard(slot)
@@ -215,7 +251,7 @@ class ReferenceResidency(Residency):
         for row, item in zip(rows, known, strict=True):
             self._rows[row] = item
             if staged:
-                item.uses.popleft()
+                _, item.hint = item.uses.popleft()
             if item.slot < 0:
                 item.slot, item.left = self._empty.pop() if self._empty else given_up.popleft(), -1
                 self.row_in_slot[item.slot] = row
@@ -251,22 +287,24 @@ class ReferenceResidency(Residency):
             self._users[slot] -= 1
             if changed:
                 self._changed.add(slot)
-            local, table = self._local(int(self.row_in_slot[slot]))
-            if self._users[slot] == 0 and local >= self._pinned[table]:
+            if self._users[slot] == 0:
                 self._parked.add(slot)
 
     def skip(self) -> None:
         for row in self._window.popleft()[1]:
-            self._rows[row].uses.popleft()
+            item = self._rows[row]
+            _, hint = item.uses.popleft()
+            if item.slot >= 0:
+                item.hint = hint
             self._drop(row)
 
     def cancel(self) -> None:
-        for _, rows in self._window:
-            for row in rows:
-                if row in self._rows:
-                    self._rows[row].uses.clear()
-                    self._drop(row)
+        for row, item in list(self._rows.items()):
+            item.uses.clear()
+            item.hint = NEVER
+            self._drop(row)
         self._window.clear()
+        self._hinted = False
 
     def take_changed(self) -> Ints:
         slots = np.array(sorted(self._changed), np.int64)
@@ -289,21 +327,18 @@ class ReferenceResidency(Residency):
         return sum(bool(item.uses) for item in self._rows.values())
 
 
-def make_residency(first_row: Sequence[int] | Ints, slots: int, *, pinned: Sequence[int] = (), transient: bool = False,
-                   fast: bool | None = None) -> Residency:  # fmt: skip
+def make_residency(
+    first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
+) -> Residency:
     """The fastest residency that is installed.
 
     Args:
         first_row: [T + 1] first address of each table.
         slots: C.
-        pinned: [T] rows of each table that never leave once they came.
         transient: every row leaves after its last use in flight.
         fast: True or False picks Numba or plain Python.
     """
-    shape = Shape(
-        first_row=np.asarray(first_row, np.int64), slots=slots, pinned=tuple(int(count) for count in pinned),
-        transient=transient,
-    )  # fmt: skip
+    shape = Shape(first_row=np.asarray(first_row, np.int64), slots=slots, transient=transient)
     if fast is None:
         fast = importlib.util.find_spec("numba") is not None
     if not fast:

@@ -1,8 +1,8 @@
 """Numba kernels of the residency: what announcing, planning and releasing a batch do to the page table.
 
-An entry [E, 3] of the window: the next entry of its row and the step of that one (-1: none), its own step. The hash
-directory is described in :mod:`stoker.tables.row_directory`, slots and the order in which they are given up in
-:mod:`stoker.tables.eviction_order`.
+An entry [E, 3] of the window: the next entry of its row (-1: none), the step of that one or else the hinted step (-1:
+none), its own step. The hash directory is described in :mod:`stoker.tables.row_directory`, slots and the order in which
+they are given up in :mod:`stoker.tables.eviction_order`.
 
 Legend: C slots, E entries of the window (ring), T tables, G segments.
 """
@@ -25,10 +25,10 @@ from stoker.tables.eviction_order import (
     USERS,
     park,
     set_next,
-    table_of,
     take_farthest,
     unpark,
 )
+from stoker.tables.residency import FARTHEST
 from stoker.tables.row_directory import (
     ADDRESS,
     AHEAD,
@@ -54,6 +54,7 @@ __all__ = [
     "WANTED",
     "announce",
     "cancel",
+    "forget_hints",
     "plan",
     "rehash",
     "release",
@@ -67,17 +68,18 @@ FREE, WANTED = 0, 3  # counters: empty slots, rows with an announced use
 
 @_jit
 def announce(
-    rows, start, step, directory, entries, slots, order, first_row, ranks, counters
+    rows, hints, start, step, directory, entries, slots, order, first_row, ranks, counters
 ):  # fmt: skip
-    """Enter a batch's rows as entries ``start`` on of the window."""
+    """Enter a batch's rows as entries ``start`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
     ring = entries.shape[0] - 1
+    hinted = hints.size > 0
     for i in range(rows.size):
         if i + AHEAD < rows.size:
             ask(directory, rows[i + AHEAD])
         at = insert(directory, rows[i], counters)
         entry = start + i
         entries[entry & ring, 0] = -1
-        entries[entry & ring, 1] = -1
+        entries[entry & ring, 1] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
         entries[entry & ring, 2] = step
         last = directory[at, LAST]
         directory[at, LAST] = entry
@@ -104,7 +106,7 @@ def plan(
     those that must be written first. Returns (status, fence, fetched, to write); status -1 changes nothing.
     """
     total = rows.size
-    places = np.empty(total, np.int64)
+    places, following = np.empty(total, np.int64), np.empty(total, np.int64)
     missing, kept, fence = 0, 0, np.int64(-1)
     for i in range(total):
         if i + AHEAD < total:
@@ -138,8 +140,12 @@ def plan(
             if entries[first, 0] < 0:
                 directory[at, LAST] = -1
                 counters[WANTED] -= 1
+            following[i] = entries[first, 1]
             if slot >= 0:
-                slots[slot, NEXT] = entries[first, 1]
+                slots[slot, NEXT] = following[i]
+        else:  # a row that is in its slot keeps what is known of it
+            first = directory[at, FIRST]
+            following[i] = entries[first & ring, 2] if first >= 0 else -1
     needed = candidates if transient else max(0, missing - counters[FREE])
     take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters)
     # Changed rows first, each with its slot; then the others, which need no writing.
@@ -169,8 +175,7 @@ def plan(
                 used += 1
             directory[at, SLOT] = slot
             slots[slot, ROW] = rows[i]
-            first = directory[at, FIRST]
-            slots[slot, NEXT] = entries[first & ring, 2] if first >= 0 else -1
+            slots[slot, NEXT] = following[i]
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
             fetched += 1
@@ -193,7 +198,7 @@ def plan(
 
 
 @_jit
-def release(given, mark, pinned, slots, order, first_row, ranks, counters):
+def release(given, mark, slots, order, first_row, ranks, counters):
     """Let go of a batch's slots; those of no other batch in flight may be given up."""
     for i in range(given.size):
         if i + AHEAD < given.size:
@@ -203,10 +208,7 @@ def release(given, mark, pinned, slots, order, first_row, ranks, counters):
         if mark:
             slots[slot, FLAGS] |= CHANGED
         if slots[slot, USERS] == 0:
-            row = slots[slot, ROW]
-            table = table_of(first_row, row)
-            if row - first_row[table] >= pinned[table]:
-                park(slot, slots, order, first_row, ranks, counters)
+            park(slot, slots, order, first_row, ranks, counters)
 
 
 @_jit
@@ -224,6 +226,14 @@ def cancel(rows, directory, slots, order, first_row, ranks, counters):
             set_next(slot, -1, slots, order, first_row, ranks, counters)
         else:
             forget_idle(directory, rows[i], counters)
+
+
+@_jit
+def forget_hints(step, slots, order, first_row, ranks, counters):
+    """Forget next uses before ``step``, which none of those announced is."""
+    for slot in range(slots.shape[0]):
+        if 0 <= slots[slot, NEXT] < step and slots[slot, ROW] >= 0:
+            set_next(slot, -1, slots, order, first_row, ranks, counters)
 
 
 @_jit

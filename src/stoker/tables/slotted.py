@@ -1,6 +1,9 @@
-"""N rows at home, C slots in fast memory: the storage behind ``Cached`` and ``HostPipelined``.
+"""N rows at home, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
 
-Legend: N rows at home, C slots, U distinct rows of a batch.
+The first slots belong to hot rows, each to one for ever: their slot is found by an addition, no plan knows of them, and
+they have no other copy. The others, in transit, are given and taken by plans.
+
+Legend: N rows at home, C slots, H of them for hot rows, U distinct rows of a batch.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ from torch import Tensor
 from stoker.device import available_memory
 from stoker.errors import ConfigError, StokerError
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import distinct_rows
+from stoker.ops.distinct import Distinct, split_rows
+from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.space import slot_space
-from stoker.tables.config import HostPipelined, Slotted, TableConfig
+from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.cuda_link import CudaLink
 from stoker.tables.file_home import FileHome
 from stoker.tables.home import Home, Initial, MemoryHome
 from stoker.tables.lease import Lease
-from stoker.tables.residency import Ints, SlotPlan, make_residency
+from stoker.tables.residency import Hints, Ints, SlotPlan, make_residency
 from stoker.tables.storage import Rows, Storage, allocate
 from stoker.tables.transfer import DirectLink, Link, QueuedLink, TransferStats
 from stoker.timeline import span, spanned
@@ -39,10 +43,12 @@ _STORED = 2**20  # rows written home together when all changed ones are
 class TooFewSlots(StokerError):
     """A batch needs more rows at once than there are slots to give."""
 
-    def __init__(self, needed: int, slots: int) -> None:
+    def __init__(self, needed: int, slots: int, hot: int = 0) -> None:
+        beside = f" beside the {hot:,} hot rows" if hot else ""
+        fewer = ", make fewer rows hot" if hot else ""
         super().__init__(
-            f"a batch needs {needed:,} distinct rows in fast memory at once, but {slots:,} slots are there. "
-            "Give more memory (--device-memory), make the batch smaller, or choose spill='parts'."
+            f"a batch needs {needed:,} distinct rows in fast memory at once{beside}, but {slots:,} slots are there for "
+            f"them. Give more memory (--device-memory){fewer}, make the batch smaller, or choose spill='parts'."
         )
         self.needed, self.slots = needed, slots
 
@@ -52,8 +58,7 @@ class _Request:
     """An announced batch."""
 
     bags: Bags
-    rows: Ints  # [U]
-    which: Tensor  # the distinct row of each id, int32
+    wanted: Distinct
 
 
 class SlottedRows(Storage):
@@ -66,10 +71,13 @@ class SlottedRows(Storage):
         space: of the group's tables.
         slots: C.
         device: where the slots lie.
-        pinned: [T] rows of each table that never leave once they came.
-        transient: every row leaves after its last use in flight.
+        hot: [T] rows of each table that stay in slots of their own; () means none.
+        transient: every other row leaves after its last use in flight.
         link: makes what carries out plans; None means the fastest for ``device`` and ``home``.
         fast: plan with Numba or in plain Python; None means what is installed.
+
+    Raises:
+        ConfigError: hot rows take every slot, and other rows are left.
     """
 
     def __init__(
@@ -79,19 +87,28 @@ class SlottedRows(Storage):
         *,
         slots: int,
         device: torch.device,
-        pinned: Sequence[int] = (),
+        hot: Sequence[int] = (),
         transient: bool = False,
         link: Callable[[Home, Rows, TransferStats], Link] | None = None,
         fast: bool | None = None,
     ) -> None:
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
+        self.hot = FixedRows(space, hot)
+        self.num_hot = held = len(self.hot)
+        if held > slots or held == slots < space.num_rows:
+            raise ConfigError(
+                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch, in transit. Give more "
+                "memory (slots=, fraction= or memory= count hot rows and transit together), or make fewer rows hot."
+            )
         self.weight = allocate((slots, home.dim), home.dtype, device, fill=None)
         self.state = {
             name: allocate((slots, home.dim) if kind == "row" else (slots,), torch.float32, device, fill=None)
             for name, kind in home.state.items()
         }
-        self.residency = make_residency(space.first_row, slots, pinned=pinned, transient=transient, fast=fast)
+        # Slots in transit, as plans and links know them: counted from 0 behind the hot ones.
+        self.transit = Rows(self.weight[held:], {name: tensor[held:] for name, tensor in self.state.items()})
+        self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_space = slot_space(space, slots)
         self._lock = threading.RLock()
@@ -102,7 +119,23 @@ class SlottedRows(Storage):
         rounded = home.dtype == torch.bfloat16
         self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
         self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
-        self._link = (link or DirectLink)(home, Rows(self.weight, self.state), self.stats)
+        self._labels = [labels for labels in (self._table_in_slot, self._row_in_slot) if labels is not None]
+        self._fill_hot()
+        self._link = (link or DirectLink)(home, self.transit, self.stats)
+
+    def _fill_hot(self) -> None:
+        """Bring the hot rows into their slots."""
+        addresses = self.hot.addresses()
+        for begin in range(0, self.num_hot, _STORED):
+            rows = addresses[begin : begin + _STORED]
+            self.home.fetch(rows, _part(Rows(self.weight, self.state), begin, begin + len(rows)))
+            for labels, values in zip(self._labels, self._names(rows), strict=False):
+                labels[begin : begin + len(rows)] = torch.from_numpy(values)
+
+    def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
+        """Table and row within it of each of the addresses [n]."""
+        table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
+        return table, addresses - self.space.first_row[table]
 
     @property
     def num_rows(self) -> int:
@@ -119,32 +152,41 @@ class SlottedRows(Storage):
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         begin = time.perf_counter()
         with span("plan"):
-            rows, which = distinct_rows(_on_cpu(bags), self.space)
+            wanted = self.distinct(bags)
         with self._lock:
             with span("plan"):
                 self._enter_returned()
-                plan = self.residency.plan_now(rows)
+                plan = self.residency.plan_now(wanted.rows)
             while plan is None and self._ahead:
                 # Staging is an optimisation: its rows give way, and come again when they are wanted.
                 self._ahead.popitem()[0].release(changed=False)
                 self._enter_returned()
-                plan = self.residency.plan_now(rows)
+                plan = self.residency.plan_now(wanted.rows)
             if plan is None:
-                raise TooFewSlots(len(rows), self.residency.free)
+                raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
             self.stats.plan_seconds += time.perf_counter() - begin
-            lease, ticket = self._carry_out(plan, bags, which)
+            lease, ticket = self._carry_out(plan, bags, wanted)
             self._link.ready(ticket)
             self.stats.stall_seconds += time.perf_counter() - begin
             return lease
 
+    def distinct(self, bags: Bags) -> Distinct:
+        """The distinct rows that are not hot, in an order that is the same for the same bags."""
+        return split_rows(_on_cpu(bags), self.space, self.hot)
+
     @spanned("plan")
-    def announce(self, bags: Bags) -> None:
-        """A further batch of the window; :meth:`stage` takes them in this order."""
+    def announce(self, bags: Bags, upcoming: Hints | None = None) -> None:
+        """A further batch of the window; :meth:`stage` takes them in this order.
+
+        Args:
+            bags: its lookups.
+            upcoming: [U] batches until the next uses of its :meth:`distinct` rows, see :meth:`Residency.announce`.
+        """
         begin = time.perf_counter()
-        rows, which = distinct_rows(_on_cpu(bags), self.space)
+        wanted = self.distinct(bags)
         with self._lock:
-            self.residency.announce(rows)
-            self._requests.append(_Request(bags, rows, which))
+            self.residency.announce(wanted.rows, upcoming)
+            self._requests.append(_Request(bags, wanted))
             self.stats.plan_seconds += time.perf_counter() - begin
 
     def stage(self) -> Lease | None:
@@ -158,7 +200,7 @@ class SlottedRows(Storage):
             if plan is None:
                 return None
             request = self._requests.popleft()
-            lease, ticket = self._carry_out(plan, request.bags, request.which)
+            lease, ticket = self._carry_out(plan, request.bags, request.wanted)
             self._ahead[lease] = ticket
             return lease
 
@@ -205,16 +247,17 @@ class SlottedRows(Storage):
             self._link.released(mark)
 
     @spanned("plan")
-    def _carry_out(self, plan: SlotPlan, bags: Bags, which: Tensor) -> tuple[Lease, Any]:
+    def _carry_out(self, plan: SlotPlan, bags: Bags, wanted: Distinct) -> tuple[Lease, Any]:
         """The lease of a batch, and the link's ticket for what it needs."""
         link = self._link
         try:
             link.run(plan)
-            if self._table_in_slot is not None and self._row_in_slot is not None and len(plan.fetch_rows):
-                table = np.searchsorted(self.space.first_row, plan.fetch_rows, side="right") - 1
-                local = plan.fetch_rows - self.space.first_row[table]
-                link.label([(self._table_in_slot, table), (self._row_in_slot, local)], plan.fetch_slots)
-            ids = link.send(torch.from_numpy(plan.slots.astype(np.int32)[which.numpy()]))
+            self.stats.rows += wanted.placed
+            self.stats.hits += wanted.placed
+            if self._labels and len(plan.fetch_rows):
+                labels = [each[self.num_hot :] for each in self._labels]
+                link.label(list(zip(labels, self._names(plan.fetch_rows), strict=True)), plan.fetch_slots)
+            ids = link.send(self._slots(plan, wanted))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
             ticket = link.ticket()
@@ -232,6 +275,16 @@ class SlottedRows(Storage):
         )
         return lease, ticket
 
+    def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
+        """The slot of each id, int32."""
+        which = wanted.which.numpy()
+        if not len(plan.slots):
+            return torch.from_numpy(np.invert(which))  # -1 - place
+        slots = (plan.slots + self.num_hot).astype(np.int32)
+        if not wanted.placed:
+            return torch.from_numpy(slots[which])
+        return torch.from_numpy(np.where(which < 0, np.invert(which), slots.take(which, mode="clip")))
+
     def _take_back(self, slots: Ints, changed: bool) -> None:
         self._returned.append((slots, changed, self._link.mark()))
 
@@ -242,7 +295,7 @@ class SlottedRows(Storage):
         )
 
     def flush(self) -> None:
-        """Bring home every changed row; they stay in their slots."""
+        """Bring home every changed row that is not hot; they stay in their slots."""
         with self._lock:
             self._enter_returned()
             self._link.drain()
@@ -258,7 +311,17 @@ class SlottedRows(Storage):
     def read(self, start: int, stop: int) -> Rows:
         with self._lock:
             self.flush()
-            return self.home.read(start, stop)
+            if not self.num_hot:
+                return self.home.read(start, stop)
+            self._link.finish()
+            found = self.home.empty(stop - start)
+            for begin, end, slot in self.hot.runs(start, stop):
+                part = _part(found, begin - start, end - start)
+                if slot < 0:
+                    self.home.fetch(np.arange(begin, end), part)
+                else:
+                    _copy(part, _part(Rows(self.weight, self.state), slot, slot + end - begin))
+            return found
 
     def gather(self, rows: Ints) -> Rows:
         with self._lock:
@@ -276,19 +339,26 @@ class SlottedRows(Storage):
 
     def _slots_of(self, rows: Ints) -> Ints:
         """The slot of each of the addresses ``rows`` [n]; -1 where it lies in none."""
+        own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
         if len(unique):
             held = self.residency.row_in_slot
             at = np.minimum(np.searchsorted(unique, held), len(unique) - 1)
             found = np.flatnonzero(unique[at] == held)
-            slots[at[found]] = found
-        return slots[which]
+            slots[at[found]] = found + self.num_hot
+        return np.where(own >= 0, own, slots[which])
 
     def write(self, start: int, rows: Rows) -> None:
         with self._lock:
             self.flush()
-            self.home.write(start, rows)
+            self._link.finish()
+            for begin, end, slot in self.hot.runs(start, start + len(rows.weight)):
+                part = _part(rows, begin - start, end - start)
+                if slot < 0:
+                    self.home.write(begin, part)
+                else:
+                    _copy(_part(Rows(self.weight, self.state), slot, slot + end - begin), part)
             slots = self.residency.resident(start, start + len(rows.weight))
             if len(slots):
                 self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
@@ -320,6 +390,16 @@ def _on_cpu(bags: Bags) -> Bags:
     return Bags(bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu(), None, bags.mean)
 
 
+def _part(rows: Rows, start: int, stop: int) -> Rows:
+    return Rows(rows.weight[start:stop], {name: tensor[start:stop] for name, tensor in rows.state.items()})
+
+
+def _copy(target: Rows, source: Rows) -> None:
+    target.weight.copy_(source.weight.detach())
+    for name, tensor in target.state.items():
+        tensor.copy_(source.state[name].detach())
+
+
 def make_slotted(
     strategy: Slotted,
     tables: Sequence[TableConfig],
@@ -333,6 +413,9 @@ def make_slotted(
     Args:
         seed: of the initial rows.
         state: optimizer state, name -> "row" or "scalar".
+
+    Raises:
+        ConfigError: hot rows that a table does not have, or that leave no slot for others.
     """
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"
@@ -347,7 +430,8 @@ def make_slotted(
         space,
         slots=strategy.count_slots(space.num_rows, home.row_bytes),
         device=device,
-        transient=isinstance(strategy, HostPipelined),
+        hot=strategy.count_hot(tables) if isinstance(strategy, HotCold) else (),
+        transient=isinstance(strategy, HostPipelined | HotCold),
         link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
     )
 

@@ -1,7 +1,8 @@
 """Looks ahead in the data and brings the rows of coming batches into fast memory. Leaving it out changes no number.
 
 ``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
-are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3).
+are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` tells when
+rows are used after that window too (:mod:`stoker.tables.foresight`).
 
 Legend: C slots.
 """
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,8 +21,10 @@ from stoker.data.batch import Batch
 from stoker.errors import ConfigError
 from stoker.ops import Bags
 from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.file_home import FileHome
+from stoker.tables.foresight import Foresight, Progress, Rereadable
 from stoker.tables.lease import Lease
-from stoker.tables.residency import ENOUGH
+from stoker.tables.residency import ENOUGH, Hints, Ints
 from stoker.tables.slotted import SlottedRows
 from stoker.timeline import span
 
@@ -42,7 +45,15 @@ class Stage:
     """
 
     def __init__(
-        self, stream: Iterable[Batch], tables: EmbeddingTables, lookahead: int, in_flight: int | None, background: bool
+        self,
+        stream: Iterable[Batch],
+        tables: EmbeddingTables,
+        lookahead: int,
+        in_flight: int | None,
+        background: bool,
+        *,
+        foresight: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self.stream, self.tables = stream, tables
         self.lookahead = lookahead
@@ -51,6 +62,7 @@ class Stage:
         self.window = 0  # batches looked ahead now
         self.stall_seconds = 0.0  # spent waiting for rows
         self.step = getattr(stream, "step", 0)  # batches handed out; the next one carries this number
+        self.hurry: Callable[[], bool] = lambda: False  # asked while next uses are recorded: yes gives that up
         self._fixed = in_flight is not None
         self._groups = [
             (index, group.storage, group.mean)
@@ -61,6 +73,26 @@ class Stage:
         self._changed = threading.Condition()
         self._outstanding = 0  # batches staged and not done
         self._stop = False
+        self._foresight = self._watch(stream, progress) if foresight else None
+
+    def _watch(self, stream: Iterable[Batch], progress: Progress | None) -> Foresight:
+        if not isinstance(stream, Rereadable):
+            raise ConfigError(
+                f"foresight=True reads the ids of an epoch before its first step, but a {type(stream).__name__} "
+                "cannot be read twice (it has no rest_of_epoch). Give dataset.train.batches(...), or leave foresight "
+                "out."
+            )
+
+        def rows(index: int, storage: SlottedRows, mean: bool) -> Callable[[Batch], Ints]:
+            return lambda batch: storage.distinct(self._bags(batch, index, mean)).rows
+
+        watched = [group for group in self._groups if _keeps(group[1])]
+        sources = [
+            (rows(*group), home.num_rows, home.path.parent if isinstance(home, FileHome) else None)
+            for group in watched
+            for home in [group[1].home]
+        ]
+        return Foresight(stream, sources, progress, lambda: self._stop or self.hurry())
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._groups:
@@ -82,6 +114,8 @@ class Stage:
         finally:
             staged.close()  # type: ignore[attr-defined]
             self._waiting.clear()
+            if self._foresight is not None:
+                self._foresight.close()
             if not sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
                 for _, storage, _ in self._groups:
                     storage.forget()
@@ -91,21 +125,41 @@ class Stage:
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
         return state
 
+    @property
+    def _recorded(self) -> float:
+        """Seconds that recording next uses has taken so far."""
+        return 0.0 if self._foresight is None else self._foresight.seconds
+
     def _look_ahead(self, source: Iterator[Batch]) -> None:
         """Announce further batches: as many as asked for, or as want enough rows for all slots."""
         while len(self._waiting) <= self.lookahead:
-            full = all(storage.residency.wanted >= ENOUGH * storage.num_slots for _, storage, _ in self._groups)
+            full = all(
+                not _keeps(storage) or storage.residency.wanted >= ENOUGH * storage.num_slots
+                for _, storage, _ in self._groups
+            )
             if full and len(self._waiting) > self.in_flight:
                 break
             with span("read"):
                 batch = next(source, None)
             if batch is None:
                 break
-            for index, storage, mean in self._groups:
-                weights = None if batch.weights is None else batch.weights.reshape(-1)
-                storage.announce(Bags(*self.tables.lookups(index, batch.ids, batch.offsets, weights), mean))
+            for (index, storage, mean), upcoming in zip(self._groups, self._upcoming(batch), strict=True):
+                storage.announce(self._bags(batch, index, mean), upcoming)
             self._waiting.append(batch)
         self.window = len(self._waiting)
+
+    def _bags(self, batch: Batch, index: int, mean: bool) -> Bags:
+        """What group ``index`` looks up."""
+        weights = None if batch.weights is None else batch.weights.reshape(-1)
+        return Bags(*self.tables.lookups(index, batch.ids, batch.offsets, weights), mean)
+
+    def _upcoming(self, batch: Batch) -> list[Hints | None]:
+        """For each group what is known of the next uses of the batch's rows."""
+        if self._foresight is None:
+            return [None] * len(self._groups)
+        with span("foresight"):
+            found = iter(self._foresight.upcoming(batch))
+        return [next(found) if _keeps(storage) else None for _, storage, _ in self._groups]
 
     def _next(self) -> Staged:
         """Make the next waiting batch resident. A group whose rows do not fit is left to fetch on demand."""
@@ -165,7 +219,7 @@ class Stage:
         start, stalled, count = time.perf_counter(), 0.0, 0
         try:
             while True:
-                begin = time.perf_counter()
+                begin, recorded = time.perf_counter(), self._recorded
                 with span("stall"):
                     staged = ready.get()
                 waited = time.perf_counter() - begin
@@ -176,7 +230,7 @@ class Stage:
                 count += 1
                 if count > 1:  # the first has nothing to hide behind
                     self.stall_seconds += waited
-                    stalled += waited
+                    stalled += max(0.0, waited - (self._recorded - recorded))  # which no depth would hide
                 yield staged
                 with self._changed:
                     self._outstanding -= 1
@@ -192,6 +246,11 @@ class Stage:
             thread.join()
 
 
+def _keeps(storage: SlottedRows) -> bool:
+    """Whether rows stay after their use, so that it matters when the next one is."""
+    return not storage.residency.shape.transient
+
+
 def stage(
     stream: Iterable[Batch],
     tables: EmbeddingTables | Any,
@@ -199,6 +258,8 @@ def stage(
     lookahead: int = 64,
     in_flight: int | None = None,
     background: bool | None = None,
+    foresight: bool = False,
+    progress: Progress | None = None,
 ) -> Stage:
     """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
 
@@ -208,15 +269,20 @@ def stage(
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a model with ``embeddings``.
-        lookahead: batches whose ids are known in advance; fewer are taken where they want twice as many rows as
+        lookahead: batches whose ids are known in advance; fewer are taken where they want four times as many rows as
             there are slots.
         in_flight: batches whose rows are in fast memory at a time, the one in training included; None adapts: it
             grows while training waits for rows.
         background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would want the same cores.
+        foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
+            The ids of each epoch are read once before its first step, and next uses kept in a temporary file, 4 bytes
+            for every distinct row of every batch. For streams that can be read twice: ``dataset.train.batches(...)``.
+        progress: called with (what is being done, batches done, batches in all) meanwhile, from any thread.
 
     Raises:
-        ConfigError: numbers out of their range.
+        ConfigError: numbers out of their range, or ``foresight`` on a stream that cannot be read twice.
+        HomeError: (while read) the disk of the temporary file is full or fails.
     """
     tables = getattr(tables, "embeddings", tables)
     if lookahead < 0:
@@ -226,4 +292,4 @@ def stage(
     slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
     if background is None:
         background = any(storage.home.kind == "file" or tables.device.type == "cuda" for storage in slotted)
-    return Stage(stream, tables, lookahead, in_flight, background)
+    return Stage(stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress)

@@ -149,6 +149,9 @@ class Link(ABC):
     def released(self, mark: Any) -> None:  # noqa: B027  (on a CPU work is done when it is given back)
         """Slots were given back at ``mark``: what is done to them from now on must follow the work before it."""
 
+    def finish(self) -> None:  # noqa: B027  (on a CPU work is done when it is given back)
+        """Return when all work on slots that was queued so far is done."""
+
     @abstractmethod
     def drain(self) -> None:
         """Return when every writeback has landed."""

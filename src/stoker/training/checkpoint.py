@@ -32,6 +32,7 @@ from torch import Tensor
 import stoker
 from stoker.data.dataset import canonical_json, hash_file
 from stoker.data.features import FeatureSpec
+from stoker.data.shards import sync_folder
 from stoker.errors import CheckpointError
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
@@ -39,7 +40,6 @@ from stoker.optim import RowOptimizer
 from stoker.tables.storage import Rows
 
 if TYPE_CHECKING:
-    from stoker.data.reader import BatchStream
     from stoker.tables import Strategy
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Checkpoint",
     "NotFiniteError",
     "Positioned",
+    "Resumable",
     "discard",
     "load",
     "read_manifest",
@@ -65,6 +66,13 @@ class Positioned(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands."""
+
+
+class Resumable(Protocol):
+    """A stream that can be moved to a position."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
 
 
 class NotFiniteError(CheckpointError):
@@ -150,13 +158,13 @@ def save(
             file.flush()
             os.fsync(file.fileno())
         for folder in (beside / "tables", beside):
-            _sync_folder(folder)
+            sync_folder(folder)
         replaced = target.with_name(target.name + ".tmp-old")
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             os.replace(target, replaced)
         os.replace(beside, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
@@ -176,16 +184,6 @@ def discard(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     os.replace(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name != "posix":
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -317,7 +315,7 @@ def load(
     directory: str | Path,
     model: RecModel | None = None,
     dense_optimizer: torch.optim.Optimizer | None = None,
-    stream: BatchStream | None = None,
+    stream: Resumable | None = None,
     *,
     device: torch.device | str = "cpu",
     backend: BackendName = "auto",

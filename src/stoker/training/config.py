@@ -71,6 +71,9 @@ class TrainConfig:
     steps: int | None = None  # batches in all; None means `epochs` passes
     shuffle_memory: str = "1GiB"  # rows shuffled at a time; part of the order, so part of the numbers
     seed: int = 0  # of initial values, rounding and the order of rows
+    batch_order: Literal["auto", "shuffled", "hot-cold"] = "auto"  # "auto": by the schedule on a classified dataset
+    swap_rate: float = 50.0  # of that schedule at the start, R in percent of a kind's batches
+    schedule_rows: int = 8192  # first validation rows whose loss drives it
 
     row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
     row_lr: float | None = None  # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam
@@ -97,7 +100,10 @@ class TrainConfig:
     device_memory: str | None = None  # for rows and their optimizer state, such as "4GiB"; None or "all": no limit
     host_memory: str | None = None  # for rows that do not fit there; None means 80 % of what is available
     home_path: str | None = None  # directory of the file for rows that do not fit either; None: the temporary one
+    # Of tables that do not fit there; "auto": what moves the fewest bytes.
+    strategy: Literal["auto", "cached", "hot-cold", "host-pipelined"] = "auto"
     lookahead: int = 64  # batches whose ids are known in advance
+    foresight: bool = False  # read the ids of an epoch before its first step, to know the next use of every row
     in_flight: int | None = None  # batches whose rows are on the device at a time; None adapts
     spill: Literal["parts", "refuse"] = "parts"  # batches with more rows than slots
 
@@ -113,16 +119,21 @@ class TrainConfig:
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
         _choice("schedule", self.schedule, ("constant", "linear", "cosine", "polynomial", "step"))
         _choice("metric", self.metric, ("auc", "log_loss"))
+        _choice("batch_order", self.batch_order, ("auto", "shuffled", "hot-cold"))
+        object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
+        if not 1 <= self.swap_rate <= 100:
+            raise ConfigError(f"swap_rate is {self.swap_rate:g}; it must be 1 to 100 percent.", settings=("swap_rate",))
         _choice("pooling", self.pooling, ("sum", "mean"))
         _choice("dtype", self.dtype, ("float32", "bfloat16"))
         _choice("dense_dtype", self.dense_dtype, ("float32", "bfloat16"))
         _choice("backend", self.backend, get_args(BackendName))
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must not be negative.", settings=("seed",))
-        for name in ("embedding_dim", "batch_size", "epochs", "keep_last", "log_every"):
+        for name in ("embedding_dim", "batch_size", "epochs", "schedule_rows", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
         _choice("spill", self.spill, ("parts", "refuse"))
+        _choice("strategy", self.strategy, ("auto", "cached", "hot-cold", "host-pipelined"))
         if self.home_path is not None:
             object.__setattr__(self, "home_path", os.fspath(self.home_path))  # a Path cannot go into JSON
         if self.device_memory == "all":
@@ -274,6 +285,6 @@ RESUMABLE = frozenset(
     {
         "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
         "tensorboard", "device", "backend", "threads", "device_memory", "host_memory", "home_path", "lookahead",
-        "in_flight", "spill",
+        "foresight", "in_flight", "spill", "strategy",
     }
 )  # fmt: skip

@@ -17,6 +17,7 @@ _LONG = 2.0  # seconds of work before the steps that nobody need be told of
 _MIB = 2**20
 
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
+Unit = Literal["bytes", "batches"]
 
 
 class Display:
@@ -33,8 +34,8 @@ class Display:
     def start(self, step: int, total: int, facts: str) -> None:
         """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
 
-    def work(self, what: str, done: int, total: int) -> None:
-        """Work before the steps, of ``total`` bytes; may come from any thread."""
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        """Work before the steps, or between two of them; may come from any thread."""
 
     def step(self, done: int) -> None:
         """One more step is done. Called after every step: must cost next to nothing."""
@@ -46,7 +47,25 @@ class Display:
         """Something worth a line."""
 
 
+def _amount(done: int, total: int, unit: Unit) -> str:
+    if unit == "bytes":
+        return f"{format_size(done)} of {format_size(total)}"
+    return f"{done:,} of {total:,} {unit}"
+
+
 def _line(values: dict[str, Any]) -> str:
+    """A record that is not one of training."""
+    told = _decided(values) if values["kind"] == "schedule" else _metrics(values)
+    return f"step {values['step']:,}  {values['kind']}  {told}"
+
+
+def _decided(values: dict[str, Any]) -> str:
+    loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f}"
+    rates = dict.fromkeys(f"R({values[name]:.4g})" for name in ("rate_before", "rate_after"))
+    return f"test loss {loss} after {values['after']} batches; {' to '.join(rates)}: {values['why']}"
+
+
+def _metrics(values: dict[str, Any]) -> str:
     names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
     return "  ".join(f"{name} {values[name]:.4f}" for name in names if values.get(name) is not None)
 
@@ -72,16 +91,21 @@ class PlainLines(Display):
         self._seconds = seconds
         self._last = time.monotonic()
         self._total = 0
-        self._said = ""
+        self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
 
     def start(self, step: int, total: int, facts: str) -> None:
         self._total = total
         self.note(facts)
 
-    def work(self, what: str, done: int, total: int) -> None:
-        if self._said != what and done < total and time.monotonic() - self._last > _LONG:
-            self._said = what
-            self.note(f"{what}: {format_size(done)} of {format_size(total)} so far")
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._begun, self._said = what, now, False
+        if not self._said and done < total and now - self._begun > _LONG:
+            self._said = True
+            self.note(f"{what}: {_amount(done, total, unit)} so far")
+        if done >= total:
+            self._what = ""
 
     def record(self, values: dict[str, Any]) -> None:
         if values["kind"] == "train":
@@ -93,7 +117,7 @@ class PlainLines(Display):
                 f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
             )
         else:
-            self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
+            self.note(_line(values))
 
     def note(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -116,7 +140,7 @@ class ProgressBar(Display):
             transient=True,
         )
         self._task: Any = None
-        self._work: Any = None
+        self._works: dict[str, Any] = {}
         self._total = 0
         self._next = 0.0  # when the bar moves again
         self._auc = ""
@@ -134,11 +158,12 @@ class ProgressBar(Display):
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
 
-    def work(self, what: str, done: int, total: int) -> None:
-        if self._work is None:
-            self._work = self._bar.add_task(what, total=total // _MIB, status="")
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        if what not in self._works:
+            self._works[what] = self._bar.add_task(what, status="")
+        one, words = (_MIB, f"MiB, {format_size(total)} in all") if unit == "bytes" else (1, unit)
         self._bar.update(
-            self._work, completed=done // _MIB, visible=done < total, status=f"MiB, {format_size(total)} in all"
+            self._works[what], completed=done // one, total=total // one, visible=done < total, status=words
         )
 
     def step(self, done: int) -> None:
@@ -156,7 +181,7 @@ class ProgressBar(Display):
         if values["kind"] != "train":
             if values.get("auc") is not None:
                 self._auc = f"  AUC {values['auc']:.4f}"
-            self.note(f"step {values['step']:,}  {values['kind']}  {_line(values)}")
+            self.note(_line(values))
             return
         rate = format_count(values["samples_per_second"])
         self._status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s"

@@ -47,12 +47,15 @@ def finish(
     progress: Progress,
     clock: Clock,
     total: int,
+    epoch: int,
     run: RunDirectory,
     log: RunLog,
     shown: Display,
 ) -> TrainResult:
-    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report."""
-    epoch = -(-len(data.train) // config.batch_size)  # batches
+    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report.
+
+    ``total`` steps were asked for; a pass over the training rows has ``epoch`` of them.
+    """
     if said := _ending(progress, config, total, trained=clock.examples > 0):
         shown.note(said)
     best = _go_to_best(model, data, config, progress, run, shown)

@@ -15,6 +15,7 @@ import torch
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
+from stoker.data.reader import BatchStream
 from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
 from stoker.errors import ConfigError
 from stoker.models import RecModel
@@ -30,11 +31,12 @@ from stoker.training.finish import TrainResult, finish
 from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
 from stoker.training.metrics import deciding
-from stoker.training.placing import Epochs, moved, movement, place_run, staged, tidy
+from stoker.training.placing import Epochs, moved, movement, place_run, tidy
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.resume import reopen, restore
 from stoker.training.room import check_disk, check_memory
 from stoker.training.rundir import RunDirectory, open_dataset
+from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
 from stoker.units import format_count, format_size, plural
 
 __all__ = ["TrainResult", "train"]
@@ -92,10 +94,9 @@ def _train(
     placement = place_run(config, data, optimizer)
     tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
     warnings = [check_memory(tables, optimizer.state, device, placement)]
-    stream = data.train.batches(
-        config.batch_size,
-        seed=config.seed,
-        shuffle_memory=config.shuffle_memory,
+    stream = run_stream(
+        config,
+        data,
         reuse=device.type != "cuda" and (placement is None or placement.resident),  # staged batches wait in the window
         pin_memory=device.type == "cuda",
     )
@@ -121,9 +122,9 @@ def _train(
             progress = restore(run, data, model, dense, stream, config, shown)
             run.write("config.json", kept)
         log = RunLog(run, progress.step, tensorboard=config.tensorboard)
-        feed = staged(Epochs(stream, total), model, config)
+        feed = run_feed(stream, total, model, config, progress=partial(shown.work, unit="batches"))
         try:
-            shown.start(progress.step, total, _facts(model, data, config, total, placement))
+            shown.start(progress.step, total, _facts(model, data, config, total, placement, stream))
             if progress.step < total:
                 data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
@@ -131,11 +132,11 @@ def _train(
             for note in (*filter(None, warnings), *_without_effect(config, placement, total)):
                 shown.note(note)
             try:
-                clock = _fit(model, dense, schedule, feed, data, config, total, progress, run, log, shown)
+                clock = _fit(model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown)
             except (Diverged, checkpoint.NotFiniteError) as error:
                 step = error.step if isinstance(error, Diverged) else progress.step
                 raise explain(str(error), step, model, dense, schedule, run) from None
-            return finish(model, data, config, progress, clock, total, run, log, shown)
+            return finish(model, data, config, progress, clock, total, len(stream), run, log, shown)
         except KeyboardInterrupt as stop:
             if isinstance(stop, Interrupted):
                 raise
@@ -166,6 +167,7 @@ def _opened(
         config = (config or TrainConfig()).replace(**settings)
         RunDirectory(str(out)).check_new()
         data = open_dataset(dataset)
+        config = config.replace(batch_order=batch_order(config, data))
     else:
         data, config = reopen(resume, dataset, config, settings)
     if not len(data.train):
@@ -183,24 +185,25 @@ def _fit(
     model: RecModel,
     dense: torch.optim.Optimizer,
     schedule: Schedule,
-    feed: Epochs | Stage,
+    feed: Epochs | Stage | ScheduledFeed,
     data: Dataset,
     config: TrainConfig,
     total: int,
+    epoch: int,
     progress: Progress,
     run: RunDirectory,
     log: RunLog,
     shown: Display,
 ) -> Clock:
-    """Train until ``total`` steps are done or patience ends. This is the loop."""
+    """Train until ``total`` steps are done or patience ends, ``epoch`` of them a pass. This is the loop."""
     for group in dense.param_groups:
         group.setdefault("initial_lr", group["lr"])
     parameters = model.dense_parameters()
     valid = data.splits.get("valid")
-    epoch = -(-len(data.train) // config.batch_size)  # batches
     eval_every = config.eval_every or epoch
     read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
-    saved = (progress.step, progress.evaluated)
+    swaps = 0  # in this process
+    saved = (progress.step, progress.evaluated, swaps)
     clock = Clock(meter=lambda: moved(model, feed))
     marked = (replace(clock), progress.step)  # clock and step at the last training record
     timed = marked  # and where the times of the next one begin
@@ -208,6 +211,8 @@ def _fit(
     model.train()
 
     with StopSignals() as stop, closing(_each(feed)) as batches:
+        if isinstance(feed, Stage | ScheduledFeed):
+            feed.hurry = lambda: stop.number is not None
         while True:
             # What is due after the step before; also the first thing after a restart.
             step = progress.step
@@ -223,8 +228,16 @@ def _fit(
                     _record(log, shown, "valid", feed.step / epoch, step, **metrics)
                 clock.go()
             finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
+            if isinstance(feed, ScheduledFeed) and feed.swapping and not finished and stop.number is None:
+                clock.pause()
+                test_loss = swap_loss(model, data, config, stop=lambda: stop.number is not None)
+                if stop.number is None:
+                    _record(log, shown, "schedule", feed.step / epoch, step, **feed.swap(test_loss).to_dict())
+                    swaps += 1
+                clock.go()
             wanted = step % config.save_every == 0 if config.save_every else due
-            state = (step, progress.evaluated)
+            wanted = wanted or step == saved[0]  # one that is there has become stale
+            state = (step, progress.evaluated, swaps)
             if step > 0 and state != saved and (wanted or improved or finished or stop.number is not None):
                 clock.pause()
                 progress.read_losses()
@@ -293,7 +306,7 @@ def _fit(
                 clock.go()
 
 
-def _each(feed: Epochs | Stage) -> Generator[Batch, None, None]:
+def _each(feed: Epochs | Stage | ScheduledFeed) -> Generator[Batch, None, None]:
     """The batches as a generator, which can be closed: that ends the threads behind a stage."""
     yield from feed
 
@@ -318,15 +331,13 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
 
 def _without_effect(config: TrainConfig, placement: Placement | None, total: int) -> Iterator[str]:
     """Settings that were given and change nothing."""
+    if config.batch_order == "shuffled" and (said := _ignored(config, "swap_rate", "schedule_rows")):
+        yield f"{said}: batches are shuffled, not hot and cold by the schedule"
     if placement is None:
-        plain = TrainConfig()
-        names = ("host_memory", "home_path", "lookahead", "in_flight", "spill")
-        if given := [name for name in names if getattr(config, name) != getattr(plain, name)]:
-            words = [{"home_path": "home"}.get(name, name.replace("_", " ")) for name in given]
-            listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-            verb = "is" if len(words) == 1 else "are"
-            yield f"{listed} {verb} ignored: without a limit on device memory all rows lie there"
-    elif config.lookahead == 0:
+        names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
+        if said := _ignored(config, *names):
+            yield f"{said}: without a limit on device memory all rows lie there"
+    elif config.lookahead == 0 and not config.foresight:
         yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
     if config.warmup >= total:
         yield (
@@ -340,7 +351,23 @@ def _without_effect(config: TrainConfig, placement: Placement | None, total: int
         )
 
 
-def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int, placement: Placement | None) -> str:
+def _ignored(config: TrainConfig, *names: str) -> str:
+    """That those of the settings are ignored that are not as by default; empty if all are."""
+    plain = TrainConfig()
+    given = [name for name in names if getattr(config, name) != getattr(plain, name)]
+    words = [{"home_path": "home"}.get(name, name.replace("_", " ")) for name in given]
+    listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
+    return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if given else ""
+
+
+def _facts(
+    model: RecModel,
+    data: Dataset,
+    config: TrainConfig,
+    total: int,
+    placement: Placement | None,
+    stream: BatchStream | HotColdStream,
+) -> str:
     """What is about to be trained, for the first line on the screen."""
     rows = sum(table.num_embeddings for table in model.tables)
     size = sum(table.num_embeddings * row_bytes(table, model.embeddings.optimizer.state) for table in model.tables)
@@ -349,4 +376,6 @@ def _facts(model: RecModel, data: Dataset, config: TrainConfig, total: int, plac
         f"{model.name}: {plural(len(model.tables), 'table')}, {format_count(rows)} rows, {format_size(size)} with "
         f"optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
         f"rows, {plural(total, 'step')} of {config.batch_size:,} on {model.device}"
-    ) + ("" if placement is None else f"\n{placement.summary()}")
+        + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
+        + ("" if placement is None else f"\n{placement.summary()}")
+    )

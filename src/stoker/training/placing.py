@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.features import FeatureSpec
-from stoker.data.reader import BatchStream
+from stoker.data.reader import BatchStream, EpochRest
 from stoker.errors import ConfigError
 from stoker.models import RecModel
 from stoker.optim import RowOptimizer
+from stoker.placement.hot_cold import HotBatches
 from stoker.placement.placement import Placement
 from stoker.placement.planner import plan
 from stoker.placement.profile import Profile
+from stoker.placement.weigh import Choice
 from stoker.tables import Stage, TableConfig, stage, tables_for
+from stoker.tables.foresight import Progress
 from stoker.tables.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.evaluation import SCORED
@@ -30,6 +33,7 @@ from stoker.training.totals import STAGES, StageTotals
 
 __all__ = [
     "Epochs",
+    "MeteredStage",
     "moved",
     "movement",
     "place",
@@ -40,15 +44,24 @@ __all__ = [
     "tidy",
 ]
 
+Batches = TypeVar("Batches", bound=Iterable[Batch])
+
 _FEWEST = 32  # examples scored at a time, unless asked for
 _SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
 class Epochs:
-    """The batches of a run, epoch after epoch, up to ``total`` in all; a lookahead sees across the ends of epochs."""
+    """The batches of a run, epoch after epoch, up to ``total`` in all; a lookahead sees across the ends of epochs.
 
-    def __init__(self, stream: BatchStream, total: int) -> None:
+    Args:
+        stream: the batches.
+        total: how many.
+        foreseen: up to which batch next uses may be recorded; None means all.
+    """
+
+    def __init__(self, stream: BatchStream, total: int, foreseen: int | None = None) -> None:
         self.stream, self.total = stream, total
+        self.foreseen = total if foreseen is None else min(foreseen, total)
 
     def __iter__(self) -> Iterator[Batch]:
         while self.stream.step < self.total:
@@ -61,6 +74,10 @@ class Epochs:
     def step(self) -> int:
         """Batches handed out; the next one carries this number."""
         return self.stream.step
+
+    def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> EpochRest:
+        """The batches from number ``step`` to the end of its epoch or of the run; the stream stays where it is."""
+        return self.stream.rest_of_epoch(step, until=self.foreseen, ids_only=ids_only)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """The position in the stream, or what it was after ``step`` batches."""
@@ -79,10 +96,14 @@ def place(
     lookahead: int = 64,
     in_flight: int | None = None,
     spill: Literal["parts", "refuse"] = "parts",
+    foresight: bool = False,
+    strategy: Choice = "auto",
+    scheduled: bool = False,
     device: torch.device | str | None = None,
     profile: Profile | None = None,
 ) -> Placement:
-    """:func:`stoker.plan` with what a dataset knows: counts, and how many ids its features have.
+    """:func:`stoker.plan` with what a dataset knows: counts, how many ids its features have, and, where hot and cold
+    batches come apart (``scheduled``), how many of them are hot.
 
     Raises:
         ConfigError: a budget that cannot work.
@@ -102,10 +123,12 @@ def place(
     most = {
         feature.name: max(feature.max_length, math.ceil(mean.get(feature.name, 1))) for feature in data.schema.features
     }
+    known = data.hot_cold if scheduled else None
+    hot = None if known is None else HotBatches(rows=known["hot_rows"], share=len(data.hot) / examples)
     return plan(
         tables, counts, optimizer=optimizer, device_memory=device_memory, host_memory=host_memory, path=home_path,
-        batch_size=batch_size, lookahead=lookahead, in_flight=in_flight, spill=spill, device=device, profile=profile,
-        ids_per_feature=mean, max_ids=most,
+        batch_size=batch_size, lookahead=lookahead, in_flight=in_flight, spill=spill, foresight=foresight,
+        strategy=strategy, hot_batches=hot, device=device, profile=profile, ids_per_feature=mean, max_ids=most,
     )  # fmt: skip
 
 
@@ -171,7 +194,8 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
     return place(
         data, tables, optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
         home_path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
-        in_flight=config.in_flight, spill=config.spill, device=config.device,
+        in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
+        strategy=config.strategy, scheduled=config.batch_order != "shuffled", device=config.device,
     )  # fmt: skip
 
 
@@ -186,9 +210,12 @@ class MeteredStage(Stage):
     totals: StageTotals
 
     @classmethod
-    def of(cls, made: Stage, in_flight: int | None) -> MeteredStage:
+    def of(cls, made: Stage, config: TrainConfig, progress: Progress | None) -> MeteredStage:
         """The same batches, staged in the same way."""
-        found = cls(made.stream, made.tables, made.lookahead, in_flight, made.background)
+        found = cls(
+            made.stream, made.tables, made.lookahead, config.in_flight, made.background, foresight=config.foresight,
+            progress=progress,
+        )  # fmt: skip
         found.totals = StageTotals()
         return found
 
@@ -199,12 +226,25 @@ class MeteredStage(Stage):
             yield from super().__iter__()
 
 
-def staged(batches: Epochs, model: RecModel, config: TrainConfig, *, metered: bool = True) -> Epochs | Stage:
-    """The batches of a run with their rows in place, where rows come and go; ``metered``: with times by stage."""
+def staged(
+    batches: Batches, model: RecModel, config: TrainConfig, *, metered: bool = True, progress: Progress | None = None
+) -> Batches | Stage:
+    """The batches of a run with their rows in place, where rows come and go.
+
+    Args:
+        batches: of the run.
+        model: whose rows they are.
+        config: the run's settings.
+        metered: with times by stage.
+        progress: called while next uses are recorded.
+    """
     if not slotted(model):
         return batches
-    made = stage(batches, model, lookahead=config.lookahead, in_flight=config.in_flight)
-    return MeteredStage.of(made, config.in_flight) if metered else made
+    made = stage(
+        batches, model, lookahead=config.lookahead, in_flight=config.in_flight, foresight=config.foresight,
+        progress=progress,
+    )  # fmt: skip
+    return MeteredStage.of(made, config, progress) if metered else made
 
 
 @contextlib.contextmanager
@@ -232,14 +272,15 @@ def _let_go(model: RecModel) -> None:
             storage.close()
 
 
-def moved(model: RecModel, feed: Epochs | Stage) -> dict[str, float]:
+def moved(model: RecModel, feed: Iterable[Batch]) -> dict[str, float]:
     """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
     seconds of every stage."""
     storages = slotted(model)
     if not storages:
         return {}
-    waited = feed.stall_seconds if isinstance(feed, Stage) else 0.0
-    seconds = feed.totals.seconds() if isinstance(feed, MeteredStage) else {}
+    waited: float = getattr(feed, "stall_seconds", 0.0)
+    totals: StageTotals | None = getattr(feed, "totals", None)
+    seconds = {} if totals is None else totals.seconds()
     return {
         "rows": sum(storage.stats.rows for storage in storages),
         "hits": sum(storage.stats.hits for storage in storages),

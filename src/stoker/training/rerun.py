@@ -20,15 +20,16 @@ from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.config import TrainConfig
 from stoker.training.evaluation import check_dataset
-from stoker.training.placing import Epochs, staged
 from stoker.training.rundir import RunDirectory, open_dataset, own_dataset
+from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
 
 __all__ = ["MACHINE", "Rerun", "Section", "find_section", "undisturbed"]
 
 #: Settings that may differ from the run's: they leave its numbers alone (device, backend, threads but for rounding).
 MACHINE = frozenset(
     {
-        "device_memory", "host_memory", "home_path", "lookahead", "in_flight", "spill", "device", "backend", "threads",
+        "device_memory", "host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill",
+        "device", "backend", "threads",
     }
 )  # fmt: skip
 
@@ -45,13 +46,9 @@ class Section:
     steps: int  # batches
     total: int  # of the whole run
 
-    def batches(self) -> BatchStream:
+    def batches(self) -> BatchStream | HotColdStream:
         """The run's batches from its first step on."""
-        return _stream(self.config, self.data)
-
-
-def _stream(config: TrainConfig, data: Dataset) -> BatchStream:
-    return data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory)
+        return run_stream(self.config, self.data)
 
 
 def find_section(
@@ -84,7 +81,7 @@ def find_section(
     values = directory.read("config.json")
     config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
     dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))
-    total = config.steps or config.epochs * len(_stream(config, dataset))
+    total = config.steps or config.epochs * len(run_stream(config, dataset))
     found = None
     if begin is None:
         found = next(
@@ -142,11 +139,14 @@ class Rerun:
         for group in self.dense.param_groups:
             group.setdefault("initial_lr", group["lr"])
         end = section.total + (config.lookahead + 1 if endless else 0)
-        self.feed = staged(Epochs(stream, end), self.model, config, metered=False)
+        # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
+        foreseen = section.begin + section.steps
+        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen, metered=False)
         self._parameters = self.model.dense_parameters()
         self._wait = wait and self.model.device.type == "cuda"
         self._drawn = _generators(self.model.device)
         self.model.train()
+        self._swap()
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch of :attr:`feed`; its loss."""
@@ -167,7 +167,15 @@ class Rerun:
             self.dense.zero_grad()
             self._synchronize()
         self._drawn = _generators(self.model.device)  # two reruns that take turns draw the same numbers
+        self._swap()
         return loss.detach()
+
+    def _swap(self) -> None:
+        """Decide as the run did what follows a segment of hot or cold batches."""
+        if isinstance(self.feed, ScheduledFeed) and self.feed.swapping:
+            with span("swap"):
+                self.feed.swap(swap_loss(self.model, self.section.data, self.section.config))
+                self._synchronize()
 
     def _synchronize(self) -> None:
         if self._wait:

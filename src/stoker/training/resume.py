@@ -17,6 +17,7 @@ from stoker.training.display import Display
 from stoker.training.evaluation import check_dataset
 from stoker.training.progress import Progress
 from stoker.training.rundir import LOST, RunDirectory, open_dataset, own_dataset
+from stoker.training.scheduled import HotColdStream
 from stoker.units import plural
 
 __all__ = ["reopen", "restore"]
@@ -54,7 +55,7 @@ def restore(
     data: Dataset,
     model: RecModel,
     dense: torch.optim.Optimizer,
-    stream: BatchStream,
+    stream: BatchStream | HotColdStream,
     config: TrainConfig,
     shown: Display,
 ) -> Progress:

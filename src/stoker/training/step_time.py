@@ -65,9 +65,14 @@ def measure_step(config: TrainConfig, data: Dataset) -> StepTime:
     if config.compile:
         model.compile_dense()
     stream = data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory)
+    batches, reads = [], []
     begin = time.perf_counter()
-    batches = list(itertools.islice(stream, _BATCHES))
-    read = (time.perf_counter() - begin) / max(1, len(batches))
+    for batch in itertools.islice(stream, _UNTIMED + _BATCHES):
+        batches.append(batch)
+        reads.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    # Before the first batch shards are checked and kernels compiled, which happens once.
+    read = float(np.median(reads[_UNTIMED:] or reads))
     limits = torch.tensor([spec.num_embeddings[feature.table] for feature in spec.features])
     batches = [_inside(batch, limits).to(model.device) for batch in batches]
     model.train()

@@ -11,6 +11,7 @@ __all__ = ["STAGES", "StageTotals"]
 
 #: What a step consists of, in the order in which a batch goes through it.
 STAGES = {
+    "foresight": "find next uses",
     "read": "make the batch",
     "plan": "choose slots",
     "fence": "wait for writebacks",

@@ -16,14 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.shards import atomic_file
 from stoker.errors import ConfigError
 from stoker.optim import Constant
-from stoker.tables import Stage
 from stoker.timeline import Recorder, Span, span
-from stoker.training.placing import place_run
+from stoker.training.placing import place_run, slotted
 from stoker.training.rerun import Rerun, find_section, undisturbed
 from stoker.training.totals import STAGES
 
@@ -91,8 +89,8 @@ def trace(
             before it, else the start.
         data: the dataset; None means the run's own.
         progress: called with (what, done, total).
-        settings: ``device_memory``, ``host_memory``, ``home_path``, ``lookahead``, ``in_flight``, ``spill``,
-            ``device``, ``backend`` or ``threads`` instead of the run's.
+        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
+            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` instead of the run's.
 
     Raises:
         ConfigError: no run there, ``steps`` below 1, ``out`` cannot be written, or a budget that cannot work.
@@ -111,7 +109,7 @@ def trace(
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
         rerun = Rerun(section, placement, wait=True, endless=True)
         try:
-            with closing(_each(rerun.feed)) as batches:
+            with closing(_each(rerun)) as batches:
                 for _ in range(warm):
                     rerun.step(next(batches))
                 start = time.perf_counter_ns()
@@ -153,12 +151,12 @@ def _check_writable(out: Path) -> None:
         ) from error
 
 
-def _each(feed: Iterable[Batch]) -> Any:
+def _each(rerun: Rerun) -> Any:
     """The batches; where nobody stages them, training waits until each is read."""
-    if isinstance(feed, Stage):
-        yield from feed
+    if slotted(rerun.model):
+        yield from rerun.feed
         return
-    source = iter(feed)
+    source = iter(rerun.feed)
     while True:
         with span("stall"), span("read"):
             batch = next(source, None)

@@ -119,9 +119,9 @@ def verify(
             before it, else the start.
         data: the dataset; None means the run's own.
         progress: called with (what, done, total).
-        settings: ``device_memory``, ``host_memory``, ``home_path``, ``lookahead``, ``in_flight``, ``spill``,
-            ``device``, ``backend`` or ``threads`` instead of the run's. A run without a budget is placed at 10 % of
-            its rows' bytes.
+        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
+            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` instead of the run's. A run without a
+            budget is placed at 10 % of its rows' bytes.
 
     Raises:
         ConfigError: no run there, a budget that holds all rows, or too little memory to have them all resident too.

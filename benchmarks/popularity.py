@@ -1,0 +1,332 @@
+"""``stoker profile``: how near its estimates come to the full counts, and how much quicker a sample is than a scan.
+
+The truth is taken from the vocabulary's counts of all training rows: how many rows of a table have at least the share t
+of its accesses, at the threshold t that the run itself found. Two errors lie between: the input sampler's (a row's
+sampled accesses scatter) and that of estimating a table's size from some of its rows. For the published method the
+second one is also shown alone, against a scan of the whole sampled log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
+from benchmarks.lookahead import globo
+from benchmarks.rounds import ROOT
+from benchmarks.workload import KAGGLE, SKEW, kaggle_like
+from stoker import synthetic
+from stoker.data.dataset import Dataset
+from stoker.data.prepare import run_prepare
+from stoker.placement.hot_profile import HotProfile, HotTable
+from stoker.placement.popularity import profile
+from stoker.placement.row_estimates import ExactRows
+from stoker.placement.sampling import AccessLog, draw
+from stoker.placement.threshold import Thresholds
+
+__all__ = ["CASES", "SHARES", "bars", "book_crossing", "criteo_rows", "forget"]
+
+SHARES = (0.01, 0.05, 0.10, 0.25)  # budgets, of what all rows take
+METHODS = ("stratified", "chunks")
+SAMPLE = 0.05
+BOOKS = """
+[label]
+column = "rating"
+rule = "> 0"
+
+[[categorical]]
+name = "user"
+source = "user_id"
+type = "int"
+
+[[categorical]]
+name = "book"
+source = "isbn"
+type = "string"
+
+[split]
+rule = "hash"
+column = "isbn"
+train = 1.0
+valid = 0.0
+test = 0.0
+"""
+
+
+def book_crossing(run: Run) -> Dataset:
+    """Book-Crossing ratings: reader and book; prepared once into the cache.
+
+    Raises:
+        NotRun: the ratings are not on this machine.
+    """
+    source = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data")) / "bookcrossing" / "ratings.parquet"
+    if not source.exists():
+        raise NotRun("bookcrossing/ratings.parquet not found (set STOKER_DATA to the folder of the data sets)")
+    out = CACHE / "book_crossing"
+    if not (out / "manifest.json").exists():
+        run.log("preparing Book-Crossing")
+        schema = CACHE / "book_crossing.toml"
+        CACHE.mkdir(exist_ok=True)
+        schema.write_text(BOOKS)
+        run_prepare(str(schema), [source], out=out)
+    return Dataset(out)
+
+
+def criteo_rows(rows: int, sizes: Sequence[int], run: Run) -> Dataset:
+    """Generated rows of Criteo's shape (13 dense columns, 26 tables, 160 bytes a row); kept in the cache."""
+    out = CACHE / f"criteo_shape_{rows}_{sum(sizes)}"
+    if not (out / "manifest.json").exists():
+        run.log(f"writing {rows:,} synthetic rows, {rows * 160 / 1e9:.1f} GB")
+        synthetic.dataset(out, rows=rows, sizes=sizes, num_dense=13, alpha=SKEW)
+    return Dataset(out)
+
+
+def _generated(run: Run) -> Dataset:
+    return criteo_rows(500_000 if run.quick else 2_000_000, kaggle_like(1_000_000), run)
+
+
+CASES: dict[str, Callable[[Run], Dataset]] = {
+    "Globo, in order of time": globo,
+    "Book-Crossing": book_crossing,
+    "Criteo-like (synthetic)": _generated,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Tables of many runs at one budget."""
+
+    case: str
+    method: str
+    budget: float  # share of all bytes
+    tables: int  # judged, over all runs; those that are hot as a whole left out
+    inside: float  # share of them with the truth in the interval
+    near: float  # share with the estimate within 10 % of the truth
+    near_total: float  # share of runs whose total size is within 10 %
+    worst: float  # of the totals
+    near_log: float | None  # "chunks": share within 10 % of the truth of the sampled log
+    inside_log: float | None
+    width: float  # of the interval over the truth, median
+    over: int  # runs that exceeded the budget
+
+
+def _truth(counts: np.ndarray, threshold: float) -> int:
+    """Rows with at least the threshold's share, row 0 where any other is (hot rows are a prefix)."""
+    return int(ExactRows(counts).hot(np.array([threshold * counts.sum()]))[0])
+
+
+def _judge(case: str, data: Dataset, method: str, budget: float, seeds: int) -> Judged:
+    counts = {name: values.numpy() for name, values in data.counts.items()}
+    row = profile(data, budget=2**62, sample=0.01, seed=0).tables[0].row_bytes
+    size = int(budget * row * sum(data.schema.num_embeddings.values()))
+    inside, near, totals, widths, log_near, log_inside, over = [], [], [], [], [], [], 0
+    for seed in range(seeds):
+        found = profile(data, budget=size, sample=SAMPLE, method=method, seed=seed)
+        over += found.hot_bytes > size
+        judged = [table for table in found.tables if not table.whole]
+        truths = [_truth(counts[table.name], found.threshold) for table in judged]
+        for table, truth in zip(judged, truths, strict=True):
+            inside.append(table.low <= truth <= table.high)
+            near.append(_off(table.estimate, truth) <= 0.1)
+            widths.append((table.high - table.low) / max(truth, 1))
+        totals.append(_off(sum(table.estimate for table in judged), sum(truths)))
+        if method == "chunks":
+            for table, truth in _log_truths(data, found, judged, seed):
+                log_inside.append(table.low <= truth <= table.high)
+                log_near.append(_off(table.estimate, truth) <= 0.1)
+    return Judged(
+        case=case, method=method, budget=budget, tables=len(near), inside=_share(inside), near=_share(near),
+        near_total=_share([off <= 0.1 for off in totals]), worst=max(totals),
+        near_log=_share(log_near) if log_near else None, inside_log=_share(log_inside) if log_inside else None,
+        width=statistics.median(widths), over=over,
+    )  # fmt: skip
+
+
+def _off(estimate: int, truth: int) -> float:
+    return abs(estimate - truth) / max(truth, 1)
+
+
+def _share(values: Sequence[bool]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+def _log_truths(data: Dataset, found: HotProfile, judged: Sequence[HotTable], seed: int) -> list[tuple[HotTable, int]]:
+    """Tables and how many of their rows the whole sampled log shows as hot."""
+    log = AccessLog(data)
+    taken = draw(data.train, SAMPLE, groups=found.settings.chunks, seed=seed)
+    rows = dict(zip(log.names, log.rows(taken), strict=True))
+    return [
+        (table, int((rows[table.name] >= found.threshold * table.accesses * taken.share).sum())) for table in judged
+    ]
+
+
+@lru_cache(maxsize=1)
+def _judged(run: Run) -> list[Judged]:
+    """One measurement serves both bars."""
+    out = []
+    for case, opened in CASES.items():
+        data = opened(run)
+        for budget in SHARES[1::2] if run.quick else SHARES:
+            for method in METHODS:
+                run.log(f"{case}, {budget:.0%}, {method}")
+                out.append(_judge(case, data, method, budget, 20 if run.quick else 200))
+    return out
+
+
+def _outcome(run: Run, value: Callable[[Judged], float]) -> Outcome:
+    found = _judged(run)
+    if exceeded := sum(each.over for each in found):
+        raise WrongResult(f"{exceeded} runs exceeded their budget")
+    table = Table(
+        title=f"Hot rows at the found threshold against full counts, {SAMPLE:.0%} sample, 99.9 % intervals",
+        columns=[
+            "case", "method", "budget", "inside", "within 10 %", "totals within 10 %", "worst total", "width",
+            "inside, sampled log", "within 10 %, sampled log",
+        ],
+        rows=[
+            [
+                each.case, each.method, f"{each.budget:.0%}", f"{each.inside:.1%}", f"{each.near:.1%}",
+                f"{each.near_total:.1%}", f"{each.worst:.1%}", f"{each.width:.0%}",
+                "" if each.inside_log is None else f"{each.inside_log:.1%}",
+                "" if each.near_log is None else f"{each.near_log:.1%}",
+            ]
+            for each in found
+        ],
+    )  # fmt: skip
+    notes = [
+        "inside, within 10 %: of the tables of all runs, those under 1 MB left out; totals: of runs, all their tables",
+        "width: of the interval, over the truth, median",
+        "sampled log: the truth is what a scan of the whole sampled log would find: the chunks' own error",
+        "the worst case and budget of the stratified method counts: of the interval by table, of the estimate by the "
+        "total, which is what fills a budget; no run exceeded its budget",
+    ]
+    ours = [value(each) for each in found if each.method == "stratified"]
+    data: dict[str, Any] = {"judged": [vars(each) for each in found]}
+    return Outcome(value=100 * min(ours), tables=[table], notes=notes, data=data)
+
+
+def interval(run: Run) -> Outcome:
+    """Share of tables and runs with the truth in the interval."""
+    return _outcome(run, lambda each: each.inside)
+
+
+def estimate(run: Run) -> Outcome:
+    """Share of runs with the estimated size of all judged tables within a tenth of the truth."""
+    return _outcome(run, lambda each: each.near_total)
+
+
+def _scan(data: Dataset, budget: int, row: int) -> dict[str, int]:
+    """The hot rows of a full scan: one pass over all ids counts them, and the counts are compared with the cut-off."""
+    log = AccessLog(data)
+    counts = log.rows(draw(data.train, 1.0, groups=35, seed=0))
+    tables = [ExactRows(each) for each in counts]
+    whole = [int(size) * row < 10**6 for size in log.sizes]
+    _, hot = Thresholds(tables, [row] * len(tables), whole).fill(budget)
+    return dict(zip(log.names, hot.tolist(), strict=True))
+
+
+def forget(data: Dataset) -> bool:
+    """Drop the training shards from the page cache; False where the system cannot."""
+    for shard in data.train.shards:
+        shard.release()
+        with contextlib.suppress(OSError), shard.path.open("rb") as file:
+            if not hasattr(os, "posix_fadvise"):
+                return False
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def speed(run: Run) -> Outcome:
+    """How many times faster than a full scan the sampled profile is."""
+    data = criteo_rows(4_000_000 if run.quick else 40_000_000, KAGGLE, run)
+    budget = 2**29
+    for name, counts in zip(
+        (log := AccessLog(data)).names, log.rows(draw(data.train, 1.0, groups=35, seed=0)), strict=True
+    ):
+        if not np.array_equal(counts, data.counts[name].numpy()):
+            raise WrongResult(f"the full scan counts table {name} differently than the dataset does")
+    sampled = profile(data, budget=budget)
+    scanned = _scan(data, budget, sampled.tables[0].row_bytes)
+    off = max(_off(table.hot_rows, scanned[table.name]) for table in sampled.tables if not table.whole)
+    if off > 0.2:
+        raise WrongResult(f"the sampled profile's hot rows are {off:.0%} off the full scan's")
+    ways: dict[str, Callable[[], object]] = {
+        "full scan": lambda: _scan(data, budget, sampled.tables[0].row_bytes),
+        "sample of 5 %, stratified": lambda: profile(data, budget=budget),
+        "sample of 5 %, chunks": lambda: profile(data, budget=budget, method="chunks"),
+        "counts of the vocabulary": lambda: profile(data, budget=budget, sample=None),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(run.rounds):
+        for name, way in ways.items():
+            data.__dict__.pop("counts", None)
+            seconds[name].append(_timed(way))
+    cold = {name: _timed(way) for name, way in list(ways.items())[:2] if forget(data)}
+    scan = statistics.median(seconds["full scan"])
+    table = Table(
+        title=f"{len(data.train):,} generated rows, 26 tables of {sum(KAGGLE):,} rows, budget 512 MiB",
+        columns=["", "seconds", "of the full scan", "files not in memory"],
+        rows=[
+            [
+                name,
+                f"{statistics.median(values):.3f}",
+                f"1/{scan / statistics.median(values):.1f}",
+                f"{cold[name]:.2f}" if name in cold else "",
+            ]
+            for name, values in seconds.items()
+        ],
+    )
+    ratios = [a / b for a, b in zip(seconds["full scan"], seconds["sample of 5 %, stratified"], strict=True)]
+    return Outcome(
+        value=statistics.median(ratios),
+        tables=[table],
+        notes=[
+            "full scan: one pass over all ids counts them by row, on as many threads; then the same search for t",
+            f"checked: its counts are the dataset's; hot rows of the sample are within {off:.1%} of the scan's",
+        ],
+        data={"seconds": seconds, "cold": cold, "hot_rows": sampled.hot_rows, "scanned": scanned},
+    )
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def bars() -> list[Bar]:
+    """The promises of the profile."""
+    return [
+        Bar(
+            name="profile-interval",
+            group="profile",
+            title="size estimates of hot tables: truth inside the 99.9 % interval",
+            must=99.0,
+            unit=" %",
+            run=interval,
+        ),
+        Bar(
+            name="profile-estimate",
+            group="profile",
+            title="size estimates of hot tables: within 10 % of the truth",
+            must=95.0,
+            unit=" %",
+            run=estimate,
+        ),
+        Bar(
+            name="profile-speed",
+            group="profile",
+            title="profile from a sample of 5 % against a full scan, 40 M generated rows",
+            must=15.0,
+            run=speed,
+        ),
+    ]

@@ -1,0 +1,155 @@
+"""A dataset made anew beside its source, with one split written and all else shared with the source."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from stoker.data.dataset import Dataset, read_manifest
+from stoker.data.leftovers import absent_folders, exchange, recover, remove_empty
+from stoker.data.shards import atomic_file, sync_folder
+from stoker.errors import DataError
+from stoker.units import format_size
+
+__all__ = ["rebuilt"]
+
+_FREE = 2**20  # bytes of disk left for the manifest and the like
+_LOCK = ".lock"
+
+
+@contextmanager
+def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool) -> Iterator[Path]:
+    """A working directory beside ``out`` that takes its place when the block ends, or is removed if it fails.
+
+    All files of ``data`` but the shards of ``split`` are in it, as hard links where the disk allows and as copies where
+    not. The block writes the shards and, last, the manifest. A process killed within leaves a directory ``out``.tmp,
+    which is no dataset and is removed by the next one.
+
+    Args:
+        data: the source.
+        out: where the dataset is to be.
+        split: what the block writes.
+        size: bytes of it.
+        overwrite: a dataset at ``out`` may be replaced.
+
+    Raises:
+        DataError: ``out`` is taken, another process writes it, or the disk has no room.
+    """
+    _check(data, out, overwrite=overwrite)
+    folder = out.with_name(out.name + ".tmp")
+    made = absent_folders(folder.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+        ) from error
+    with ExitStack() as stack:
+        stack.enter_context(_locked(folder, out))
+        try:
+            _clear(folder)
+            shared = _shared(data, split)
+            _check_room(folder, size + (0 if _same_disk(data.path, folder) else sum(shared.values())))
+            for file in shared:
+                _link(data.path / file, folder / file)
+            yield folder
+            (folder / _LOCK).unlink(missing_ok=True)
+            for place in (*{(folder / file).parent for file in shared}, folder):
+                sync_folder(place)
+            if out.exists() and any(out.iterdir()):
+                exchange(folder, out)
+            else:
+                os.replace(folder, out)
+            sync_folder(out.absolute().parent)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            remove_empty(made)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DataError(
+                    f"no room left on the disk of {out}. Free some space or choose another directory; nothing "
+                    "half-written was kept."
+                ) from error
+            raise
+
+
+def _check(data: Dataset, out: Path, *, overwrite: bool) -> None:
+    """Refuse an ``out`` that may not be made or replaced."""
+    recover(out)
+    inside, source = out.resolve(), data.path.resolve()
+    if source == inside or source.is_relative_to(inside) or inside.is_relative_to(source):
+        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise DataError(f"{out} is a file. Choose another directory.")
+    if not any(out.iterdir()):
+        return
+    if not (out / "manifest.json").exists():
+        raise DataError(f"{out} is not empty and no dataset. Choose another directory.")
+    if not overwrite:
+        raise DataError(
+            f"{out} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
+            settings=("overwrite",),
+        )
+    try:
+        read_manifest(out)
+    except DataError as error:
+        raise DataError(f"{out} is not overwritten: {error} Choose another directory.") from error
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    """Keep other processes out; a killed one lets go by itself."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.") from error
+        yield
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed process left."""
+    for path in folder.iterdir():
+        if path.name != _LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _shared(data: Dataset, split: str) -> dict[str, int]:
+    """Files that stay as they are, with their sizes in bytes."""
+    entries = [shard for name, other in data.splits.items() if name != split for shard in other.entry["shards"]]
+    found = {shard["file"]: int(shard["bytes"]) for shard in entries}
+    return found | {file: int(entry["bytes"]) for file, entry in data.manifest.get("files", {}).items()}
+
+
+def _same_disk(source: Path, folder: Path) -> bool:
+    return source.stat().st_dev == folder.stat().st_dev
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free - _FREE:
+        raise DataError(
+            f"the dataset needs {format_size(needed)}, but the disk of {folder.parent} has {format_size(free)} free. "
+            "Free some space or choose another directory."
+        )
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the disk knows no hard links, or is another one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with source.open("rb") as old, atomic_file(target) as new:
+            shutil.copyfileobj(old, new, 2**22)

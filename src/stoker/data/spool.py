@@ -1,0 +1,101 @@
+"""Arrays in unnamed temporary files: too long for memory, written and read in order, or mapped.
+
+The file takes disk as it is written and goes when it is closed and no map of it is left, also after a kill. Beware: on
+some systems the temporary directory is memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CHUNK", "Spool", "spans", "stretches"]
+
+CHUNK = 2**20  # values worked on together
+
+
+def spans(size: int) -> Iterator[tuple[int, int]]:
+    """``range(size)`` in stretches of :data:`CHUNK`."""
+    for begin in range(0, size, CHUNK):
+        yield begin, min(begin + CHUNK, size)
+
+
+def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Lists [first, last) of those that begin at ``offsets`` [n + 1], about :data:`CHUNK` values together."""
+    first, count = 0, len(offsets) - 1
+    while first < count:
+        last = int(np.searchsorted(offsets, offsets[first] + CHUNK, side="right")) - 1
+        last = max(first + 1, last)
+        yield first, last
+        first = last
+
+
+class Spool:
+    """Values of one type in a temporary file; a context manager, which closes it.
+
+    Args:
+        dtype: of the values.
+        directory: where the file lies; None means the system's temporary directory.
+
+    Raises:
+        OSError: the file cannot be made; from every method: the disk is full or fails.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, directory: str | Path | None = None) -> None:
+        self._dtype = np.dtype(dtype)
+        self._file: Any = tempfile.TemporaryFile(prefix="stoker-", dir=directory)  # noqa: SIM115  (closed by close)
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file. Maps of it stay valid."""
+        self._file.close()
+
+    def add(self, values: npt.NDArray[Any]) -> None:
+        """Append values."""
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+
+    def read(self, begin: int, end: int) -> npt.NDArray[Any]:
+        """A copy of the values [begin, end)."""
+        values = np.empty(end - begin, self._dtype)
+        self._file.seek(begin * self._dtype.itemsize)
+        if self._file.readinto(values.data) != values.nbytes:
+            raise OSError(errno.EIO, "a temporary file is shorter than what was written to it")
+        return values
+
+    def write(self, begin: int, values: npt.NDArray[Any]) -> None:
+        """Replace the values from ``begin`` on."""
+        self._file.seek(begin * self._dtype.itemsize)
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+
+    def reserve(self, count: int) -> None:
+        """Take disk for ``count`` values, all zero: the first store to a mapped page of a full disk ends a process."""
+        size = count * self._dtype.itemsize
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._file.fileno(), 0, max(1, size))
+                return
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+        self._file.truncate(size)
+
+    def mapped(self) -> npt.NDArray[Any]:
+        """All values, to read and to change."""
+        self._file.flush()
+        return np.memmap(self._file, dtype=self._dtype, mode="r+").view(np.ndarray)

@@ -1,0 +1,155 @@
+"""What models over a history share: which sequence goes with which target, and its steps with a mask.
+
+Legend: B examples, N dense columns, G pooled features, T steps, S vectors of a step, D columns of a table.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.data.batch import Batch
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError, DataError
+from stoker.models.base import RecModel
+
+__all__ = ["SequenceModel"]
+
+
+class SequenceModel(RecModel):
+    """A click model that sees the steps of a history beside the target, with a vector for each step.
+
+    A step has S vectors, one for each pair of a target feature and the sequence feature that holds its earlier values
+    (an item and its category: S = 2). All other features are pooled as in any :class:`RecModel`.
+
+    Args:
+        spec: columns and table sizes.
+        history: target feature -> sequence feature. None pairs every sequence feature with the one-id feature that
+            shares its table.
+        settings: those of :class:`RecModel`.
+
+    Raises:
+        ConfigError: no pair was found, or pairs that cannot be the steps of one history.
+    """
+
+    def __init__(self, spec: FeatureSpec, *, history: Mapping[str, str] | None = None, **settings: Any) -> None:
+        pairs = _find_pairs(spec) if history is None else dict(history)
+        self.num_steps = _check_pairs(spec, pairs)
+        super().__init__(spec, steps=dict.fromkeys(pairs.values(), self.num_steps), **settings)
+        # In the order of the batch: a checkpoint keeps a mapping, but not the order in which it was written.
+        self.history = {target: pairs[target] for target in sorted(pairs, key=spec.index)}
+        sequences = set(self.history.values())
+        self.pooled = tuple(feature.name for feature in spec.features if feature.name not in sequences)
+        self.targets = tuple(self.pooled.index(name) for name in self.history)  # places of the targets among the pooled
+        self._sequences = tuple(spec.index(name) for name in self.history.values())
+        # Features of the output in stretches: the pooled ones between two sequences are one.
+        stretches: list[tuple[str | None, int]] = []
+        for feature in spec.features:
+            if feature.name in sequences:
+                stretches.append((feature.name, self.num_steps))
+            elif stretches and stretches[-1][0] is None:
+                stretches[-1] = (None, stretches[-1][1] + 1)
+            else:
+                stretches.append((None, 1))
+        self._stretches = tuple(stretches)
+
+    @abstractmethod
+    def dense_part(self, dense: Tensor, embedded: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B] of a batch.
+
+        Args:
+            dense: [B, N] dense columns.
+            embedded: [B, G, D] one vector for each feature of ``self.pooled``; the targets are at ``self.targets``.
+            steps: [B, T, S, D], oldest first; the newest step is the last, and missing ones are zeros.
+            mask: [B, T] bool, whether a step is there.
+        """
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        parts = self.embeddings(batch.ids, batch.offsets, batch.weights).split([n for _, n in self._stretches], dim=1)
+        of = {name: part for (name, _), part in zip(self._stretches, parts, strict=True) if name is not None}
+        pooled = [part for (name, _), part in zip(self._stretches, parts, strict=True) if name is None]
+        return (
+            batch.dense,
+            pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1),
+            torch.stack([of[name] for name in self.history.values()], dim=2),
+            self._mask(batch),
+        )
+
+    def _mask(self, batch: Batch) -> Tensor:
+        first, *others = (batch.lengths(place) for place in self._sequences)
+        for name, lengths in zip(list(self.history.values())[1:], others, strict=True):
+            if not torch.equal(first, lengths):
+                example = int((first != lengths).nonzero()[0])
+                target, one = next(iter(self.history.items()))
+                raise DataError(
+                    f"example {example} of batch {batch.step} has {int(first[example])} steps in {one!r} and "
+                    f"{int(lengths[example])} in {name!r}. Sequences of one history need a value for every step in "
+                    f"each: prepare them from the same events, or keep one of them only: {_option(target, one)}."
+                )
+        return batch.mask(self._sequences[0], self.num_steps)
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "history": self.history}
+
+
+def _option(target: str, sequence: str) -> str:
+    """How a pair is named."""
+    return f'model option history={{"{target}": "{sequence}"}}'
+
+
+def _find_pairs(spec: FeatureSpec) -> dict[str, str]:
+    """Target -> sequence, for every sequence whose table a one-id feature shares.
+
+    Raises:
+        ConfigError: there is none, or more than one way to pair them.
+    """
+    pairs: dict[str, str] = {}
+    for sequence in spec.features:
+        targets = [f.name for f in spec.features if not f.sequence and f.table == sequence.table]
+        if not sequence.sequence or not targets:
+            continue
+        if len(targets) > 1 or targets[0] in pairs:
+            several = targets if len(targets) > 1 else [pairs[targets[0]], sequence.name]
+            raise ConfigError(
+                f"{' and '.join(map(repr, several))} share table {sequence.table!r}, so it is not plain which target "
+                f"belongs to which sequence. Name them: {_option(targets[0], sequence.name)}."
+            )
+        pairs[targets[0]] = sequence.name
+    if not pairs:
+        sequences = [feature.name for feature in spec.features if feature.sequence]
+        why = f"{', '.join(sequences)} share no table with a one-id feature" if sequences else "there is no sequence"
+        raise ConfigError(
+            f"a model over a history needs a sequence of earlier targets, but {why}. Let both columns name one table "
+            f"in the schema, name them yourself ({_option('target', 'sequence')}), or choose a model that pools, such "
+            "as 'dlrm'."
+        )
+    return pairs
+
+
+def _check_pairs(spec: FeatureSpec, pairs: Mapping[str, str]) -> int:
+    """T of the pairs.
+
+    Raises:
+        ConfigError: a feature that is not there or of the wrong kind, or sequences of different length.
+    """
+    features = {feature.name: feature for feature in spec.features}
+    if not pairs or len(set(pairs.values())) < len(pairs):
+        raise ConfigError(f"history is {dict(pairs)}: it needs at least one pair, and each sequence once.")
+    for name, wanted in [*((target, False) for target in pairs), *((sequence, True) for sequence in pairs.values())]:
+        if name not in features or features[name].sequence != wanted:
+            kind = "sequence" if wanted else "one-id"
+            those = ", ".join(feature.name for feature in spec.features if feature.sequence == wanted)
+            raise ConfigError(f"history names {name!r}, which is no {kind} feature. Those are: {those or 'none'}.")
+    lengths = {name: features[name].max_length for name in pairs.values()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name} up to {length}" for name, length in lengths.items())
+        target, sequence = next(iter(pairs.items()))
+        raise ConfigError(
+            f"the sequences of one history differ in length: {said}. Prepare them with one max_length, or keep those "
+            f"that belong together: {_option(target, sequence)}."
+        )
+    return next(iter(lengths.values()))

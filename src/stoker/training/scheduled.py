@@ -1,0 +1,316 @@
+"""Training on a classified dataset: hot and cold batches in the order of the Shuffle Scheduler.
+
+Each segment of the schedule is staged on its own: which batches follow it is known only when the test loss behind it
+is. So a lookahead ends with the segment, as the knowledge of the future does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Literal
+
+from stoker.data.batch import Batch
+from stoker.data.dataset import Dataset
+from stoker.data.reader import BatchStream
+from stoker.data.split import Split
+from stoker.errors import CheckpointError, ConfigError
+from stoker.models import RecModel
+from stoker.tables import Stage
+from stoker.tables.foresight import Progress
+from stoker.training.config import TrainConfig
+from stoker.training.evaluation import evaluate
+from stoker.training.placing import Epochs, MeteredStage, slotted, staged
+from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
+from stoker.training.totals import StageTotals
+from stoker.units import parse_size
+
+__all__ = ["HotColdStream", "ScheduledFeed", "batch_order", "run_feed", "run_stream", "swap_loss"]
+
+_KIND = "stoker.HotColdStream"
+
+
+def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-cold"]:
+    """What ``config.batch_order`` means for a dataset.
+
+    Raises:
+        ConfigError: the schedule is asked for, or due, on a dataset that cannot have it.
+    """
+    if config.batch_order == "shuffled" or (config.batch_order == "auto" and data.hot_cold is None):
+        return "shuffled"
+    if data.hot_cold is None:
+        raise ConfigError(
+            f"batch_order 'hot-cold' needs a classified dataset, {data.path} is none. Classify it with: "
+            f"stoker classify {data.path} --device-memory SIZE --out DIRECTORY",
+            settings=("batch_order",),
+        )
+    if not data.splits.get("valid"):
+        raise ConfigError(
+            f"{data.path} has no validation rows, whose loss drives the schedule of hot and cold batches. Choose "
+            "batch_order 'shuffled', or prepare and classify the data with a split that has some.",
+            settings=("batch_order",),
+        )
+    return "hot-cold"
+
+
+def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStream | HotColdStream:
+    """The training batches of a run from its first step on.
+
+    Args:
+        config: its settings.
+        data: its dataset.
+        options: ``reuse`` and ``pin_memory`` of :meth:`stoker.data.split.Split.batches`.
+
+    Raises:
+        ConfigError: see :func:`batch_order`.
+    """
+    if batch_order(config, data) == "shuffled":
+        return data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory, **options)
+    memory, whole = parse_size(config.shuffle_memory), data.train.bytes
+
+    def batches(part: Split) -> BatchStream:
+        share = max(
+            1, -(-memory * part.bytes // whole), -(-part.bytes // max(1, len(part)))
+        )  # bytes, for a row at least
+        return part.batches(config.batch_size, seed=config.seed, shuffle_memory=share, **options)
+
+    return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
+
+
+def run_feed(
+    stream: BatchStream | HotColdStream,
+    total: int,
+    model: RecModel,
+    config: TrainConfig,
+    *,
+    foreseen: int | None = None,
+    metered: bool = True,
+    progress: Progress | None = None,
+) -> Epochs | Stage | ScheduledFeed:
+    """The batches of a run up to ``total``, with their rows in place; arguments as for :func:`staged`, ``foreseen`` as
+    for :class:`Epochs`."""
+    if isinstance(stream, HotColdStream):
+        return ScheduledFeed(stream, total, model, config, foreseen=foreseen, metered=metered, progress=progress)
+    return staged(Epochs(stream, total, foreseen), model, config, metered=metered, progress=progress)
+
+
+def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
+    """The test loss that drives the schedule: the log loss on the first ``schedule_rows`` validation rows."""
+    return evaluate(model, data.valid, rows=config.schedule_rows, stop=stop)["log_loss"]
+
+
+class HotColdStream:
+    """Hot and cold batches, segment by segment. An epoch hands out every one of them once.
+
+    Args:
+        cold: its batches.
+        hot: its batches.
+        scheduler: says which come next.
+    """
+
+    def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
+        self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
+        self.scheduler = scheduler
+        self.step = 0  # batches handed out where a loop begins
+        self.first = 0  # number of the first batch of the segment
+        self._open: dict[Kind, Generator[Batch, None, None]] = {}
+        scheduler.begin(len(cold), len(hot))
+        scheduler.next_segment()
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return sum(map(len, self.streams.values()))
+
+    def __str__(self) -> str:
+        cold, hot = (f"{len(stream):,} {kind}" for kind, stream in self.streams.items())
+        return f"{cold} and {hot} batches an epoch, swapped by the test loss, at first at R({self.scheduler.rate:g})"
+
+    @property
+    def end(self) -> int:
+        """Number of the batch behind the segment."""
+        assert self.scheduler.segment is not None
+        return self.first + len(self.scheduler.segment)
+
+    def proceed(self) -> None:
+        """Go on to the next segment."""
+        self.first = self.end
+        self.scheduler.next_segment()
+
+    def places(self, step: int) -> dict[Kind, int]:
+        """Batches of each kind done in this epoch, once ``step`` batches are; ``step`` lies in the segment."""
+        segment, done = self.scheduler.segment, self.scheduler.done
+        assert segment is not None
+        rest = Counter(islice(segment.kinds(), step - self.first, None))
+        return {kind: done[kind] - rest[kind] for kind in self.streams}
+
+    def rest(self, step: int, until: int) -> Generator[Batch, None, None]:
+        """The batches ``step`` to ``until`` of the segment, numbered over both kinds."""
+        assert self.scheduler.segment is not None
+        sources = {kind: self._source(kind, place) for kind, place in self.places(step).items()}
+        kinds = islice(self.scheduler.segment.kinds(), step - self.first, until - self.first)
+        for number, kind in enumerate(kinds, step):
+            yield replace(next(sources[kind]), step=number)
+
+    def _source(self, kind: Kind, place: int) -> Generator[Batch, None, None]:
+        """The batches of one kind from ``place`` on; what was open is gone on with, as opening looks at all shards."""
+        stream, epoch = self.streams[kind], self.scheduler.epoch
+        if kind not in self._open or (stream.epoch, stream.position) != (epoch, place):
+            if kind in self._open:
+                self._open.pop(kind).close()
+            stream.epoch, stream.position = epoch, place
+            self._open[kind] = _each(stream)
+        return self._open[kind]
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """The position after ``step`` batches, which lie in the segment; None means where a loop begins."""
+        step = self.step if step is None else step
+        epoch, places = self.scheduler.epoch, self.places(step)
+        streams: dict[str, Any] = {
+            kind: {**stream.state_dict(), "epoch": epoch, "position": places[kind]}
+            for kind, stream in self.streams.items()
+        }
+        return {
+            "kind": _KIND, "step": step, "first": self.first, "scheduler": self.scheduler.state_dict(), **streams,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the batch where ``state`` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to other data, or to another way of cutting it into batches.
+        """
+        if state.get("kind") != _KIND:
+            raise CheckpointError(
+                "the saved data position is not one of hot and cold batches. Open the dataset that the run started on."
+            )
+        for kind, stream in self.streams.items():
+            stream.load_state_dict(state[kind])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.first = int(state["step"]), int(state["first"])
+
+
+def _each(stream: BatchStream) -> Generator[Batch, None, None]:
+    yield from stream
+
+
+class _Rest:
+    """The rest of a segment: what is staged at a time."""
+
+    def __init__(self, stream: HotColdStream, step: int, until: int, foreseen: int) -> None:
+        self.stream, self.step, self.until = stream, step, until
+        self.foreseen = min(foreseen, until)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.stream.rest(self.step, self.until)
+
+    def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> _Reread:
+        """The batches from number ``step`` to the end of the segment; the stream stays where it is."""
+        return _Reread(self.stream, step, max(step, self.foreseen), ids_only)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """The position in the stream."""
+        return self.stream.state_dict(step)
+
+
+class _Reread:
+    """Batches of a segment apart from those that are handed out."""
+
+    def __init__(self, stream: HotColdStream, step: int, until: int, ids_only: bool) -> None:
+        segment, epoch = stream.scheduler.segment, stream.scheduler.epoch
+        assert segment is not None
+        self._kinds = list(islice(segment.kinds(), step - stream.first, until - stream.first))
+        self._sources = {
+            kind: one.rest_of_epoch(epoch * len(one) + place, ids_only=ids_only)
+            for (kind, one), place in zip(stream.streams.items(), stream.places(step).values(), strict=True)
+        }
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __iter__(self) -> Iterator[Batch]:
+        sources = {kind: iter(source) for kind, source in self._sources.items()}
+        return (next(sources[kind]) for kind in self._kinds)
+
+
+class ScheduledFeed:
+    """The batches of a run over hot and cold ones, with their rows in place.
+
+    Where :attr:`swapping`, the loop measures the test loss and calls :meth:`swap` before it asks for the next batch; a
+    loop that does not keeps the rate.
+    """
+
+    def __init__(
+        self,
+        stream: HotColdStream,
+        total: int,
+        model: RecModel,
+        config: TrainConfig,
+        *,
+        foreseen: int | None = None,
+        metered: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.stream, self.total = stream, total
+        self.step = stream.step  # batches handed out; the next one carries this number
+        self.totals = StageTotals() if metered and slotted(model) else None
+        self.hurry: Callable[[], bool] = lambda: False  # as of a Stage
+        self._foreseen = total if foreseen is None else foreseen
+        self._model, self._config, self._metered, self._progress = model, config, metered, progress
+        self._inner: Stage | None = None
+        self._stalled = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        begun = self.step
+        while self.step < self.total:
+            if self.step == self.stream.end:
+                self.stream.proceed()
+            rest = _Rest(self.stream, self.step, min(self.stream.end, self.total), self._foreseen)
+            staged_rest = staged(rest, self._model, self._config, metered=self._metered, progress=self._progress)
+            if isinstance(staged_rest, Stage):
+                self._take_over(staged_rest)
+            with closing(_opened(staged_rest)) as batches:
+                start = time.perf_counter()
+                for batch in batches:
+                    if self._inner is not None and self._inner.background and begun < self.step == rest.step:
+                        self._stalled += time.perf_counter() - start  # which a stage by itself does not count
+                    self.step = batch.step + 1
+                    yield batch
+
+    def _take_over(self, made: Stage) -> None:
+        """Go on with a new stage where the last one was."""
+        if self._inner is not None:
+            self._stalled += self._inner.stall_seconds
+            if self._config.in_flight is None:
+                made.in_flight = self._inner.in_flight
+        made.hurry = self.hurry
+        if isinstance(made, MeteredStage) and self.totals is not None:
+            made.totals = self.totals
+        self._inner = made
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that training waited for rows."""
+        return self._stalled + (0.0 if self._inner is None else self._inner.stall_seconds)
+
+    @property
+    def swapping(self) -> bool:
+        """Whether the test loss decides what comes next."""
+        return self.step == self.stream.end and self.step < self.total and self.stream.scheduler.due
+
+    def swap(self, loss: float) -> Decision:
+        """Decide by the test loss, and go on to the next segment."""
+        decision = self.stream.scheduler.swap(loss)
+        self.stream.proceed()
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batch handed out last."""
+        return self.stream.state_dict(self.step)
+
+
+def _opened(batches: _Rest | Stage) -> Generator[Batch, None, None]:
+    yield from batches

@@ -1,0 +1,237 @@
+"""How hot and cold batches follow each other: the Shuffle Scheduler of FAE (VLDB 2022), section 4.3, Equation 5.
+
+A pure state machine. It knows how many batches of each kind an epoch has, says which come next, and is told the test
+loss at each swap. Cold batches come first in every epoch.
+
+**Rates.** At R(r), r > 1, kinds alternate in segments of r % of their batches: after the j-th segment of a kind,
+``ceil(j * r / 100 * batches)`` of its batches are done, so R(100) is all cold batches and then all hot ones, and both
+kinds end in the same round. A segment has at least one batch of the rarer kind; where r % of it are less, segments of
+the other are as many. At R(1) kinds alternate batch by batch: one of the rarer kind, and of the other in proportion. A
+segment is then 1 % of the batches of both, so that the test loss is not asked for after every batch. When the rate
+changes, the batches that are left in the epoch are split anew.
+
+**Swaps.** The test loss is due where a segment ends and batches of the other kind follow, across epochs too, and at
+R(1) after every segment. Equation 5 is printed with min and max swapped; meant, and done here, is:
+
+* r <- max(r / 2, low) if the loss did not fall since the last swap: an equal loss counts as worse, as printed (>=);
+* r <- min(2 r, high) if it fell ``patience`` (the paper's u) swaps in a row; the count then begins anew, as the next
+  strip of u swaps must fall by itself;
+* else r stays. So it does at the first swap, which has nothing to be compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import chain, repeat
+from typing import Any, Literal
+
+from stoker.errors import ConfigError
+
+__all__ = ["Decision", "Kind", "Segment", "ShuffleScheduler"]
+
+Kind = Literal["cold", "hot"]
+_KINDS: tuple[Kind, Kind] = ("cold", "hot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Batches between two looks at the test loss: (kind, batches) one after the other."""
+
+    runs: tuple[tuple[Kind, int], ...]
+
+    def __len__(self) -> int:
+        return sum(batches for _, batches in self.runs)
+
+    @property
+    def kind(self) -> Literal["cold", "hot", "mixed"]:
+        """What it consists of."""
+        kinds = {kind for kind, _ in self.runs}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    def kinds(self) -> Iterator[Kind]:
+        """The kind of each batch."""
+        return chain.from_iterable(repeat(kind, batches) for kind, batches in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What the scheduler made of a test loss."""
+
+    swap: int  # counted from 1
+    after: Literal["cold", "hot", "mixed"]  # the segment that has ended
+    loss: float
+    rate_before: float
+    rate_after: float
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; a loss that is not finite is None."""
+        return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+
+
+class ShuffleScheduler:
+    """Says how many batches of which kind come next.
+
+    Args:
+        rate: R at the start.
+        patience: swaps in a row with a falling loss after which the rate doubles.
+        low: the smallest rate, at which kinds alternate batch by batch.
+        high: the largest rate.
+
+    Raises:
+        ConfigError: numbers out of their range.
+    """
+
+    def __init__(self, rate: float = 50, patience: int = 4, low: float = 1, high: float = 100) -> None:
+        if not 0 < low <= rate <= high <= 100:
+            raise ConfigError(
+                f"rate {rate:g} with low {low:g} and high {high:g}: 0 < low <= rate <= high <= 100 must hold."
+            )
+        if patience < 1:
+            raise ConfigError(f"patience is {patience} swaps; give at least 1.")
+        self.patience, self.low, self.high = patience, float(low), float(high)
+        self.rate = float(rate)
+        self.epoch = -1  # of the segment
+        self.segment: Segment | None = None  # handed out last
+        self.swaps = self.falls = 0  # losses so far; those in a row, up to the last one, that fell
+        self.loss: float | None = None  # at the last swap
+        self._batches: dict[Kind, int] = {"cold": 0, "hot": 0}  # of an epoch
+        self._base: dict[Kind, int] = {"cold": 0, "hot": 0}  # left when the rate changed, or the epoch began
+        self._given: dict[Kind, int] = {"cold": 0, "hot": 0}  # handed out since
+        self._parts: dict[Kind, int] = {"cold": 0, "hot": 0}  # segments of each since, or rounds at the lowest rate
+        self._turn: Kind = "cold"  # whose segment is next
+
+    def begin(self, cold: int, hot: int) -> None:
+        """Say how many batches of each kind an epoch has; it begins with the next segment.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if min(cold, hot) < 0 or cold + hot < 1:
+            raise ConfigError(f"an epoch of {cold} cold and {hot} hot batches has nothing to schedule.")
+        self._batches = {"cold": cold, "hot": hot}
+        self._split({"cold": 0, "hot": 0})
+
+    @property
+    def left(self) -> dict[Kind, int]:
+        """Batches of the epoch that no segment had yet."""
+        return {kind: self._base[kind] - self._given[kind] for kind in _KINDS}
+
+    @property
+    def done(self) -> dict[Kind, int]:
+        """Batches of the epoch that some segment had, the last one included."""
+        return {kind: self._batches[kind] - left for kind, left in self.left.items()}
+
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`swap` is to be called before the next segment."""
+        if self.segment is None:
+            return False
+        return self.segment.kind == "mixed" or self.segment.kind != self._next_kind()
+
+    def _next_kind(self) -> Kind:
+        left = self.left
+        if not any(left.values()):
+            return "cold" if self._batches["cold"] else "hot"
+        return self._turn if left[self._turn] else _other(self._turn)
+
+    def next_segment(self) -> Segment:
+        """The next batches. Behind an epoch's last segment the next epoch begins."""
+        if not any(self.left.values()):
+            self.epoch += 1
+            self._turn = "cold"
+            self._split(self._batches)
+        rarer = min(self.left.values())
+        if rarer and self.rate <= self.low:
+            self.segment = Segment(runs=tuple(self._rounds()))
+            return self.segment
+        kind = self._next_kind()
+        batches = self.left[kind]
+        if rarer:
+            share = max(Fraction(self.rate) / 100, Fraction(1, min(self._base.values())))
+            self._parts[kind] += 1
+            batches = self._upto(kind, share * self._parts[kind])
+        self._given[kind] += batches
+        self._turn = _other(kind)
+        self.segment = Segment(runs=((kind, batches),))
+        return self.segment
+
+    def _upto(self, kind: Kind, share: Fraction) -> int:
+        """Batches that bring a kind to this share of its base."""
+        return math.ceil(self._base[kind] * min(share, Fraction(1))) - self._given[kind]
+
+    def _rounds(self) -> Iterator[tuple[Kind, int]]:
+        """Alternating batches, ``rate`` percent of the base."""
+        rounds = min(self._base.values())
+        first = self._parts[self._turn]
+        for number in range(first, min(first + math.ceil(rounds * Fraction(self.rate) / 100), rounds)):
+            for kind in (self._turn, _other(self._turn)):
+                batches = self._upto(kind, Fraction(number + 1, rounds))
+                self._given[kind] += batches
+                self._parts[kind] += 1
+                yield kind, batches
+
+    def _split(self, batches: dict[Kind, int]) -> None:
+        """Split these batches at the rate from here on."""
+        self._base, self._given, self._parts = dict(batches), dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, 0)
+
+    def swap(self, loss: float) -> Decision:
+        """Set the rate by the test loss behind the last segment (Equation 5).
+
+        A loss that is not finite has not fallen; the one after it has nothing to be compared with.
+        """
+        assert self.segment is not None
+        before, last = self.rate, self.loss
+        self.swaps += 1
+        self.loss = loss if math.isfinite(loss) else None
+        if last is None:
+            why = "the first loss"
+        elif not loss < last:
+            self.rate, self.falls = max(before / 2, self.low), 0
+            why = "the loss did not fall" + (", but the rate is the lowest" if self.rate == before else "")
+        else:
+            self.falls += 1
+            why = f"the loss fell, {self.falls} of {self.patience} in a row"
+            if self.falls == self.patience:
+                self.rate, self.falls = min(2 * before, self.high), 0
+                why += ", but the rate is the highest" if self.rate == before else ""
+        if self.rate != before:
+            self._split(self.left)
+        return Decision(
+            swap=self.swaps, after=self.segment.kind, loss=loss, rate_before=before, rate_after=self.rate, why=why
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "settings": [self.patience, self.low, self.high],
+            "rate": self.rate,
+            "epoch": self.epoch,
+            "segment": None if self.segment is None else [list(run) for run in self.segment.runs],
+            "swaps": self.swaps,
+            "falls": self.falls,
+            "loss": self.loss,
+            "turn": self._turn,
+            "counts": {kind: [c[kind] for c in self._counts()] for kind in _KINDS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self.patience, self.low, self.high = state["settings"]
+        self.rate, self.epoch, self.swaps, self.falls = (state[name] for name in ("rate", "epoch", "swaps", "falls"))
+        self.loss, self._turn = state["loss"], state["turn"]
+        runs = state["segment"]
+        self.segment = None if runs is None else Segment(runs=tuple((kind, batches) for kind, batches in runs))
+        self._batches, self._base, self._given, self._parts = (
+            {kind: state["counts"][kind][place] for kind in _KINDS} for place in range(4)
+        )
+
+    def _counts(self) -> tuple[dict[Kind, int], ...]:
+        return self._batches, self._base, self._given, self._parts
+
+
+def _other(kind: Kind) -> Kind:
+    return "hot" if kind == "cold" else "cold"

@@ -1,0 +1,182 @@
+"""Hot rows in the planner: which are chosen, what is expected of them, and when they are preferred."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stoker
+from stoker import Cached, Device, HotCold, RowWiseAdagrad, TableConfig
+from stoker.errors import ConfigError
+from stoker.placement.expected import uses_of
+from stoker.placement.hot_cold import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy
+from stoker.placement.profile import Profile
+from stoker.placement.weigh import least_moved
+
+ROW = 16 * 4 + 4
+PROFILE = Profile(row_bytes=ROW, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
+SIZES = (30_000, 200, 10_000)
+LOOKUPS, STEPS = 256, 300
+TABLES = [TableConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=16) for i, rows in enumerate(SIZES)]
+
+
+def drawn(seed: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Ids [steps, B] of each table by falling frequency, from 1 on (id 0 is kept for unknown values), and counts."""
+    random = np.random.default_rng(seed)
+    ids, counts = [], {}
+    for number, rows in enumerate(SIZES):
+        weights = np.arange(1, rows, dtype=np.float64) ** -1.05
+        found = random.choice(rows - 1, (STEPS, LOOKUPS), p=weights / weights.sum())
+        rank = np.empty(rows - 1, np.int64)
+        rank[np.argsort(-np.bincount(found.reshape(-1), minlength=rows - 1), kind="stable")] = np.arange(rows - 1)
+        ids.append(rank[found] + 1)
+        counts[f"t{number}"] = np.bincount(ids[-1].reshape(-1), minlength=rows)
+    return ids, counts
+
+
+IDS, COUNTS = drawn(1)
+USES = [uses_of(rows, count, LOOKUPS) for rows, count in zip(SIZES, COUNTS.values(), strict=True)]
+
+
+def planned(memory: int | str, counts: Any = COUNTS, **given: Any) -> stoker.Placement:
+    given = {"batch_size": LOOKUPS, "device": "cpu", "profile": PROFILE, "optimizer": RowWiseAdagrad(lr=0.1), **given}
+    return stoker.plan(TABLES, counts, device_memory=memory, **given)
+
+
+def in_transit(hot: list[int], in_flight: int) -> tuple[int, int]:
+    """Rows that come in all steps, and the most there are at a time, if those below ``hot`` stay."""
+    steps = [
+        {
+            (t, int(i))
+            for t, (ids, low) in enumerate(zip(IDS, hot, strict=True))
+            for i in set(ids[s].tolist())
+            if i >= low
+        }
+        for s in range(STEPS)
+    ]
+    flights = [set().union(*steps[max(0, s - in_flight + 1) : s + 1]) for s in range(STEPS)]
+    come = sum(len(steps[s] - (flights[s - 1] if s else set())) for s in range(STEPS))
+    return come, max(map(len, flights))
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("slots", [900, 2000, 6000, 20_000])
+def test_the_most_used_rows_are_hot_with_room_for_the_others(slots: int, in_flight: int) -> None:
+    hot = choose_hot(USES, slots, in_flight)
+    come, most = in_transit(hot, in_flight)
+    assert sum(hot) == 0 or slots - 0.2 * most - 200 < sum(hot) + most <= slots
+    found = expect_hot_cold(USES, hot, slots, in_flight=in_flight)
+    assert found.fetched * STEPS == pytest.approx(come, rel=0.03)
+    if not any(hot):
+        return
+    # No other table has a row that is used more than the rarest hot one of any.
+    last = [count[rows - 1] for count, rows in zip(COUNTS.values(), hot, strict=True) if rows > 1]
+    following = [count[rows] for count, rows in zip(COUNTS.values(), hot, strict=True) if rows < len(count) and rows]
+    assert max(following, default=0) <= 1.3 * min(last) + 2
+
+
+def test_too_few_slots_leave_none_hot() -> None:
+    assert choose_hot(USES, int(roomy(sum(use.distinct for use in USES)) * 0.8), 1) == [0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(table=st.integers(0, 2), share=st.floats(0, 1), hot=st.floats(0, 1))
+def test_parts_add_up(table: int, share: float, hot: float) -> None:
+    uses, low = USES[table], int(hot * SIZES[table])
+    warm, cold = parted(uses, low)
+    for name in ("lookups", "q"):
+        total = sum(float(getattr(part, name) @ part.rows) for part in (warm, cold))
+        assert total == pytest.approx(float(getattr(uses, name) @ uses.rows))
+    assert float(warm.rows.sum()) == pytest.approx((COUNTS[f"t{table}"][:low] > 0).sum(), abs=1)
+    beside = float((uses.n @ uses.rows) * (1 - share)) - float(cold.n @ cold.rows)
+    if beside >= 0:  # the share is one that these counts can have
+        parts = phases(uses, low, share)
+        assert sum(float(part.n @ part.rows) for part in parts) == pytest.approx(float(uses.n @ uses.rows))
+
+
+def test_a_cache_moves_least_in_shuffled_batches_and_the_plan_says_so() -> None:
+    placement = planned("200KiB")
+    assert set(placement.moved) == {"Cached", "HotCold", "HostPipelined"}
+    assert placement.moved["Cached"] < placement.moved["HotCold"] < placement.moved["HostPipelined"]
+    assert isinstance(placement["t0"], Cached)
+    mib = {name: f"{size / 2**20:.2f}" for name, size in placement.moved.items()}
+    others = f"HotCold {mib['HotCold']}, HostPipelined {mib['HostPipelined']}"
+    assert placement.choice == f"Cached moves {mib['Cached']} MiB a step, {others}: Cached"
+    (group,) = [group for group in placement.groups if group.strategy == "Cached"]
+    assert placement.moved["Cached"] == pytest.approx((group.fetched_mib + group.written_mib) * 2**20)
+    assert "moved_mib" in placement.to_dict()
+
+
+@pytest.mark.parametrize("strategy", ["cached", "hot-cold", "host-pipelined"])
+def test_every_strategy_can_be_asked_for_and_keeps_the_budget(strategy: Any) -> None:
+    placement = planned("200KiB", strategy=strategy)
+    (kind,) = {type(one).__name__ for one in placement.values() if not isinstance(one, Device)}
+    assert kind.lower() == strategy.replace("-", "")
+    assert placement.choice.endswith(f": {kind}, as asked for")
+    assert sum(group.slot_bytes for group in placement.groups) <= 200 * 2**10
+    tables = stoker.EmbeddingTables(TABLES, optimizer=RowWiseAdagrad(lr=0.1), placement=placement)
+    assert sum(group.storage.fast_bytes for group in tables.groups) <= 200 * 2**10
+    tables.close()
+
+
+def test_the_profile_of_hot_batches_decides_what_stays_and_more_where_memory_is_left() -> None:
+    hot = {"t0": 1500, "t1": 200, "t2": 900}
+    placement = planned("400KiB", hot_batches=HotBatches(rows=hot, share=0.5), strategy="hot-cold")
+    assert placement["t1"] == Device()  # all of its rows are hot
+    strategy = placement["t0"]
+    assert isinstance(strategy, HotCold)
+    assert all(hot[name] <= rows for name, rows in strategy.hot_rows.items())
+    (group,) = [group for group in placement.groups if group.strategy == "HotCold"]
+    assert group.hot == sum(strategy.hot_rows.values()) > 2400
+    assert sum(each.slot_bytes for each in placement.groups) <= 400 * 2**10
+    assert "of them for hot rows" in placement.summary()
+
+
+def test_hot_batches_of_their_own_are_taken_into_account() -> None:
+    hot = {"t0": 1500, "t1": 200, "t2": 900}
+    shuffled = planned("400KiB").moved
+    apart = planned("400KiB", hot_batches=HotBatches(rows=hot, share=0.5)).moved
+    assert apart["HostPipelined"] < shuffled["HostPipelined"]  # rows of fewer batches coincide more often
+    for name in ("HotCold", "Cached"):
+        assert apart[name] == pytest.approx(shuffled[name], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("moved", "known", "best"),
+    [
+        ({"cached": 100, "hot-cold": 100.5, "host-pipelined": 200}, True, "hot-cold"),
+        ({"cached": 100, "hot-cold": 100.5, "host-pipelined": 200}, False, "cached"),
+        ({"cached": 100, "hot-cold": 90, "host-pipelined": 200}, False, "hot-cold"),
+        ({"cached": 100, "hot-cold": 103, "host-pipelined": 200}, True, "cached"),
+        ({"cached": 100, "host-pipelined": 100}, True, "cached"),
+    ],
+)
+def test_least_bytes_win_and_hot_rows_where_it_makes_no_difference(
+    moved: dict[str, float], known: bool, best: str
+) -> None:
+    assert least_moved(moved, known=known) == best
+
+
+def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
+    apart = HotBatches(rows={"t0": 29_000, "t1": 0, "t2": 0}, share=0.9)
+    placement = planned("200KiB", hot_batches=apart)
+    assert isinstance(placement["t0"], Cached)
+    assert "(no HotCold: the profile's hot rows and those of one example in transit take" in placement.choice
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy 'hot-cold' cannot be: the profile's hot rows.* take 2\.1 MiB, more than 200\.0 KiB",
+    ):
+        planned("200KiB", hot_batches=apart, strategy="hot-cold")
+    with pytest.raises(ConfigError, match="take all slots, and leave none for hot rows"):
+        planned("20KiB", strategy="hot-cold")
+    with pytest.raises(ConfigError, match=r"strategy 'best' is unknown\. Choose one of auto, cached, hot-cold"):
+        planned("200KiB", strategy="best")
+
+
+def test_unknown_counts_leave_the_choice_to_a_cache() -> None:
+    for memory in ("200KiB", "1MiB"):
+        assert not any(isinstance(one, HotCold) for one in planned(memory, counts=None).values())
