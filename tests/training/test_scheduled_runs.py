@@ -300,6 +300,16 @@ def test_a_classified_dataset_may_be_shuffled(data: Dataset, tmp_path: Path) -> 
     assert result.step == 2 * len(data.train) / 32
 
 
+def test_a_run_goes_on_with_the_settings_it_was_given(data: Dataset, tmp_path: Path) -> None:
+    given = {name: value for name, value in SETTINGS.items() if name != "display"}
+    config = TrainConfig.from_dict(given)
+    assert config.batch_order == "auto"
+    stoker.train(data, config.replace(epochs=1), out=tmp_path / "run", display="quiet")
+    result = stoker.train(resume=tmp_path / "run", config=config, display="quiet")
+    assert result.epochs == 2
+    assert TrainConfig.from_dict(RunDirectory(tmp_path / "run").read("config.json")["settings"]).batch_order == "hot-cold"
+
+
 def test_the_order_is_the_runs(data: Dataset, plain: Dataset, resident: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batch_order='hot-cold'"):
         stoker.train(resume=resident, batch_order="shuffled")

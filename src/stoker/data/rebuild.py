@@ -64,6 +64,8 @@ def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool)
             if out.exists() and any(out.iterdir()):
                 exchange(folder, out)
             else:
+                if out.exists():
+                    out.rmdir()
                 os.replace(folder, out)
             sync_folder(out.absolute().parent)
         except BaseException as error:

@@ -1,11 +1,11 @@
 """Which slot is given up first, in Numba: farthest next use, then the rarest row.
 
 The record of a slot [C, 4] int64: address (-1: empty), step of the next use, announced or hinted (-1: none known),
-batches in flight that use it, flags. Slots that may be given up are *parked*. Those of them without a known use,
-farther than all others, are in a bit tree over the rows' ranks, where the rarest is found in a few words. The others
-are in a max-heap of (next step, rank) in one integer. The heap is lazy: a slot that is used again, or whose next use
-changes, leaves its key behind, and a key that no longer tells the truth is passed over. It is kept only while plans
-need it: if the window wants more rows than there are slots, or with hints.
+flags and above them the batches in flight that use it, rank of its row. Slots that may be given up are *parked*. Those
+of them without a known use, farther than all others, are in a bit tree over the rows' ranks, where the rarest is found
+in a few words. The others are in a max-heap of (next step, rank) in one integer. The heap is lazy: a slot that is used
+again, or whose next use changes, leaves its key behind, and a key that no longer tells the truth is passed over. It is
+kept only while plans need it: if the window wants more rows than there are slots, or with hints.
 
 ``order`` is (tree, begin of each level, heap); ``ranks`` see :func:`rank_of`. Legend: C slots, T tables, G segments.
 """
@@ -23,14 +23,15 @@ from numba.extending import intrinsic
 from stoker.tables.row_directory import ADDRESS, SLOT, find
 
 __all__ = [
-    "BASE", "CHANGED", "FLAGS", "HEAP", "KEPT", "NEXT", "PARKED", "PARKED_FLAG", "POPPED", "ROW", "USERS", "park",
-    "set_next", "table_of", "take_farthest", "unpark",
+    "BASE", "CHANGED", "FLAGS", "HEAP", "KEPT", "NEXT", "PARKED", "PARKED_FLAG", "POPPED", "RANK", "ROW", "USER",
+    "park", "rank_of", "set_next", "take_farthest", "unpark",
 ]  # fmt: skip
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
-ROW, NEXT, USERS, FLAGS = 0, 1, 2, 3  # columns of a slot's record
+ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot's record
 CHANGED, PARKED_FLAG = 1, 2  # flags: must go home when it leaves; may be given up
+USER = 4  # one batch in flight that uses it, among the flags
 # Counters: parked slots; keys in the heap, whether it is kept, keys taken since it was rebuilt, step keys count from.
 PARKED, HEAP, KEPT, POPPED, BASE = 1, 4, 5, 6, 7
 _RANK_BITS = 40
@@ -50,7 +51,7 @@ def _highest_bit(typingctx, word):
 
 
 @_jit
-def table_of(first_row, row):
+def _table_of(first_row, row):
     low, high = 0, first_row.size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -64,17 +65,17 @@ def table_of(first_row, row):
 @_jit
 def rank_of(row, first_row, ranks):
     """Place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
-    table = table_of(first_row, row)
+    table = _table_of(first_row, row)
     local = row - first_row[table]
     start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3]
-    segment = table_of(start, local)
+    segment = _table_of(start, local)
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
 @_jit
 def _row_of_rank(rank, first_row, ranks):
     start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[4]
-    segment = table_of(base, rank)
+    segment = _table_of(base, rank)
     local = start[segment] + (rank - base[segment]) // alive[segment]
     table = owner[segment * (first_row.size - 1) + (rank - base[segment]) % alive[segment]]
     return first_row[table] + local
@@ -115,9 +116,9 @@ def _highest(tree, levels):
 
 
 @_jit
-def _key(slot, slots, first_row, ranks, counters):
+def _key(slot, slots, counters):
     step = slots[slot, NEXT] - counters[BASE]
-    return (step << _RANK_BITS) | rank_of(slots[slot, ROW], first_row, ranks)
+    return (step << _RANK_BITS) | slots[slot, RANK]
 
 
 @_jit
@@ -138,7 +139,7 @@ def _sink(heap, size, at):
 
 
 @_jit
-def _rebuild(slots, order, first_row, ranks, counters):
+def _rebuild(slots, order, counters):
     """The heap of all parked slots with a known use."""
     heap, size = order[2], 0
     lowest = np.int64(2**62)
@@ -149,7 +150,7 @@ def _rebuild(slots, order, first_row, ranks, counters):
     counters[BASE] = 0 if lowest == 2**62 else lowest - _STEPS // 2
     for slot in range(slots.shape[0]):
         if slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] >= 0:
-            heap[size] = _key(slot, slots, first_row, ranks, counters)
+            heap[size] = _key(slot, slots, counters)
             size += 1
     for at in range(size // 2 - 1, -1, -1):
         _sink(heap, size, at)
@@ -157,7 +158,7 @@ def _rebuild(slots, order, first_row, ranks, counters):
 
 
 @_jit
-def _push(slot, slots, order, first_row, ranks, counters):
+def _push(slot, slots, order, counters):
     """Enter a parked slot that has a known use, if the heap is kept."""
     heap = order[2]
     if counters[KEPT] == 0:
@@ -167,9 +168,9 @@ def _push(slot, slots, order, first_row, ranks, counters):
         if full and counters[POPPED] == 0:  # nobody needed it for as many keys as it holds
             counters[HEAP], counters[KEPT] = 0, 0
         else:
-            _rebuild(slots, order, first_row, ranks, counters)  # with this slot
+            _rebuild(slots, order, counters)  # with this slot
         return
-    key = _key(slot, slots, first_row, ranks, counters)
+    key = _key(slot, slots, counters)
     at = counters[HEAP]
     counters[HEAP] += 1
     while at > 0 and heap[(at - 1) // 2] < key:
@@ -197,40 +198,40 @@ def _pop(directory, slots, order, first_row, ranks, counters):
 
 
 @_jit
-def park(slot, slots, order, first_row, ranks, counters):
+def park(slot, slots, order, counters):
     """The slot may be given up."""
     slots[slot, FLAGS] |= PARKED_FLAG
     counters[PARKED] += 1
     if slots[slot, NEXT] < 0:
-        _mark(order[0], order[1], rank_of(slots[slot, ROW], first_row, ranks))
+        _mark(order[0], order[1], slots[slot, RANK])
     else:
-        _push(slot, slots, order, first_row, ranks, counters)
+        _push(slot, slots, order, counters)
 
 
 @_jit
-def unpark(slot, slots, order, first_row, ranks, counters):
+def unpark(slot, slots, order, counters):
     """The slot may no longer be given up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
     counters[PARKED] -= 1
     if slots[slot, NEXT] < 0:
-        _unmark(order[0], order[1], rank_of(slots[slot, ROW], first_row, ranks))
+        _unmark(order[0], order[1], slots[slot, RANK])
 
 
 @_jit
-def set_next(slot, step, slots, order, first_row, ranks, counters):
+def set_next(slot, step, slots, order, counters):
     """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
     slots[slot, NEXT] = step
     if not parked:
         return
     if (before < 0) != (step < 0):
-        rank = rank_of(slots[slot, ROW], first_row, ranks)
+        rank = slots[slot, RANK]
         if step < 0:
             _mark(order[0], order[1], rank)
         else:
             _unmark(order[0], order[1], rank)
     if step >= 0:
-        _push(slot, slots, order, first_row, ranks, counters)
+        _push(slot, slots, order, counters)
 
 
 @_jit
@@ -247,7 +248,7 @@ def take_farthest(needed, victims, directory, slots, order, first_row, ranks, co
         victims[found] = slot
         found += 1
     if found < needed and counters[KEPT] == 0:
-        _rebuild(slots, order, first_row, ranks, counters)
+        _rebuild(slots, order, counters)
     while found < needed:
         slot = _pop(directory, slots, order, first_row, ranks, counters)
         slots[slot, FLAGS] &= ~PARKED_FLAG

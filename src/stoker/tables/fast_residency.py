@@ -79,7 +79,7 @@ class FastResidency(Residency):
     @property
     def _structures(self) -> tuple[Any, ...]:
         order = (self._tree, self._levels, self._heap)
-        return self._slots, order, self._first_row, self._ranks, self._counters
+        return self._slots, order, self._counters
 
     def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
         rows = np.ascontiguousarray(rows, np.int64)
@@ -130,7 +130,7 @@ class FastResidency(Residency):
             landed, gone = self._leaving[0]
         status, fence, fetched, written = kernels.plan(
             rows, staged, self.plans, self.shape.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
-            evict_slots, gone, landed, self._directory, self._ring, self._empty,
+            evict_slots, gone, landed, self._first_row, self._ranks, self._directory, self._ring, self._empty,
             *self._structures,
         )  # fmt: skip
         if status < 0:

@@ -21,9 +21,11 @@ from stoker.tables.eviction_order import (
     NEXT,
     PARKED,
     PARKED_FLAG,
+    RANK,
     ROW,
-    USERS,
+    USER,
     park,
+    rank_of,
     set_next,
     take_farthest,
     unpark,
@@ -67,9 +69,7 @@ FREE, WANTED = 0, 3  # counters: empty slots, rows with an announced use
 
 
 @_jit
-def announce(
-    rows, hints, start, step, directory, entries, slots, order, first_row, ranks, counters
-):  # fmt: skip
+def announce(rows, hints, start, step, directory, entries, slots, order, counters):
     """Enter a batch's rows as entries ``start`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
     ring = entries.shape[0] - 1
     hinted = hints.size > 0
@@ -92,13 +92,13 @@ def announce(
         counters[WANTED] += 1
         slot = directory[at, SLOT]
         if slot >= 0:
-            set_next(slot, step, slots, order, first_row, ranks, counters)
+            set_next(slot, step, slots, order, counters)
 
 
 @_jit
 def plan(
     rows, staged, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
-    landed, directory, entries, empty, slots, order, first_row, ranks, counters,
+    landed, first_row, ranks, directory, entries, empty, slots, order, counters,
 ):  # fmt: skip
     """Give every row of a batch a slot (``taken``).
 
@@ -133,7 +133,7 @@ def plan(
     for i in range(total):
         at, slot = places[i], taken[i]
         if slot >= 0 and slots[slot, FLAGS] & PARKED_FLAG:
-            unpark(slot, slots, order, first_row, ranks, counters)
+            unpark(slot, slots, order, counters)
         if staged:
             first = directory[at, FIRST] & ring
             directory[at, FIRST] = entries[first, 0]
@@ -175,12 +175,13 @@ def plan(
                 used += 1
             directory[at, SLOT] = slot
             slots[slot, ROW] = rows[i]
+            slots[slot, RANK] = rank_of(rows[i], first_row, ranks)
             slots[slot, NEXT] = following[i]
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
             fetched += 1
             taken[i] = slot
-        slots[slot, USERS] += 1
+        slots[slot, FLAGS] += USER
     for i in range(needed - 1, used - 1, -1):
         empty[counters[FREE]] = victims[i]
         counters[FREE] += 1
@@ -198,21 +199,21 @@ def plan(
 
 
 @_jit
-def release(given, mark, slots, order, first_row, ranks, counters):
+def release(given, mark, slots, order, counters):
     """Let go of a batch's slots; those of no other batch in flight may be given up."""
     for i in range(given.size):
         if i + AHEAD < given.size:
             prefetch(slots, given[i + AHEAD] * 4)
         slot = given[i]
-        slots[slot, USERS] -= 1
+        slots[slot, FLAGS] -= USER
         if mark:
             slots[slot, FLAGS] |= CHANGED
-        if slots[slot, USERS] == 0:
-            park(slot, slots, order, first_row, ranks, counters)
+        if slots[slot, FLAGS] < USER:
+            park(slot, slots, order, counters)
 
 
 @_jit
-def cancel(rows, directory, slots, order, first_row, ranks, counters):
+def cancel(rows, directory, slots, order, counters):
     """Forget every announced use of ``rows``."""
     for i in range(rows.size):
         at = find(directory, rows[i])
@@ -223,21 +224,21 @@ def cancel(rows, directory, slots, order, first_row, ranks, counters):
         counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
-            set_next(slot, -1, slots, order, first_row, ranks, counters)
+            set_next(slot, -1, slots, order, counters)
         else:
             forget_idle(directory, rows[i], counters)
 
 
 @_jit
-def forget_hints(step, slots, order, first_row, ranks, counters):
+def forget_hints(step, slots, order, counters):
     """Forget next uses before ``step``, which none of those announced is."""
     for slot in range(slots.shape[0]):
         if 0 <= slots[slot, NEXT] < step and slots[slot, ROW] >= 0:
-            set_next(slot, -1, slots, order, first_row, ranks, counters)
+            set_next(slot, -1, slots, order, counters)
 
 
 @_jit
-def skip(rows, directory, entries, slots, order, first_row, ranks, counters):
+def skip(rows, directory, entries, slots, order, counters):
     """Forget the first announced use of ``rows``."""
     ring = entries.shape[0] - 1
     for i in range(rows.size):
@@ -250,6 +251,6 @@ def skip(rows, directory, entries, slots, order, first_row, ranks, counters):
             counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
-            set_next(slot, entries[first, 1], slots, order, first_row, ranks, counters)
+            set_next(slot, entries[first, 1], slots, order, counters)
         elif following < 0:
             forget_idle(directory, rows[i], counters)

@@ -282,7 +282,7 @@ class SlottedRows(Storage):
             return torch.from_numpy(np.invert(which))  # -1 - place
         slots = (plan.slots + self.num_hot).astype(np.int32)
         if not wanted.placed:
-            return torch.from_numpy(slots[which])
+            return torch.from_numpy(slots.take(which))
         return torch.from_numpy(np.where(which < 0, np.invert(which), slots.take(which, mode="clip")))
 
     def _take_back(self, slots: Ints, changed: bool) -> None:

@@ -36,6 +36,8 @@ def reopen(
         settings = {**config.to_dict(), **settings}
     elif settings.get("epochs") is not None:
         settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
+    if settings.get("batch_order") == "auto":  # what it stood for was settled when the run began
+        settings = {**settings, "batch_order": before.batch_order}
     wanted = before.replace(**settings)
     old, new = before.to_dict(), wanted.to_dict()
     changed = [name for name in old if old[name] != new[name] and name not in RESUMABLE]
