@@ -307,7 +307,7 @@ def test_a_run_goes_on_with_the_settings_it_was_given(data: Dataset, tmp_path: P
     stoker.train(data, config.replace(epochs=1), out=tmp_path / "run", display="quiet")
     result = stoker.train(resume=tmp_path / "run", config=config, display="quiet")
     assert result.epochs == 2
-    assert TrainConfig.from_dict(RunDirectory(tmp_path / "run").read("config.json")["settings"]).batch_order == "hot-cold"
+    assert RunDirectory(tmp_path / "run").read("config.json")["settings"]["batch_order"] == "hot-cold"
 
 
 def test_the_order_is_the_runs(data: Dataset, plain: Dataset, resident: Path, tmp_path: Path) -> None:

@@ -236,7 +236,9 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     if parts := found["hot_cold"]:
         hot, cold = parts["hot"], parts["cold"]
         share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
-        words = f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold; profile {parts['profile_hash'][:16]}"
+        words = (
+            f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold; profile {parts['profile_hash'][:16]}"
+        )
         _line(console, "classified", words)
     _table(
         console,

@@ -56,7 +56,7 @@ class DIN(SequenceModel):
         history: target feature -> sequence feature (:class:`SequenceModel`).
         attention: layer sizes of the activation unit without its single output (Figure 2).
         hidden: layer sizes of the MLP without its single output (Figure 2).
-        activation: "prelu", or "dice", whose training step takes moments over the batch (section 5.3).
+        activation: "prelu", or "dice", whose training step takes moments over the batch (section 5.2).
         settings: those of :class:`RecModel`.
     """
 

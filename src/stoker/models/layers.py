@@ -83,7 +83,7 @@ class PReLU(nn.Module):
 
 
 class Dice(nn.Module):
-    """PReLU that bends at the mean of its input instead of at 0 (Zhou et al. 2018, section 5.3, Eq. 9).
+    """PReLU that bends at the mean of its input instead of at 0 (Zhou et al. 2018, section 5.2).
 
     The mean and the variance are those of the batch while training, and moving averages otherwise: as with batch
     normalization an example's training step then depends on the others in its batch.

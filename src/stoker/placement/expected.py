@@ -213,14 +213,14 @@ class _Group:
 
 
 def expect(
-    tables: Sequence[Uses], slots: int, *, lookahead: int | None, in_flight: int, transient: bool = False
+    tables: Sequence[Uses], slots: int, *, lookahead: float | None, in_flight: int, transient: bool = False
 ) -> Traffic:
     """The traffic of tables that share ``slots``.
 
     Args:
         tables: their uses.
         slots: C, enough for the rows of ``in_flight`` batches.
-        lookahead: W; None means that the whole epoch is known.
+        lookahead: W, on average; None means that the whole epoch is known.
         in_flight: F.
         transient: rows leave after their last use in flight (``HostPipelined``).
     """

@@ -29,7 +29,7 @@ import numpy as np
 from stoker.placement.expected import Uses
 from stoker.tables.residency import ENOUGH
 
-__all__ = ["HOT_MARK", "Beside", "Footprint"]
+__all__ = ["HOT_MARK", "Beside", "Footprint", "Window"]
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
@@ -57,6 +57,30 @@ class Beside:
     def total(self) -> int:
         """All of it, at its peak."""
         return int(sum(astuple(self)))
+
+
+class Window:
+    """How far a stage looks ahead: until the batches that it knows want :data:`ENOUGH` times as many rows as there are
+    slots.
+
+    Args:
+        uses: of each table.
+        lookahead: batches at most.
+    """
+
+    def __init__(self, uses: Sequence[Uses], lookahead: int) -> None:
+        # Rows that the first so many batches want, and what lies between by interpolation.
+        widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]
+        self._widths = np.array(sorted(set(widths)), np.float64)
+        self._wanted = np.array([sum(use.distinct_of(int(width)) for use in uses) for width in self._widths])
+
+    def batches(self, slots: int) -> float:
+        """Batches known in front of C slots, the one to be planned included."""
+        return float(np.interp(ENOUGH * slots, self._wanted, self._widths))
+
+    def wanted(self, batches: float) -> float:
+        """Distinct rows of so many batches."""
+        return float(np.interp(batches, self._widths, self._wanted))
 
 
 class Footprint:
@@ -91,10 +115,8 @@ class Footprint:
         self.on_cpu = on_cpu
         self.foresight = foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
-        # Rows that the first so many announced batches want, and what lies between by interpolation.
-        widths = [0, 1, *(2**i for i in range(1, 24) if 2**i <= lookahead), lookahead + 1]
-        self._widths = np.array(sorted(set(widths)), np.float64)
-        self._wanted = np.array([sum(use.distinct_of(int(width)) for use in uses) for width in self._widths])
+        self._window = Window(uses, lookahead)
+        self._most = lookahead + 1
         # Rows from the most frequent on, and how many of them a batch has.
         rows, q = (np.concatenate([getattr(use, name) for use in uses]) for name in ("rows", "q"))
         order = np.argsort(-q, kind="stable")
@@ -103,9 +125,8 @@ class Footprint:
 
     def beside(self, slots: int) -> Beside:
         """What C slots take beside their rows."""
-        window = math.ceil(float(np.interp(ENOUGH * slots, self._wanted, self._widths)))
-        window = min(int(self._widths[-1]), max(window, self.in_flight + 1))
-        wanted = float(np.interp(window, self._widths, self._wanted))
+        window = min(self._most, max(math.ceil(self._window.batches(slots)), self.in_flight + 1))
+        wanted = self._window.wanted(window)
         records = min(self.rows, slots + wanted) + self.distinct
         directory = max(_LEAST_RECORDS, 1 << math.ceil(math.log2(max(1.0, records / _LOAD))))
         ring = max(_LEAST_RECORDS, 1 << ((window + 1) * self.distinct).bit_length())

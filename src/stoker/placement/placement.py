@@ -14,7 +14,7 @@ import torch
 from stoker.device import available_memory
 from stoker.errors import ConfigError
 from stoker.placement.expected import Traffic, Uses, expect
-from stoker.placement.footprint import HOT_MARK, Footprint
+from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig
@@ -115,9 +115,9 @@ class Workload:
         if stay:
             found = expect_hot_cold(uses, stay, slots, in_flight=depth)
         else:
+            known = None if self.foresight else min(self.lookahead, Window(uses, self.lookahead).batches(slots))
             found = expect(
-                uses, slots, lookahead=None if self.foresight else self.lookahead, in_flight=depth,
-                transient=not isinstance(strategy, Cached),
+                uses, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
             )  # fmt: skip
         distinct = sum(use.distinct for use in moving)
         if distinct <= room:

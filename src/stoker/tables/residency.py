@@ -32,7 +32,7 @@ FARTHEST = 2**19  # batches that a hint reaches; later uses are equally far
 #: Plans after which every writeback of a plan has surely landed at home; whoever carries out plans keeps to it.
 LANDED = 8
 #: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
-ENOUGH = 4
+ENOUGH = 2
 
 
 @dataclass(frozen=True, kw_only=True)

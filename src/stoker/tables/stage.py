@@ -269,7 +269,7 @@ def stage(
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a model with ``embeddings``.
-        lookahead: batches whose ids are known in advance; fewer are taken where they want four times as many rows as
+        lookahead: batches whose ids are known in advance; fewer are taken where they want twice as many rows as
             there are slots.
         in_flight: batches whose rows are in fast memory at a time, the one in training included; None adapts: it
             grows while training waits for rows.
