@@ -165,9 +165,7 @@ def strategies(result: TrainResult) -> set[str]:
 
 
 @pytest.mark.parametrize("strategy", ["hot-cold", "host-pipelined"])
-def test_other_strategies_end_with_the_same_files(
-    data: Dataset, resident: Path, tmp_path: Path, strategy: str
-) -> None:
+def test_other_strategies_end_with_the_same_files(data: Dataset, resident: Path, tmp_path: Path, strategy: str) -> None:
     result = stoker.train(data, out=tmp_path / "run", **SETTINGS, device_memory=HALF, strategy=strategy)
     assert strategies(result) == {"HotCold" if strategy == "hot-cold" else "HostPipelined"}
     assert_same_run(tmp_path / "run", resident)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,7 +50,7 @@ def classify(
     stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/criteo-hot
     stoker classify data/criteo --profile hot.json --out data/criteo-hot --overwrite
     """
-    asked = {"budget": budget, "embedding_dim": dim, "dtype": dtype, "optimizer": optimizer}
+    asked: dict[str, Any] = {"budget": budget, "embedding_dim": dim, "dtype": dtype, "optimizer": optimizer}
     given = {name: value for name, value in asked.items() if value is not None}
     if profile is not None and given:
         raise ConfigError(

@@ -248,7 +248,9 @@ class TrainConfig:
         Raises:
             ConfigError: an option that the model does not have.
         """
-        options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.model_options.items()}
+        options: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in self.model_options.items()
+        }
         try:
             return MODELS[self.model](
                 spec,
