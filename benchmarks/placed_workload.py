@@ -199,7 +199,7 @@ def planned_memory(config: dict[str, Any], budget: str) -> int:
     )  # fmt: skip
     placement = plan(
         [table], optimizer=RowWiseAdagrad(lr=config["lr"]), device_memory=budget, host_memory="1GiB", device="cpu",
-        batch_size=config["batch"], lookahead=config["lookahead"],
+        batch_size=config["batch"], lookahead=config["lookahead"], strategy="cached",
     )  # fmt: skip
     strategy = placement["rows"]
     assert isinstance(strategy, Slotted)

@@ -73,9 +73,8 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     memory, whole = parse_size(config.shuffle_memory), data.train.bytes
 
     def batches(part: Split) -> BatchStream:
-        share = max(
-            1, -(-memory * part.bytes // whole), -(-part.bytes // max(1, len(part)))
-        )  # bytes, for a row at least
+        row = -(-part.bytes // max(1, len(part)))
+        share = max(1, row, -(-memory * part.bytes // whole))
         return part.batches(config.batch_size, seed=config.seed, shuffle_memory=share, **options)
 
     return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
