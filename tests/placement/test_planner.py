@@ -120,6 +120,18 @@ def test_homes_that_do_not_fit_become_files(tmp_path):
     assert group.home == "file"
 
 
+def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
+    """4 bytes a row; where that is more than an eighth of the budget, rows are written in place."""
+    tables = [TableConfig(name="t", num_embeddings=1_000_000, embedding_dim=16)]
+    given = {"optimizer": OPTIMIZER, "host_memory": "1MiB", "batch_size": 256, "device": "cpu", "profile": PROFILE}
+    wide, tight = (stoker.plan(tables, device_memory=size, **given) for size in (32_000_000, 31_999_999))
+    assert (wide["t"].home, wide["t"].writes, tight["t"].writes) == ("file", "append", "in-place")
+    without = stoker.plan(tables, device_memory=28_000_000, **given)
+    assert without["t"].writes == "in-place"
+    assert wide.groups[0].slots == without.groups[0].slots
+    assert wide.groups[0].beside_bytes == without.groups[0].beside_bytes + 4_000_000
+
+
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_a_cache_fetches_no_more_than_a_pipeline_however_few_slots_there_are(in_flight: int):
     """Measured in the real residency, and so predicted: that is why the planner plans caches alone."""

@@ -18,6 +18,8 @@ from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig
+from stoker.tables.log_home import index_bytes
+from stoker.tables.slotted import appends
 from stoker.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -212,7 +214,7 @@ class Placement(MutableMapping[str, Strategy]):
     def _measured(self, table: TableConfig, strategy: Slotted) -> Profile:
         return self._profile or measure_profile(
             dim=table.embedding_dim, dtype=table.dtype, state=self.workload.state, device=self.workload.device,
-            directory=strategy.path, file=strategy.home == "file",
+            directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
         )  # fmt: skip
 
     def _judge(
@@ -226,6 +228,7 @@ class Placement(MutableMapping[str, Strategy]):
             hot_of = strategy.count_hot(tables) if isinstance(strategy, HotCold) else (0,) * len(tables)
             hot = sum(hot_of)
             beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
+            beside += index_bytes(rows) if appends(strategy, rows) else 0
             traffic, parts = work.traffic(tables, strategy, slots)
             profile = measured(tables[0], strategy)
             found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])

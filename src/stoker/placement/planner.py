@@ -27,6 +27,7 @@ from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice, Division, Kind, by_kind, check_choice, kind_of, weigh
 from stoker.tables.config import Cached, Device, TableConfig
+from stoker.tables.log_home import index_bytes
 from stoker.units import format_size, parse_size
 
 __all__ = ["plan"]
@@ -34,6 +35,7 @@ __all__ = ["plan"]
 _SHARES = 16  # parts in which memory is dealt out to several kinds
 _AS_GOOD = 1.01  # times the least traffic
 _HOME_SHARE = 0.8  # of the available memory
+_INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part of the memory for rows
 
 
 def plan(
@@ -104,25 +106,30 @@ def plan(
         _check_device(total, chosen)
         return Placement(tables, {table.name: Device() for table in tables}, work, profile)
     needs.check(tables, budget, batch_size)
-    resident, slots = _divide(tables, budget, needs, work)
-    rest = [table for table in tables if table not in resident]
-    division, moved, choice = weigh(
-        Division(strategy=Cached, resident=resident, rest=rest, slots=slots), work, budget, strategy,
-        needs.largest_slots,
-    )  # fmt: skip
-    resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
-    kinds = by_kind(rest)
-    taken = sum(needs.bytes(table) for table in resident)
-    taken += sum(needs.footprint(members).fast(slots[kind]) for kind, members in kinds.items())
-    _check_device(taken, chosen)
-    homes = sum(needs.bytes(table) for table in rest)
-    beside = 0
-    if chosen.type != "cpu":
-        beside = sum(needs.footprint(members).counted(slots[kind]) for kind, members in kinds.items())
-    home, note = _home(homes, beside, host_memory, taken if chosen.type == "cpu" else 0, path)
+
+    def divided(budget: int) -> tuple[Division, dict[str, float], str]:
+        resident, slots = _divide(tables, budget, needs, work)
+        rest = [table for table in tables if table not in resident]
+        first = Division(strategy=Cached, resident=resident, rest=rest, slots=slots)
+        return weigh(first, work, budget, strategy, needs.largest_slots)
+
+    division, moved, choice = divided(budget)
+    beside = 0 if chosen.type == "cpu" else needs.beside(division)
+    homes = sum(needs.bytes(table) for table in division.rest)
+    home, note = _home(homes, beside, host_memory, needs.taken(division) if chosen.type == "cpu" else 0, path)
     options: dict[str, Any] = {"home": home, "spill": spill}
     if home == "file":
-        options["path"] = None if path is None else str(path)
+        # The index of a log is worth a little of the memory that rows would have.
+        index = index_bytes(sum(table.num_embeddings for table in division.rest))
+        room = budget if chosen.type == "cpu" else parse_size(host_memory or available_memory() or 0) - beside
+        append = index * _INDEX_SHARE <= room
+        if chosen.type == "cpu":
+            append = append and budget - index >= needs.fast(tables, needs.least_slots)
+            division, moved, choice = divided(budget - index) if append else (division, moved, choice)
+        options |= {"path": None if path is None else str(path), "writes": "append" if append else "in-place"}
+    _check_device(needs.taken(division), chosen)
+    resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
+    kinds = by_kind(rest)
     of_kind = {
         kind: division.of(memory=slots[kind] * row_bytes(members[0], state), **options)
         for kind, members in kinds.items()
@@ -202,6 +209,17 @@ class _Needs:
     def fast(self, tables: Sequence[TableConfig], slots: Callable[[Sequence[TableConfig]], int]) -> int:
         """Bytes of fast memory for tables of any kinds, each kind behind so many slots."""
         return sum(self.footprint(members).fast(slots(members)) for members in by_kind(tables).values())
+
+    def taken(self, division: Division) -> int:
+        """Bytes of fast memory that tables take so divided."""
+        whole = sum(self.bytes(table) for table in division.resident)
+        parts = by_kind(division.rest).items()
+        return whole + sum(self.footprint(members).fast(division.slots[kind]) for kind, members in parts)
+
+    def beside(self, division: Division) -> int:
+        """Bytes of main memory to find and plan the rows of tables so divided."""
+        kinds = by_kind(division.rest).items()
+        return sum(self.footprint(members).counted(division.slots[kind]) for kind, members in kinds)
 
     def check(self, tables: Sequence[TableConfig], budget: int, batch_size: int) -> None:
         """Refuse a budget that cannot work."""

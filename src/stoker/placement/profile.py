@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -92,6 +92,7 @@ def measure_profile(
     device: torch.device | str = "cpu",
     directory: str | None = None,
     file: bool = False,
+    writes: Literal["append", "in-place"] | None = None,
 ) -> Profile:
     """Measure this machine; the same question again is answered from memory.
 
@@ -104,19 +105,26 @@ def measure_profile(
         device: where the slots are.
         directory: of a home in a file; None means the system's temporary one.
         file: whether to measure a file too (64 MiB are written).
+        writes: how rows go home to it; None as a strategy without does.
     """
-    return _measure(dim, dtype, tuple((state or {}).items()), str(device), directory, file)
+    return _measure(dim, dtype, tuple((state or {}).items()), str(device), directory, file, writes)
 
 
 @lru_cache(maxsize=16)
 def _measure(
-    dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool
+    dim: int,
+    dtype: str,
+    state: tuple[tuple[str, str], ...],
+    device: str,
+    directory: str | None,
+    file: bool,
+    writes: Literal["append", "in-place"] | None,
 ) -> Profile:
     row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
     room = (available_memory() or 2 * 2**30) // 8
     quick = has_numba()
     size = min(room, _HOME if quick else _PLAIN_HOME)
-    storage = _storage(size // row_bytes, dim, dtype, dict(state), device, "memory", None)
+    storage = _storage(size // row_bytes, dim, dtype, dict(state), device, Cached(slots=1))
     try:
         _fill(storage, storage.num_rows)
         planning, fetch, store = _moving(storage, 2**15 if quick else 2**10)
@@ -124,7 +132,8 @@ def _measure(
         storage.close()
     cold = warm = written = None
     if file:
-        storage = _storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, "file", directory)
+        behind = Cached(slots=1, home="file", path=directory, writes=writes)
+        storage = _storage(min(_FILE, room) // row_bytes, dim, dtype, dict(state), device, behind)
         try:
             rows = storage.num_rows if quick else min(storage.num_rows, 2**14)
             _fill(storage, rows)
@@ -143,12 +152,11 @@ def _storage(
     dtype: str,
     state: dict[str, str],
     device: str,
-    home: Literal["memory", "file"],
-    path: str | None,
+    strategy: Cached,
 ) -> SlottedRows:
     table = TableConfig(name="profile", num_embeddings=min(max(rows, 512), _MOST_ROWS), embedding_dim=dim, dtype=dtype)  # type: ignore[arg-type]
     space = make_space([table.name], [table.num_embeddings], [table.features], table.features)
-    strategy = Cached(slots=table.num_embeddings // 8, home=home, path=path)
+    strategy = replace(strategy, slots=table.num_embeddings // 8)
     return make_slotted(strategy, [table], space, 0, state, torch.device(device))
 
 

@@ -44,6 +44,10 @@ class Slotted(Strategy):
     home: Literal["memory", "file"] = "memory"  # where all rows lie
     path: str | None = None  # directory of the home's file; None means the system's temporary one
     direct: bool = False  # read and write the file past the page cache
+    # How rows go home to a file: appended to a log, which moves a row's own bytes and keeps 4 bytes a row in memory, or
+    # "in-place", which reads and writes a page a row. None: appended, where the index takes at most a 64th of the
+    # machine's memory.
+    writes: Literal["append", "in-place"] | None = None
     # Page-lock rows in memory, so that a GPU can read them itself where that is faster; takes the memory of all rows at
     # once, and time. None: behind a GPU, where the rows are at most half of the memory that is available.
     pin: bool | None = None
@@ -64,6 +68,8 @@ class Slotted(Strategy):
             raise ConfigError(
                 f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
             )
+        if self.writes not in (None, "append", "in-place"):
+            raise ConfigError(f"{name}: writes {self.writes!r} is unknown. Choose 'append' or 'in-place'.")
         if self.spill not in ("parts", "refuse"):
             raise ConfigError(f"{name}: spill {self.spill!r} is unknown. Choose 'parts' or 'refuse'.")
         if self.memory is not None:

@@ -1,6 +1,7 @@
 """Rows in a sparse file: tables larger than main memory.
 
-Legend: N rows at home, n rows of one call. A record is a row's weights, then its state tensors (``file_layout``).
+Legend: N rows at home, n rows of one call. A record is a row's weights, then its state tensors (``file_layout``); here
+row r has position r, in :class:`stoker.tables.log_home.LogHome` any.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import contextlib
 import errno
 import os
 import shutil
-import tempfile
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from stoker.errors import ConfigError, HomeError
 from stoker.tables.file_layout import PAGE, Layout, plan_reads, plan_writes
 from stoker.tables.home import Home, Initial, flat
+from stoker.tables.home_file import dispose, make_file, no_direct
 from stoker.tables.storage import Rows
 from stoker.units import format_size
 
@@ -31,7 +33,6 @@ __all__ = ["FileHome"]
 
 _SPAN = 128 * 1024  # bytes moved by one system call at most
 _RUNS_PER_THREAD = 4  # fewer are not worth waking a thread for
-_PREFIX, _SUFFIX = "stoker-home-", ".rows"
 _REMEDY = {
     errno.ENOSPC: "The disk is full: free space on it, or name a directory on a larger one",
     errno.EDQUOT: "Your disk quota is used up: free space, or name a directory on another disk",
@@ -84,9 +85,10 @@ class FileHome(Home):
             raise ConfigError(f"FileHome(concurrent_reads={concurrent_reads}) must be at least 1.")
         self.direct = direct
         self.concurrent_reads = concurrent_reads
-        self.layout = Layout.of(self.num_rows, self.row_bytes)
-        self.path, self._fd = _make_file(directory, direct)
-        self._remove = weakref.finalize(self, _dispose, self._fd, self.path, os.getpid())
+        self.layout = self._lay_out()
+        self._nowhere = self.layout.num_records  # the position of a row that was never stored
+        self.path, self._fd = make_file(directory, direct)
+        self._remove = weakref.finalize(self, dispose, self._fd, self.path, os.getpid())
         if directory is None:
             with contextlib.suppress(OSError):  # Windows keeps the name of an open file; it goes at close
                 self.path.unlink()
@@ -134,29 +136,41 @@ class FileHome(Home):
         self._pool = None
         self._remove()
 
+    def _lay_out(self) -> Layout:
+        return Layout.of(self.num_rows, self.row_bytes)
+
+    def _where(self, rows: np.ndarray) -> np.ndarray:
+        """The position of each of ``rows`` [n]."""
+        return np.where(self.held.of(rows), rows, self._nowhere)
+
+    def _reading(self) -> AbstractContextManager[Any]:
+        """While this is open, what lies at a position stays there."""
+        return contextlib.nullcontext()
+
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         self._check_length("reading")
-        rows, places = _ascending(rows, places)
-        layout, words = self.layout, self.held.words
-        starts = np.empty(len(rows) + 1, dtype=np.int64)
-        fault = np.zeros(4, dtype=np.int64)
-        if self._calls is None:
-            runs = plan_reads(rows, words, layout.per_block, layout.block, layout.record, self._span, starts)
-            self._plain_fetch(rows, target, places, starts[: runs + 1], fault)
-            return
-        from stoker.tables import file_kernels as kernels
+        with self._reading():
+            at, rows, places = _ascending(self._where(rows), rows, places)
+            layout, nowhere = self.layout, self._nowhere
+            starts = np.empty(len(rows) + 1, dtype=np.int64)
+            fault = np.zeros(4, dtype=np.int64)
+            if self._calls is None:
+                runs = plan_reads(at, nowhere, layout.per_block, layout.block, layout.record, self._span, starts)
+                self._plain_fetch(rows, at, target, places, starts[: runs + 1], fault)
+                return
+            from stoker.tables import file_kernels as kernels
 
-        runs = kernels.plan_reads(rows, words, layout.per_block, layout.block, layout.record, self._span, starts)
-        function = kernels.fetch_function(*self._kernel_widths())
-        common = (self._calls, self._fd, self.direct, rows, places, starts, runs, words)
-        shape = (layout.per_block, layout.block, layout.record)
-        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
-        columns, cursor = self._columns(target), np.zeros(1, dtype=np.int64)
-        self._run(lambda buffer: function(*common, *shape, *columns, *initial, buffer, cursor, fault), runs, fault)
+            runs = kernels.plan_reads(at, nowhere, layout.per_block, layout.block, layout.record, self._span, starts)
+            function = kernels.fetch_function(*self._kernel_widths())
+            common = (self._calls, self._fd, self.direct, rows, at, nowhere, places, starts, runs)
+            shape = (layout.per_block, layout.block, layout.record)
+            initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
+            columns, cursor = self._columns(target), np.zeros(1, dtype=np.int64)
+            self._run(lambda buffer: function(*common, *shape, *columns, *initial, buffer, cursor, fault), runs, fault)
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         self._check_length("writing")
-        rows, places = _ascending(rows, places)
+        rows, _, places = _ascending(rows, rows, places)
         layout = self.layout
         starts = np.empty(len(rows) + 1, dtype=np.int64)
         fault = np.zeros(4, dtype=np.int64)
@@ -195,7 +209,7 @@ class FileHome(Home):
     def _with_buffer(self, task: Callable[[np.ndarray], None]) -> None:
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = _page_aligned(self._span)
+            buffer = self._local.buffer = page_aligned(self._span)
         task(buffer)
 
     def _workers(self) -> ThreadPoolExecutor:
@@ -215,16 +229,22 @@ class FileHome(Home):
     def _try_direct(self) -> None:
         """One direct read: some file systems accept the flag and refuse its use."""
         try:
-            os.preadv(self._fd, [_page_aligned(PAGE).data], 0)
+            os.preadv(self._fd, [page_aligned(PAGE).data], 0)
         except OSError as error:
             self._remove()
-            raise _no_direct(self.path.parent) from error
+            raise no_direct(self.path.parent) from error
 
     def _plain_fetch(
-        self, rows: np.ndarray, target: Rows, places: np.ndarray, starts: np.ndarray, fault: np.ndarray
+        self,
+        rows: np.ndarray,
+        at: np.ndarray,
+        target: Rows,
+        places: np.ndarray,
+        starts: np.ndarray,
+        fault: np.ndarray,
     ) -> None:
         """``file_kernels.fetch_function`` without Numba."""
-        layout, held = self.layout, self.held.of(rows)
+        layout, held = self.layout, at != self._nowhere
         records = np.zeros((len(rows), layout.record), dtype=np.uint8)
         runs = iter(range(len(starts) - 1))
 
@@ -235,13 +255,13 @@ class FileHome(Home):
                     return
                 if not held[begin]:
                     continue
-                base, end = layout.offset(int(rows[begin])), layout.offset(int(rows[stop - 1])) + layout.record
+                base, end = layout.offset(int(at[begin])), layout.offset(int(at[stop - 1])) + layout.record
                 if self.direct:
                     base, end = base // PAGE * PAGE, -(-end // PAGE) * PAGE
-                self._read_into(buffer, base, end, rows[begin:stop])
+                self._read_into(buffer, base, end, rows[begin:stop], at[begin:stop])
                 for i in range(begin, stop):
-                    at = layout.offset(int(rows[i])) - base
-                    records[i] = buffer[at : at + layout.record]
+                    first = layout.offset(int(at[i])) - base
+                    records[i] = buffer[first : first + layout.record]
 
         self._run(task, len(starts) - 1, fault)
         index = torch.from_numpy(places)
@@ -255,17 +275,21 @@ class FileHome(Home):
             tensor = torch.from_numpy(records[:, begin:end].copy()).view(torch.float32)
             target.state[name][index] = tensor if kind == "row" else tensor.squeeze(1)
 
+    def _records(self, source: Rows, places: np.ndarray) -> np.ndarray:
+        """Records [n, bytes] of the rows at ``places``."""
+        records = np.zeros((len(places), self.layout.record), dtype=np.uint8)
+        index, end = torch.from_numpy(places), 0
+        for tensor in (source.weight, *(source.state[name] for name in self.state)):
+            values = flat(tensor[index]).view(np.uint8).reshape(len(places), -1)
+            records[:, end : end + values.shape[1]] = values
+            end += values.shape[1]
+        return records
+
     def _plain_store(
         self, rows: np.ndarray, source: Rows, places: np.ndarray, starts: np.ndarray, fault: np.ndarray
     ) -> None:
         """``file_kernels.store_function`` without Numba."""
-        layout = self.layout
-        records = np.zeros((len(rows), layout.record), dtype=np.uint8)
-        index, end = torch.from_numpy(places), 0
-        for tensor in (source.weight, *(source.state[name] for name in self.state)):
-            values = flat(tensor[index]).view(np.uint8).reshape(len(rows), -1)
-            records[:, end : end + values.shape[1]] = values
-            end += values.shape[1]
+        layout, records = self.layout, self._records(source, places)
         runs = iter(range(len(starts) - 1))
 
         def task(buffer: np.ndarray) -> None:
@@ -276,16 +300,16 @@ class FileHome(Home):
                 base, end = layout.offset(int(rows[begin])), layout.offset(int(rows[stop - 1])) + layout.record
                 if self.direct:
                     base, end = base // layout.block * layout.block, -(-end // layout.block) * layout.block
-                    self._read_into(buffer, base, end, rows[begin:stop])
+                    self._read_into(buffer, base, end, rows[begin:stop], rows[begin:stop])
                 for i in range(begin, stop):
                     at = layout.offset(int(rows[i])) - base
                     buffer[at : at + layout.record] = records[i]
-                self._write_from(buffer, base, end, rows[begin:stop])
+                self._write_from(buffer, base, end, rows[begin:stop], rows[begin:stop])
 
         self._run(task, len(starts) - 1, fault)
 
-    def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray) -> None:
-        """Bytes ``base..end`` of the file, which hold ``rows``, to the start of ``buffer``."""
+    def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
+        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` lie there."""
         view, done = buffer.data, 0
         while done < end - base:
             try:
@@ -298,12 +322,12 @@ class FileHome(Home):
                     got = len(data)
                     view[done : done + got] = data
             except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, base + done), "reading") from error
+                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "reading") from error
             done += got
             if got == 0 or (self.direct and done % PAGE and done < end - base):
-                raise self._error(0, self._cut(rows, base + done), "reading")
+                raise self._error(0, self._cut(rows, at, base + done), "reading")
 
-    def _write_from(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray) -> None:
+    def _write_from(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
         view, done = buffer.data, 0
         while done < end - base:
             try:
@@ -314,11 +338,21 @@ class FileHome(Home):
                         os.lseek(self._fd, base + done, os.SEEK_SET)
                         done += os.write(self._fd, view[done : end - base])
             except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, base + done), "writing") from error
+                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "writing") from error
 
-    def _cut(self, rows: np.ndarray, end: int) -> int:
-        """The first of ``rows`` whose record does not end by ``end``."""
-        return next((int(r) for r in rows if self.layout.offset(int(r)) + self.layout.record > end), int(rows[-1]))
+    def _cut(self, rows: np.ndarray, at: np.ndarray, end: int) -> int | None:
+        """The first of ``rows`` whose record, at ``at``, does not end by ``end``; None if there are no rows."""
+        ends = (self.layout.offset(int(position)) + self.layout.record for position in at)
+        last = int(rows[-1]) if len(rows) else None
+        return next((int(row) for row, stop in zip(rows, ends, strict=True) if stop > end), last)
+
+    def _place_of(self, row: int, action: str) -> str:
+        """Where a row lies, for a message."""
+        return f"{self.layout.record} B at byte {self.layout.offset(row):,}"
+
+    def _lost(self, length: int) -> str:
+        """What a file cut to ``length`` has lost, for a message."""
+        return f" Rows from {length // self.layout.block * self.layout.per_block:,} on are lost."
 
     def _check_length(self, action: str) -> None:
         """Raise if the file is no longer as long as it was made."""
@@ -333,7 +367,7 @@ class FileHome(Home):
         """The error for a failed system call, or (code 0) for a file that ended too early."""
         what = f"home file {self.path}: {action}"
         if row is not None:
-            what += f" row {row:,} ({self.layout.record} B at byte {self.layout.offset(row):,})"
+            what += f" row {row:,} ({self._place_of(row, action)})"
         again = "then resume from the last checkpoint."
         if code:
             free = ""
@@ -349,7 +383,7 @@ class FileHome(Home):
         if length == made:
             return HomeError(f"{what} failed: the system moved no bytes. Check the disk; {again}")
         if length < made:
-            lost = f" Rows from {length // self.layout.block * self.layout.per_block:,} on are lost."
+            lost = self._lost(length)
         return HomeError(
             f"{what} failed: the file is {length:,} B long and was made {made:,} B long: something has changed its "
             f"length.{lost} Keep other programs away from it; {again}"
@@ -360,79 +394,17 @@ class FileHome(Home):
         return f", up to {on_disk} in {self.path}{', direct' if self.direct else ''}"
 
 
-def _ascending(rows: np.ndarray, places: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in the order of the file, and the place of each."""
-    if (rows[1:] >= rows[:-1]).all():
-        return rows, np.arange(len(rows), dtype=np.int64) if places is None else places
-    order = np.argsort(rows)
-    return rows[order], order if places is None else places[order]
+def _ascending(
+    at: np.ndarray, rows: np.ndarray, places: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions in the order of the file, and the row and the place of each."""
+    if (at[1:] >= at[:-1]).all():
+        return at, rows, np.arange(len(rows), dtype=np.int64) if places is None else places
+    order = np.argsort(at)
+    return at[order], rows[order], order if places is None else places[order]
 
 
-def _page_aligned(size: int) -> np.ndarray:
+def page_aligned(size: int) -> np.ndarray:
     memory = np.zeros(size + PAGE, dtype=np.uint8)
     skip = -memory.ctypes.data % PAGE
     return memory[skip : skip + size]
-
-
-def _no_direct(directory: Path) -> ConfigError:
-    return ConfigError(
-        f"the file system of {directory} does not take direct I/O (O_DIRECT). Leave direct=False, or name a directory "
-        "on a local disk."
-    )
-
-
-def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
-    """A new file of our own in ``directory``: its path and descriptor."""
-    folder = Path(tempfile.gettempdir() if directory is None else directory)
-    if direct and not hasattr(os, "O_DIRECT"):
-        raise _no_direct(folder)
-    try:
-        if directory is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _sweep(folder)
-        fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
-        path = Path(name)
-        if direct:
-            os.close(fd)
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-            except OSError as error:
-                path.unlink()
-                raise _no_direct(folder) from error
-    except OSError as error:
-        raise HomeError(
-            f"a home file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
-        ) from error
-    _lock(fd)
-    return path, fd
-
-
-def _lock(fd: int) -> bool:
-    """Show other processes that the file is in use, until this one ends; whether that could be done."""
-    try:
-        import fcntl
-
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError):
-        return False
-    return True
-
-
-def _sweep(folder: Path) -> None:
-    """Remove home files whose process was killed: the system has released their locks."""
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR)
-            try:
-                if _lock(fd):
-                    path.unlink()
-            finally:
-                os.close(fd)
-
-
-def _dispose(fd: int, path: Path, owner: int) -> None:
-    with contextlib.suppress(OSError):  # what the file holds is given up anyway
-        os.close(fd)
-    if os.getpid() == owner:  # a forked child has the descriptor, but the file is its parent's
-        with contextlib.suppress(OSError):
-            path.unlink()

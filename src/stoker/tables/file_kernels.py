@@ -105,17 +105,17 @@ def _fail(fault, code, row, writing):
 
 
 @njit(nogil=True, cache=True)
-def _first_cut(rows, begin, stop, per_block, block, record, end):
+def _first_cut(rows, at, begin, stop, per_block, block, record, end):
     """The first row of a run whose record does not end by ``end``."""
     for i in range(begin, stop):
-        if rows[i] // per_block * block + rows[i] % per_block * record + record > end:
+        if at[i] // per_block * block + at[i] % per_block * record + record > end:
             return rows[i]
     return rows[stop - 1]
 
 
 @lru_cache(maxsize=64)
 def fetch_function(dim: int, itemsize: int, first: int, second: int) -> Any:
-    """Function that reads rows of a file to places of a target, or makes them where the home does not hold them."""
+    """Function that reads rows at positions ``at`` to places of a target, or makes those that are ``nowhere``."""
     size, first_size, second_size = dim * itemsize, 4 * first, 4 * second
 
     @njit(nogil=True, cache=True, error_model="numpy")
@@ -124,10 +124,11 @@ def fetch_function(dim: int, itemsize: int, first: int, second: int) -> Any:
         fd,
         direct,
         rows,
+        at,
+        nowhere,
         places,
         starts,
         runs,
-        words,
         per_block,
         block,
         record,
@@ -146,8 +147,7 @@ def fetch_function(dim: int, itemsize: int, first: int, second: int) -> Any:
             if run >= runs or fault[0] != 0:
                 return
             begin, stop = starts[run], starts[run + 1]
-            row = rows[begin]
-            if not (words[row >> 6] >> (row & 63)) & 1:
+            if at[begin] == nowhere:
                 for i in range(begin, stop):
                     row, place = rows[i], places[i]
                     table = table_of(first_row, row)
@@ -157,24 +157,23 @@ def fetch_function(dim: int, itemsize: int, first: int, second: int) -> Any:
                     for d in range(second):
                         out_state2[place * second + d] = 0.0
                 continue
-            base = row // per_block * block + row % per_block * record
-            row = rows[stop - 1]
-            end = row // per_block * block + row % per_block * record + record
+            base = at[begin] // per_block * block + at[begin] % per_block * record
+            end = at[stop - 1] // per_block * block + at[stop - 1] % per_block * record + record
             if direct:
                 base = base // PAGE * PAGE
                 end = (end + PAGE - 1) // PAGE * PAGE
             got, code = _transfer(calls[0], calls[2], fd, buffer, end - base, base, direct)
             if got < end - base:
-                _fail(fault, code, _first_cut(rows, begin, stop, per_block, block, record, base + got), 0)
+                _fail(fault, code, _first_cut(rows, at, begin, stop, per_block, block, record, base + got), 0)
                 return
             for i in range(begin, stop):
-                row, place = rows[i], places[i]
-                at = row // per_block * block + row % per_block * record - base
-                row_move(size, out, place * dim, buffer, at)
+                place = places[i]
+                begins = at[i] // per_block * block + at[i] % per_block * record - base
+                row_move(size, out, place * dim, buffer, begins)
                 if first:
-                    row_move(first_size, out_state, place * first, buffer, at + size)
+                    row_move(first_size, out_state, place * first, buffer, begins + size)
                 if second:
-                    row_move(second_size, out_state2, place * second, buffer, at + size + first_size)
+                    row_move(second_size, out_state2, place * second, buffer, begins + size + first_size)
 
     return fetch
 
@@ -220,7 +219,7 @@ def store_function(dim: int, itemsize: int, first: int, second: int) -> Any:
                 if not covered or (tail % per_block != per_block - 1 and tail != num_rows - 1):
                     got, code = _transfer(calls[0], calls[2], fd, buffer, end - base, base, direct)
                     if got < end - base:
-                        _fail(fault, code, _first_cut(rows, begin, stop, per_block, block, record, base + got), 0)
+                        _fail(fault, code, _first_cut(rows, rows, begin, stop, per_block, block, record, base + got), 0)
                         return
             else:
                 base = head // per_block * block + head % per_block * record
@@ -245,7 +244,7 @@ def store_function(dim: int, itemsize: int, first: int, second: int) -> Any:
                     row_move(second_size, buffer, at + size + first_size, source_state2, place * second)
             done, code = _transfer(calls[1], calls[2], fd, buffer, end - base, base, direct)
             if done < end - base:
-                _fail(fault, code, _first_cut(rows, begin, stop, per_block, block, record, base + done), 1)
+                _fail(fault, code, _first_cut(rows, rows, begin, stop, per_block, block, record, base + done), 1)
                 return
 
     return store

@@ -28,15 +28,15 @@ class Layout:
     cost two pages. Where pages fit records badly, a block has as many pages as it takes to waste at most an eighth.
     """
 
-    num_rows: int  # N
+    num_records: int  # P
     record: int  # bytes
     per_block: int  # records
     block: int  # bytes, whole pages
 
     @classmethod
-    def of(cls, num_rows: int, row_bytes: int) -> Layout:
-        """The layout for N rows of ``row_bytes``."""
-        record = row_bytes + -row_bytes % 4
+    def of(cls, num_records: int, num_bytes: int) -> Layout:
+        """The layout for P records of ``num_bytes``."""
+        record = num_bytes + -num_bytes % 4
         least = -(-record // PAGE)
         pages = least
         for candidate in range(least, least + _WASTE):
@@ -45,7 +45,7 @@ class Layout:
                 pages = candidate
             if idle * _WASTE <= candidate * PAGE:
                 break
-        return cls(num_rows, record, pages * PAGE // record, pages * PAGE)
+        return cls(num_records, record, pages * PAGE // record, pages * PAGE)
 
     @property
     def file_bytes(self) -> int:
@@ -54,45 +54,45 @@ class Layout:
         Without that page a file cut short could grow back to its length by a store to its end, and the rows between
         would read as zeros; with it the length stays wrong for good.
         """
-        return -(-self.num_rows // self.per_block) * self.block + PAGE
+        return -(-self.num_records // self.per_block) * self.block + PAGE
 
-    def offset(self, row: int) -> int:
-        """Where a row's record begins, in bytes."""
-        return row // self.per_block * self.block + row % self.per_block * self.record
+    def offset(self, position: int) -> int:
+        """Where a record begins, in bytes."""
+        return position // self.per_block * self.block + position % self.per_block * self.record
 
 
 def plan_reads(
-    rows: np.ndarray, words: np.ndarray, per_block: int, block: int, record: int, span: int, starts: np.ndarray
+    at: np.ndarray, nowhere: int, per_block: int, block: int, record: int, span: int, starts: np.ndarray
 ) -> int:
-    """Cut ascending ``rows`` [n] into runs; run r is ``starts[r]:starts[r + 1]``. Returns the number of runs.
+    """Cut ascending positions ``at`` [n] into runs; run r is ``starts[r]:starts[r + 1]``. Returns the number of runs.
 
-    A run is either of rows that the home does not hold (a clear bit in ``words``), or of held rows in the same or the
-    next page, at most ``span`` bytes in whole pages: what lies between them is cheaper to read than to skip.
+    A run is either of records that are ``nowhere`` yet, or of records in the same or the next page, at most ``span``
+    bytes in whole pages: what lies between them is cheaper to read than to skip.
     """
-    n = len(rows)
+    n = len(at)
     runs = 0
     i = 0
     while i < n:
         starts[runs] = i
         runs += 1
         begin = i
-        row = rows[i]
-        held = (words[row >> 6] >> (row & 63)) & 1
-        at = row // per_block * block + row % per_block * record
-        page = at // PAGE
-        end = at + record
+        first = at[i]
+        offset = first // per_block * block + first % per_block * record
+        page = offset // PAGE
+        end = offset + record
         i += 1
         while i < n:
-            row = rows[i]
-            if (words[row >> 6] >> (row & 63)) & 1 != held:
+            if (at[i] == nowhere) != (first == nowhere):
                 break
-            if held:
-                at = row // per_block * block + row % per_block * record
-                if at // PAGE > (end - 1) // PAGE + 1 or (at + record + PAGE - 1) // PAGE * PAGE - page * PAGE > span:
+            if first == nowhere:
+                if i - begin >= INITIAL_RUN:
                     break
-                end = at + record
-            elif i - begin >= INITIAL_RUN:
-                break
+            else:
+                offset = at[i] // per_block * block + at[i] % per_block * record
+                far = offset // PAGE > (end - 1) // PAGE + 1
+                if far or (offset + record + PAGE - 1) // PAGE * PAGE - page * PAGE > span:
+                    break
+                end = offset + record
             i += 1
     starts[runs] = n
     return runs

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.device import available_memory
+from stoker.device import available_memory, total_memory
 from stoker.errors import ConfigError, StokerError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import Distinct, split_rows
@@ -30,14 +30,16 @@ from stoker.tables.cuda_link import CudaLink
 from stoker.tables.file_home import FileHome
 from stoker.tables.home import Home, Initial, MemoryHome
 from stoker.tables.lease import Lease
+from stoker.tables.log_home import LogHome, index_bytes
 from stoker.tables.residency import Hints, Ints, SlotPlan, make_residency
 from stoker.tables.storage import Rows, Storage, allocate
 from stoker.tables.transfer import DirectLink, Link, QueuedLink, TransferStats
 from stoker.timeline import span, spanned
 
-__all__ = ["SlottedRows", "TooFewSlots", "make_slotted"]
+__all__ = ["SlottedRows", "TooFewSlots", "appends", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
+_INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
@@ -420,7 +422,8 @@ def make_slotted(
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"
     if strategy.home == "file":
-        home: Home = FileHome(initial, state, directory=strategy.path, direct=strategy.direct)
+        make = LogHome if appends(strategy, initial.num_rows) else FileHome
+        home: Home = make(initial, state, directory=strategy.path, direct=strategy.direct)
     elif strategy.pin is None:
         home = _maybe_pinned(initial, state) if gpu else MemoryHome(initial, state)
     else:
@@ -434,6 +437,15 @@ def make_slotted(
         transient=isinstance(strategy, HostPipelined | HotCold),
         link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
     )
+
+
+def appends(strategy: Slotted, num_rows: int) -> bool:
+    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.log_home.LogHome`)."""
+    if strategy.home != "file":
+        return False
+    if strategy.writes is None:
+        return index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
+    return strategy.writes == "append"
 
 
 def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
