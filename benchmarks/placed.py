@@ -112,8 +112,8 @@ def file(run: Run) -> Outcome:
         "the file's pages are dropped from the page cache before the first and every fourth step, inside the clock",
         f"ids lie scattered over {SPREAD} times as many rows by a fixed permutation: only by chance do two of a batch "
         "share a page",
-        f"ours: every row is in the file before it starts; {slots:,} slots, a tenth of the real rows; rows that leave are "
-        "appended, and segments cleaned, inside the clock",
+        f"ours: every row is in the file before it starts; {slots:,} slots, a tenth of the real rows; rows that leave "
+        "are appended, and segments cleaned, inside the clock",
     ]
     if run.quick:
         notes.append("quick: batch 2048 only")
