@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import files
 
 import stoker
 from stoker.data.batch import Batch
@@ -49,10 +50,6 @@ def steps(model: DLRM, dense: torch.optim.Optimizer, seeds: range) -> None:
         model.loss(batch(seed)).backward()
         dense.step()
         dense.zero_grad()
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.fixture

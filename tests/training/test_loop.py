@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import small_runs
 import torch
-from small_runs import records
+from small_runs import files, records
 
 import stoker
 from stoker.data.dataset import Dataset, write_manifest
@@ -35,10 +35,6 @@ SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data") / "d", rows=4000, sequence={1: 4})
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm", "dcn"])

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 from killing import EVENTS, Ended, Server
-from small_runs import SMALL
+from small_runs import ROWS, SMALL, checkpoint_files
 
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
 
 KILLS = int(os.environ.get("STOKER_KILLS", "6"))
-ROWS = (600, 300, 10)
 ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam
 QUARTER = str(sum(ROWS) * ROW // 4)
 SETTINGS: dict[str, Any] = {
@@ -39,11 +38,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="forks a process for each run"),
 ]
-
-
-def files(run: Path) -> dict[str, bytes]:
-    checkpoints = run / "checkpoints"
-    return {str(p.relative_to(checkpoints)): p.read_bytes() for p in sorted(checkpoints.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def resident(data: Dataset, server: Server, tmp_path_factory: pytest.TempPathFac
     """The checkpoints of a run that has all rows on the device."""
     out = tmp_path_factory.mktemp("resident") / "run"
     assert server.run(data.path, out=out, **SETTINGS).signal == 0
-    return files(out)
+    return checkpoint_files(out)
 
 
 def start(server: Server, data: Dataset, out: Path, home: Path, name: str, **kill: Any) -> Ended:
@@ -107,7 +101,7 @@ def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(
         after = list(PLACED)[(number + number // len(PLACED)) % len(PLACED)]  # also under another placement
         ended = server.run(resume=out, display="quiet", home_path=home, **{"host_memory": None, **PLACED[after]})
     assert ended.signal == 0, ended.messages
-    found = files(out)
+    found = checkpoint_files(out)
     assert set(found) == set(resident)
     for file, content in resident.items():
         assert found[file] == content, f"{name}, {kind} {when}: {file}"

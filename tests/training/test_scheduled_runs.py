@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from killing import Server
-from small_runs import SMALL, records
+from small_runs import HALF, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
 
 import stoker
 from stoker.data.dataset import Dataset, read_manifest, write_manifest
@@ -24,10 +24,6 @@ from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, loop, rerun, scheduled
 from stoker.training.rundir import RunDirectory
 
-ROWS = (600, 300, 10)
-ROW = 4 * 4 + 4  # bytes: 4 columns and row-wise Adagrad's scalar
-TENTH = str(sum(ROWS) * ROW // 10)
-HALF = str(sum(ROWS) * ROW // 2)
 HOT = {"C1": 150, "C2": 120, "C3": 10}
 SETTINGS: dict[str, Any] = {
     **SMALL, "epochs": 2, "save_every": 30, "log_every": 10, "schedule_rows": 100, "keep_last": 3,
@@ -65,22 +61,13 @@ def resident(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def files(run: Path) -> dict[str, bytes]:
-    checkpoints = run / "checkpoints"
-    return {str(p.relative_to(checkpoints)): p.read_bytes() for p in sorted(checkpoints.rglob("*")) if p.is_file()}
-
-
 def decisions(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "time"} for line in records(run, "schedule")]
 
 
-def assert_same_run(run: Path, other: Path) -> None:
+def assert_same_schedule(run: Path, other: Path) -> None:
     assert decisions(run) == decisions(other)
-    assert files(run) == files(other)
-    keep = ("step", "epoch", "loss", "auc", "log_loss")
-    for kind in ("train", "valid", "test"):
-        ours, theirs = ([[line.get(k) for k in keep] for line in records(one, kind)] for one in (run, other))
-        assert ours == theirs
+    assert_same_run(run, other)
 
 
 @pytest.fixture
@@ -167,7 +154,7 @@ def test_placement_changes_no_number(
         resident = tmp_path / "resident"
     result = stoker.train(data, out=tmp_path / "run", **settings, **{"device_memory": TENTH, **placed})
     result.model.embeddings.close()
-    assert_same_run(tmp_path / "run", resident)
+    assert_same_schedule(tmp_path / "run", resident)
     assert all(0 <= line["stall_share"] <= 1 for line in records(tmp_path / "run", "train"))
     assert any(line["stage_seconds"].get("fetch") for line in records(tmp_path / "run", "train"))
 
@@ -208,8 +195,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_bit(
     result.model.embeddings.close()
     assert wanted[0] == 10**9
     assert decisions(out) == decisions(resident), "each swap is recorded once"
-    last = f"step_{result.step:09d}"
-    assert {k: v for k, v in files(out).items() if last in k} == {k: v for k, v in files(resident).items() if last in k}
+    assert checkpoint_files(out, result.step) == checkpoint_files(resident, result.step)
 
 
 def test_a_run_that_is_made_longer_decides_at_its_old_end(data: Dataset, resident: Path, tmp_path: Path) -> None:
@@ -218,7 +204,9 @@ def test_a_run_that_is_made_longer_decides_at_its_old_end(data: Dataset, residen
     stoker.train(resume=out, epochs=2, steps=None, display="quiet")
     assert decisions(out) == decisions(resident)
     last = RunDirectory(out).steps()[-1]
-    ours, theirs = ({k: v for k, v in files(run).items() if f"{last:09d}/tables" in k} for run in (out, resident))
+    ours, theirs = (
+        {k: v for k, v in checkpoint_files(run, last).items() if k.startswith("tables")} for run in (out, resident)
+    )
     assert ours == theirs
 
 
@@ -242,7 +230,7 @@ def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(data: Dataset, 
                 ended = server.run(resume=out, display="quiet", **({"device_memory": None} if number % 3 else {}))
             assert ended.signal == 0, ended.messages
             assert decisions(out) == decisions(resident), when
-            assert files(out) == files(resident), when
+            assert checkpoint_files(out) == checkpoint_files(resident), when
 
 
 @pytest.mark.parametrize("begin", ["start", 60])
