@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
-from benchmarks.rounds import ROOT, Contestant, work
+from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
+from benchmarks.rounds import Contestant, work
 
 __all__ = ["auc", "bars"]
 
@@ -68,10 +68,7 @@ def prepared(task: Task, run: Run) -> Path:
     Raises:
         NotRun: its files are not on this machine.
     """
-    source = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data"))
-    files = [source / name for name in task.files]
-    if absent := [path.name for path in files if not path.exists()]:
-        raise NotRun(f"{', '.join(absent)} not found (set STOKER_DATA to the folder of the data sets)")
+    files = data_files(*task.files)
     from stoker.data.prepare import run_prepare
 
     out = CACHE / task.recipe

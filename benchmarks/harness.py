@@ -25,6 +25,7 @@ __all__ = [
     "Table",
     "WrongResult",
     "body",
+    "data_files",
     "exit_code",
     "judge",
     "write_results",
@@ -41,6 +42,18 @@ class WrongResult(Exception):
 
 class NotRun(Exception):
     """The bar cannot run here for a reason that is not its result: a peer or a data set is missing."""
+
+
+def data_files(*names: str) -> list[Path]:
+    """Files of the data sets that are not ours to distribute, from ``STOKER_DATA`` or ``../shared/data``.
+
+    Raises:
+        NotRun: some of them are not on this machine.
+    """
+    folder = Path(os.environ.get("STOKER_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if absent := [name for name in names if not (folder / name).exists()]:
+        raise NotRun(f"{', '.join(absent)} not found (set STOKER_DATA to the folder of the data sets)")
+    return [folder / name for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)

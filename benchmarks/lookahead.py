@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from pathlib import Path
 
-from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
-from benchmarks.rounds import ROOT
+from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from benchmarks.workload import SKEW, kaggle_like
 from stoker import synthetic
 from stoker.data.dataset import Dataset
@@ -62,13 +59,11 @@ def globo(run: Run) -> Dataset:
     Raises:
         NotRun: the log is not on this machine.
     """
-    source = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data")) / "globo" / "clicks.parquet"
-    if not source.exists():
-        raise NotRun(f"{source.name} not found (set STOKER_DATA to the folder of the data sets)")
+    clicks = data_files("globo/clicks.parquet")
     out = CACHE / "globo_progressive"
     if not (out / "manifest.json").exists():
         run.log("preparing globo")
-        run_prepare("globo", [source], out=out, preset="progressive")
+        run_prepare("globo", clicks, out=out, preset="progressive")
     return Dataset(out)
 
 

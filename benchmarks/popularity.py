@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
+from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from benchmarks.lookahead import globo
-from benchmarks.rounds import ROOT
 from benchmarks.workload import KAGGLE, SKEW, kaggle_like
 from stoker import synthetic
 from stoker.data.dataset import Dataset
@@ -68,16 +66,14 @@ def book_crossing(run: Run) -> Dataset:
     Raises:
         NotRun: the ratings are not on this machine.
     """
-    source = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data")) / "bookcrossing" / "ratings.parquet"
-    if not source.exists():
-        raise NotRun("bookcrossing/ratings.parquet not found (set STOKER_DATA to the folder of the data sets)")
+    ratings = data_files("bookcrossing/ratings.parquet")
     out = CACHE / "book_crossing"
     if not (out / "manifest.json").exists():
         run.log("preparing Book-Crossing")
         schema = CACHE / "book_crossing.toml"
         CACHE.mkdir(exist_ok=True)
         schema.write_text(BOOKS)
-        run_prepare(str(schema), [source], out=out)
+        run_prepare(str(schema), ratings, out=out)
     return Dataset(out)
 
 

@@ -7,7 +7,6 @@ not ours to distribute. They are read from ``STOKER_DATA`` or ``../shared/data``
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from typing import Any
 import stoker
 from benchmarks.accuracy import TASKS, Task, prepared
 from benchmarks.classify import byte_budget
-from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
-from benchmarks.rounds import ROOT
+from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from stoker.data.dataset import Dataset
 from stoker.data.prepare import run_prepare
 
@@ -58,9 +56,7 @@ def globo_sessions(run: Run) -> Dataset:
     """
     import polars as pl
 
-    source = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data")) / "globo" / "clicks.parquet"
-    if not source.exists():
-        raise NotRun(f"{source.name} not found (set STOKER_DATA to the folder of the data sets)")
+    [source] = data_files("globo/clicks.parquet")
     one_in = READERS * (10 if run.quick else 1)
     out = CACHE / f"globo_sessions_{one_in}"
     if not (out / "manifest.json").exists():

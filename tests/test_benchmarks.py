@@ -20,7 +20,7 @@ import itertools
 from benchmarks import rounds
 from benchmarks.__main__ import all_bars, main
 from benchmarks.accuracy import auc
-from benchmarks.harness import Bar, NotRun, Outcome, Run, Table, WrongResult, exit_code, judge
+from benchmarks.harness import Bar, NotRun, Outcome, Run, Table, WrongResult, data_files, exit_code, judge
 from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
 from benchmarks.placed_workload import FileTrace, check_close, check_same_losses, large_rows
 from benchmarks.prepare import bijective, split_rows
@@ -134,6 +134,15 @@ def test_a_wrong_result_hides_every_time(scripts: Path) -> None:
     pair = [Contestant(label=label, script="good.py", options={"value": v}) for label, v in (("a", 1), ("b", 2))]
     with pytest.raises(WrongResult, match="b"):
         play(pair, {}, QUICK, accept)
+
+
+def test_data_sets_that_are_not_here_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_DATA", str(tmp_path))
+    (tmp_path / "clicks").mkdir()
+    (tmp_path / "clicks" / "day.parquet").touch()
+    assert data_files("clicks/day.parquet") == [tmp_path / "clicks" / "day.parquet"]
+    with pytest.raises(NotRun, match=r"^clicks/night\.parquet not found \(set STOKER_DATA"):
+        data_files("clicks/day.parquet", "clicks/night.parquet")
 
 
 @pytest.mark.parametrize(
