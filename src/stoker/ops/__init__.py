@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from typing import Literal
 
@@ -59,14 +60,19 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
         return _load(wanted if importlib.util.find_spec(package) is not None else "reference")
     if name == "cpu" and device.type != "cpu":
         raise ConfigError(f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'.")
-    if name == "triton" and device.type != "cuda":
-        backend = _load(name)
-        from stoker.ops.triton_backend import interpreted
-
-        if device.type == "cpu" and interpreted():
-            return backend
+    if name == "triton" and device.type != "cuda" and not (device.type == "cpu" and _interpreting()):
+        missing = f"these are on {device}" if torch.cuda.is_available() else "no GPU was found"
         raise ConfigError(
-            f"backend 'triton' cannot work on tables on {device}. Choose 'auto', 'cpu' or 'reference'; to "
-            "try its kernels on the CPU, slowly, set TRITON_INTERPRET=1 before the program starts."
+            f"backend 'triton' works on tables on a GPU, and {missing}. Choose 'auto', 'cpu' or 'reference'; to try "
+            "its kernels on the CPU, slowly, install triton and set TRITON_INTERPRET=1 before the program starts."
         )
     return _load(name)
+
+
+def _interpreting() -> bool:
+    """Whether Triton's kernels were asked to run on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        return os.environ.get("TRITON_INTERPRET") == "1"  # then what is missing is the package
+    from stoker.ops.triton_backend import interpreted
+
+    return interpreted()
