@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from stoker.data.dataset import read_manifest
 from stoker.errors import DataError
 
-__all__ = ["UnusableInput", "absent_folders", "exchange", "recover", "remove_empty"]
+__all__ = ["UnusableInput", "absent_folders", "check_replaceable", "exchange", "recover", "remove_empty"]
 
 
 class UnusableInput(DataError):
@@ -31,6 +32,23 @@ def remove_empty(folders: Sequence[Path]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Whether another dataset may take the place of the one in ``target``.
+
+    Raises:
+        DataError: nobody asked for that, or it is none that this version knows.
+    """
+    if not overwrite:
+        raise DataError(
+            f"{target} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
+            settings=("overwrite",),
+        )
+    try:
+        read_manifest(target)
+    except DataError as error:
+        raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
 
 
 def exchange(made: Path, target: Path) -> None:

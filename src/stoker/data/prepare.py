@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.data.dataset import Dataset, read_manifest
+from stoker.data.dataset import Dataset
 from stoker.data.fitting import Fitting
-from stoker.data.leftovers import UnusableInput, absent_folders, exchange, recover, remove_empty
+from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
@@ -156,15 +156,7 @@ def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -
     recover(target)
     if not (target / "manifest.json").exists():
         return target
-    if not overwrite:
-        raise DataError(
-            f"{target} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
-            settings=("overwrite",),
-        )
-    try:
-        read_manifest(target)
-    except DataError as error:
-        raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
+    check_replaceable(target, overwrite=overwrite)
     return target.with_name(target.name + ".new")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stoker.data.dataset import Dataset, read_manifest
-from stoker.data.leftovers import absent_folders, exchange, recover, remove_empty
+from stoker.data.dataset import Dataset
+from stoker.data.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.shards import atomic_file, sync_folder
 from stoker.errors import DataError
 from stoker.units import format_size
@@ -93,15 +93,7 @@ def _check(data: Dataset, out: Path, *, overwrite: bool) -> None:
         return
     if not (out / "manifest.json").exists():
         raise DataError(f"{out} is not empty and no dataset. Choose another directory.")
-    if not overwrite:
-        raise DataError(
-            f"{out} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
-            settings=("overwrite",),
-        )
-    try:
-        read_manifest(out)
-    except DataError as error:
-        raise DataError(f"{out} is not overwritten: {error} Choose another directory.") from error
+    check_replaceable(out, overwrite=overwrite)
 
 
 @contextmanager
