@@ -322,13 +322,20 @@ def test_wrong_configurations_are_refused():
         stoker.EmbeddingTables([mean], optimizer=stoker.SGD(lr=0.1))(torch.zeros(1, 1).long(), None, torch.ones(1))
 
 
-def test_moving_the_module_keeps_the_rows_dtype():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_keep_their_dtype_and_say_so(dtype: str):
     tables = stoker.EmbeddingTables(
-        [stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2)], optimizer=stoker.SGD(lr=0.1)
+        [stoker.TableConfig(name="t", num_embeddings=5, embedding_dim=2, dtype=dtype)], optimizer=stoker.SGD(lr=0.1)
     )
+    model = nn.Sequential(tables, nn.Linear(2, 1))
     before = tables.rows("t")
-    tables.to("cpu").half()
+    tables.to("cpu").to(getattr(torch, dtype))  # what they are already: nothing to say
+    for convert in (model.half, model.double, lambda: tables.to(torch.float16)):
+        with pytest.warns(UserWarning, match=f"stay {dtype}: half"):
+            convert()
+    assert model[1].weight.dtype == torch.float64
     assert torch.equal(before, tables.rows("t"))
+    assert before.dtype == tables.rows("t").dtype == getattr(torch, dtype)
 
 
 def test_offsets_without_the_last_one():

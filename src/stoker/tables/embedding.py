@@ -5,6 +5,7 @@ Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D colu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -78,6 +79,8 @@ class EmbeddingTables(nn.Module):
 
     Rows are not parameters: ``backward`` updates them in place, once per distinct row, with duplicate rows summed in
     order of occurrence. Each call of ``forward`` that is followed by ``backward`` is one step of the row optimizer.
+    ``to(device)`` moves them; their type is that of their :class:`TableConfig`, which ``half()``, ``double()`` and
+    ``to(dtype)`` leave as it is, with a warning.
 
     Args:
         tables: the tables. Those with equal ``embedding_dim``, pooling and dtype are kept and worked on together.
@@ -448,7 +451,16 @@ class EmbeddingTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
         """Follow ``module.to(device)``; the rows keep their own dtype."""
-        device = fn(torch.empty(0, device=self.device)).device
+        probes = [fn(torch.empty(0, dtype=group.storage.weight.dtype, device=self.device)) for group in self.groups]
+        for group, probe in zip(self.groups, probes, strict=True):
+            if probe.dtype != group.storage.weight.dtype:
+                warnings.warn(
+                    f"the rows of EmbeddingTables stay {group.tables[0].dtype}: half(), double() and to(dtype) change "
+                    "the rest of a model only. Give TableConfig the dtype that the rows are to have.",
+                    stacklevel=3,
+                )
+                break
+        device = probes[0].device
         if device != self.device:
             for group in self.groups:
                 group.to(device)
