@@ -286,11 +286,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
         stoker.train(data, out=tmp_path / name, steps=60, eval_every=20, keep_last=3, **SMALL)
     run = RunDirectory(tmp_path / "hurt")
     victim = run.checkpoint(60) / "tables" / "001.00000.safetensors"
-    victim.write_bytes(victim.read_bytes()[:-1])
-    stoker.train(resume=tmp_path / "hurt", display="plain")
+    for stale in (True, False):  # what was set aside before gives way
+        victim.write_bytes(victim.read_bytes()[: -1 - stale])
+        damaged = files(run.checkpoint(60))
+        stoker.train(resume=tmp_path / "hurt", display="plain")
     messages = capsys.readouterr().err
     assert str(victim) in messages
     assert f"resuming from {run.checkpoint(40)}, the newest whole checkpoint" in messages
+    aside = run.checkpoints / "step_000000060.damaged"
+    assert f"kept as {aside}" in messages
+    assert run.steps() == [20, 40, 60]
+    assert files(aside) == damaged
+    shutil.rmtree(aside)
     assert files(run.checkpoints) == files(tmp_path / "whole" / "checkpoints")
     for step in run.steps():
         (run.checkpoint(step) / "dense.safetensors").unlink()
@@ -336,8 +343,11 @@ def test_a_damaged_best_checkpoint_does_not_cost_the_run(data: Dataset, tmp_path
     best = json.loads((run.path / "report.json").read_text())["best_step"]
     assert best < 60, "the best checkpoint should be an early one here"
     (run.checkpoint(best) / "dense.safetensors").unlink()
+    damaged = files(run.checkpoint(best))
     result = stoker.train(resume=run.path, display="quiet")
     assert result.best_step == 60
+    assert best not in run.steps()
+    assert files(run.checkpoints / f"step_{best:09d}.damaged") == damaged
     assert result.test["auc"] is not None
 
 

@@ -186,6 +186,17 @@ def discard(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def set_aside(path: Path) -> Path:
+    """Take a damaged checkpoint out of its run, under a name that no run looks for, and return that.
+
+    Nobody but its owner knows what can still be saved of it. One set aside earlier under that name is deleted.
+    """
+    aside = path.with_name(path.name + ".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(path, aside)
+    return aside
+
+
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         save_file(dict(tensors), path)

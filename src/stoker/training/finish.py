@@ -95,7 +95,7 @@ def _ending(progress: Progress, config: TrainConfig, total: int, *, trained: boo
 def _go_to_best(
     model: RecModel, data: Dataset, config: TrainConfig, progress: Progress, run: RunDirectory, shown: Display
 ) -> dict[str, Any] | None:
-    """Load the best checkpoint that is whole; damaged ones are named and deleted.
+    """Load the best checkpoint that is whole; damaged ones are named and set aside.
 
     Returns:
         Its evaluation, ``{"step", "valid"}``; None if nothing was ever evaluated.
@@ -106,9 +106,8 @@ def _go_to_best(
         try:
             checkpoint.load(path, model)
         except CheckpointError as error:
-            shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.")
-            if path.exists():
-                checkpoint.discard(path)
+            kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
+            shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}")
             best = next(iter(run.evaluated(config.metric)), None) or {
                 "step": progress.step,
                 "valid": finite(evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead)),

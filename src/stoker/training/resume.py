@@ -74,7 +74,7 @@ def restore(
         shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
         return Progress()
     for problem in problems:
-        shown.note(f"warning: {problem} It is deleted; what it had is trained again.")
+        shown.note(f"warning: {problem} What it had is trained again.")
     manifest = checkpoint.read_manifest(newest)
     check_dataset(data, model, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
@@ -82,7 +82,8 @@ def restore(
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
         if step > loaded.step:  # damaged, or it would not have been passed over
-            checkpoint.discard(run.checkpoint(step))
+            aside = checkpoint.set_aside(run.checkpoint(step))
+            shown.note(f"the damaged checkpoint is kept as {aside}; delete it when it is of no use to you")
     progress = Progress(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
         progress.best = next(iter(run.evaluated(config.metric)), None)

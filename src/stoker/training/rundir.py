@@ -4,6 +4,7 @@
 
     RUN/config.json           dataset and settings
     RUN/checkpoints/step_000001000/
+    RUN/checkpoints/step_000002000.damaged/   found so when the run went on
     RUN/metrics.jsonl         one JSON object per line
     RUN/tensorboard/
     RUN/report.json           final metrics, written at the end
