@@ -11,6 +11,7 @@ from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, 
 from stoker.placement import footprint as footprint_module
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
+from stoker.tables.cuda_link import staging_bytes
 from stoker.tables.home import has_numba
 from stoker.tables.slotted import SlottedRows
 
@@ -85,8 +86,26 @@ def test_a_budget_covers_rows_and_what_is_beside_them():
         assert found.fast(slots) == pytest.approx(slots * ROW + counted)
     behind = of(uses, on_cpu=False)
     assert behind.fast(1000) == 1000 * ROW
-    assert behind.counted(10**7) == found.counted(10**7) > 0
+    assert behind.counted(10**7) > found.counted(10**7) > 0
     assert of(uses, on_cpu=False, rounded=True).fast(1000) == 1000 * (ROW + 16)
+
+
+def test_behind_a_gpu_buffers_count_on_both_sides():
+    uses = [uses_of(400_000_000, None, 2**18)]
+    found, on_cpu = of(uses, on_cpu=False), of(uses)
+    assert found.distinct > 60_000
+    for slots in (10, 10**5, 10**7):
+        buffers = staging_bytes(ROW, min(slots, found.distinct))
+        counted = max(0, footprint_module._KEPT * (buffers - footprint_module._SMALL))
+        assert found.fast(slots) == pytest.approx(slots * ROW + counted, abs=1)
+        assert found.beside(slots).total == on_cpu.beside(slots).total + buffers
+    assert 64 * 2**20 < buffers < 80 * 2**20  # eight of 8 MiB, with the numbers of their slots
+    for memory in (2**27, GIB):
+        slots = found.slots_within(memory)
+        assert found.fast(slots) <= memory < found.fast(slots + 1)
+        beside = found.fast(100_000) - 100_000 * ROW
+        assert beside > 0
+        assert found.hot_slots_within(memory, transit=100_000) == (memory - beside) // ROW
 
 
 def test_small_caches_are_all_rows():

@@ -17,6 +17,7 @@ from placed import Case, draw, placed_run, resident_run, same
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, TableConfig, optim, stage
 from stoker.errors import HomeError
 from stoker.ops import Bags
+from stoker.tables import cuda_link
 from stoker.tables.cuda_link import CudaLink
 from stoker.tables.storage import Rows
 
@@ -274,8 +275,6 @@ def test_direct_reading_needs_a_home_that_the_gpu_can_read():
 
 @pytest.mark.parametrize("faster", ["staged", "direct"])
 def test_the_faster_way_of_reading_is_chosen(faster, monkeypatch):
-    from stoker.tables import cuda_link
-
     storage = small(Cached(slots=40)).groups[0].storage
     storage.home.pinned = True
     device = simulated.SimulatedStreams(np.random.default_rng(0))
@@ -320,6 +319,29 @@ def test_rows_behind_a_gpu_move_on_streams(home, monkeypatch, tmp_path):
     slotted.make_slotted(replace(strategy, pin=False), [table], space, 0, {}, torch.device("cuda"))
     assert not made["home"].pinned
     made["home"].close()
+
+
+@pytest.mark.parametrize(("moved", "bulk"), [(3, 900), (40, 500), (40, 3000), (300, 900)])
+def test_buffers_take_what_a_plan_counts_for_them(moved, bulk, monkeypatch):
+    monkeypatch.setattr(cuda_link, "_BUFFER", 3000)
+    monkeypatch.setattr(cuda_link, "_BULK", bulk)
+    storage = small(Cached(slots=350)).groups[0].storage
+    simulated.use(storage, simulated.SimulatedStreams(np.random.default_rng(0)), buffer_bytes=3000)
+    link = storage._link
+    for count in range(1, moved + 1):  # so that room doubles
+        for _ in range(5):  # every buffer has its turn
+            link.fetch(np.arange(count), np.arange(count))
+            link.write_back(0, np.arange(count), np.arange(count))
+    for _ in range(5):
+        link.store(np.arange(350), np.arange(350))
+    taken = {"host": 0, "device": 0}
+    for buffer in (*link._arriving._buffers, *link._leaving._buffers):
+        for side in taken:
+            held = getattr(buffer, f"_{side}")
+            tensors = [held.weight, *held.state.values(), getattr(buffer, f"_{side}_names")]
+            taken[side] += sum(tensor.nbytes for tensor in tensors)
+    counted = cuda_link.staging_bytes(storage.home.row_bytes, moved)
+    assert max(taken.values()) <= counted <= 2 * min(taken.values())
 
 
 def test_only_homes_in_memory_can_be_pinned():

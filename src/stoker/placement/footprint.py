@@ -10,6 +10,8 @@ Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W ba
 * On the way: writebacks that have not landed (``tables/transfer``), those of two plans: more pile up only where a disk
   cannot keep up, at most :data:`stoker.tables.residency.LANDED` plans'. A plan writes about as many rows as a batch has
   beyond the C most frequent ones.
+* Behind a GPU, buffers on the device and as many of page-locked memory (``tables/cuda_link``): eight of a batch's rows,
+  8 MiB each at most.
 * The home's index: a bit a row.
 * For moments: sorted lists of all changed rows while they are written home for a checkpoint, or the old hash beside the
   new one, twice as large, when it is full.
@@ -27,6 +29,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from stoker.placement.expected import Uses
+from stoker.tables.cuda_link import staging_bytes
 from stoker.tables.residency import ENOUGH
 
 __all__ = ["HOT_MARK", "Beside", "Footprint", "Window"]
@@ -50,6 +53,7 @@ class Beside:
     page_table: int
     window: int
     on_the_way: int
+    staging: int  # page-locked buffers, behind a GPU
     index: int  # of the home
     moments: int  # while a checkpoint begins, or the hash grows
 
@@ -137,21 +141,28 @@ class Footprint:
             page_table=slot * slots + _RECORD * directory + self.rows // 8,
             window=_ENTRY * ring + waiting,
             on_the_way=_PLANS * min(slots, math.ceil(leaving)) * self.row_bytes,
+            staging=0 if self.on_cpu else self._staging(slots),
             index=self.rows // 8,
             moments=_MOMENTS * slots,
         )
 
     def counted(self, slots: int) -> int:
-        """Bytes beside the rows that a budget has to cover; :data:`_SMALL` of them are not worth it."""
-        return max(0, math.ceil(_KEPT * (self.beside(slots).total - _SMALL)))
+        """Bytes of main memory beside the rows that a budget has to cover."""
+        return _worth(self.beside(slots).total)
 
     def fast(self, slots: int) -> int:
-        """Bytes of fast memory that C slots take: of the device, or of main memory with everything beside them."""
-        return self.slot_bytes * slots + (self.counted(slots) if self.on_cpu else 0)
+        """Bytes of fast memory, the device's or main memory, that C slots take with everything beside them there."""
+        return self.slot_bytes * slots + self._fast_beside(slots)
+
+    def _fast_beside(self, slots: int) -> int:
+        return self.counted(slots) if self.on_cpu else _worth(self._staging(slots))
+
+    def _staging(self, slots: int) -> int:
+        return staging_bytes(self.row_bytes, min(slots, self.distinct))
 
     def hot_slots_within(self, memory: int, transit: int) -> int:
         """C where only ``transit`` of the slots are planned, and the others belong to hot rows."""
-        beside = self.counted(transit) if self.on_cpu else 0
+        beside = self._fast_beside(transit)
         each = self.slot_bytes + (HOT_MARK if self.on_cpu else 0)
         return min(self.rows, max(0, memory - beside) // each)
 
@@ -162,3 +173,8 @@ class Footprint:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.fast(middle) <= memory else (low, middle - 1)
         return low
+
+
+def _worth(size: int) -> int:
+    """What a budget has to cover of so many bytes beside the rows; :data:`_SMALL` of them are not worth counting."""
+    return max(0, math.ceil(_KEPT * (size - _SMALL)))

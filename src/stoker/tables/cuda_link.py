@@ -36,15 +36,29 @@ from stoker.tables.storage import Rows
 from stoker.tables.streams import CudaStreams, Event, Streams
 from stoker.tables.transfer import QueuedLink, TransferStats, Writeback
 
-__all__ = ["CudaLink", "Reading"]
+__all__ = ["CudaLink", "Reading", "staging_bytes"]
 
 Reading = Literal["auto", "staged", "direct"]
 _WAYS: tuple[Reading, ...] = ("staged", "direct")
 
 _BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
 _BUFFERS = 4  # each way
+_BULK = 2 * 2**20  # where all changed rows go home: a checkpoint does not make buffers grow that batches leave small
+_NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
 _PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
 _ATTEMPTS = 5
+
+
+def staging_bytes(row_bytes: int, moved: int) -> int:
+    """Bytes of a link's buffers when they have grown, on the device, and as many of page-locked memory on the host.
+
+    Args:
+        row_bytes: of a row with its optimizer state.
+        moved: rows that a plan brings or takes away.
+    """
+    most, bulk = (max(1, size // row_bytes) for size in (_BUFFER, _BULK))
+    arriving = min(most, 2 * moved)  # room doubles
+    return _BUFFERS * (arriving + max(arriving, bulk)) * (row_bytes + _NAMES)
 
 
 class CudaLink(QueuedLink):
@@ -82,6 +96,7 @@ class CudaLink(QueuedLink):
         super().__init__(home, slots, stats)
         self.streams = streams = CudaStreams(slots.weight.device) if streams is None else streams
         self._most = max(1, buffer_bytes // home.row_bytes)  # rows in a buffer
+        self._bulk = max(1, min(buffer_bytes, _BULK) // home.row_bytes)
         self._arriving = _Ring(home, streams, streams.incoming, buffers)
         self._leaving = _Ring(home, streams, streams.outgoing, buffers)
         self._users: tuple[Any, ...] = ()  # streams on which leased slots are worked on
@@ -106,7 +121,7 @@ class CudaLink(QueuedLink):
         self._raise()
 
     def store(self, rows: Ints, slots: Ints) -> None:
-        for part in self._parts(len(rows)):
+        for part in self._parts(len(rows), self._bulk):
             job = _Staged(-1, rows[part], self._take_off(slots[part]))
             try:
                 self.home.store(job.rows, job.arrive())
@@ -155,9 +170,10 @@ class CudaLink(QueuedLink):
             buffer.end.synchronize()
         return buffer
 
-    def _parts(self, count: int) -> Iterator[slice]:
-        for begin in range(0, count, self._most):
-            yield slice(begin, min(begin + self._most, count))
+    def _parts(self, count: int, most: int | None = None) -> Iterator[slice]:
+        most = most or self._most
+        for begin in range(0, count, most):
+            yield slice(begin, min(begin + most, count))
 
     def label(self, labels: Sequence[tuple[Tensor, Ints]], slots: Ints) -> None:
         stream = self.streams.incoming
