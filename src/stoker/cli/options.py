@@ -88,7 +88,7 @@ Strategy = Annotated[
         "Of tables that do not fit: auto, cached, hot-cold or host-pipelined. (default: auto, what moves least)",
     ),
 ]
-Lookahead = Annotated[int | None, option(_MEMORY, "Batches whose ids are known in advance. (default: 64)")]
+Lookahead = Annotated[int | None, option(_MEMORY, "Batches whose ids are known, beyond those in flight. (default: 64)")]
 Foresight = Annotated[
     bool | None,
     option(
@@ -97,7 +97,9 @@ Foresight = Annotated[
         "--foresight/--no-foresight",
     ),
 ]
-InFlight = Annotated[int | None, option(_MEMORY, "Batches whose rows are on the device. (default: adapts)")]
+InFlight = Annotated[
+    int | None, option(_MEMORY, "Batches whose rows are on the device; no more than fit. (default: adapts)")
+]
 Spill = Annotated[
     str | None, option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)")
 ]

@@ -269,10 +269,11 @@ def stage(
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
         tables: the tables, or a model with ``embeddings``.
-        lookahead: batches whose ids are known in advance; fewer are taken where they want twice as many rows as
-            there are slots.
-        in_flight: batches whose rows are in fast memory at a time, the one in training included; None adapts: it
-            grows while training waits for rows.
+        lookahead: batches whose ids are known beyond those in flight; fewer are taken where they want twice as many
+            rows as there are slots.
+        in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
+            ``lookahead``. With more than the slots hold some wait for their turn or fetch on demand, and more rows come
+            than need to. None adapts: it grows while training waits for rows.
         background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would want the same cores.
         foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
