@@ -33,7 +33,7 @@ def test_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         device.resolve_device("cuda:2")
 
 
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="reads /proc/meminfo, which is Linux")
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs /proc/meminfo, which this system lacks")
 def test_memory() -> None:
     total, available, resident, peak = (
         device.total_memory(),

@@ -25,7 +25,9 @@ from stoker.tables.storage import Rows
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 TINY = Setting(device=CPU, effort="tiny")
-triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed here"
+)
 
 
 @triton

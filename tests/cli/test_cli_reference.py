@@ -26,6 +26,6 @@ def test_every_command_shows_examples() -> None:
         assert f"```\nstoker {name} " in section or f"```\nstoker {name}\n" in section
 
 
-@pytest.mark.skipif(not PAGE.parent.is_dir(), reason="no docs beside the tests")
+@pytest.mark.skipif(not PAGE.parent.is_dir(), reason="there is no docs folder beside these tests: not a checkout")
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run: make docs"

@@ -80,7 +80,7 @@ def test_slow_work_shows_a_bar(
 
 
 def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     code, out, _ = output(capsys, "profile", data.path, "--device-memory", "200KiB", "--plot", tmp_path / "curve.png")
     assert code == 0
     assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -295,7 +295,7 @@ def test_a_full_disk_is_noticed_before(data: Dataset, tmp_path: Path, monkeypatc
     classified(data, tmp_path / "out")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="locks")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file locks, which this system lacks")
 def test_one_process_writes_at_a_time(data: Dataset, tmp_path: Path) -> None:
     def second(what: str, done: int, total: int) -> None:
         with pytest.raises(DataError, match="another process is writing"):
@@ -318,7 +318,7 @@ for number in range(1000):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL, which this system lacks")
 @pytest.mark.parametrize("number", range(6))
 def test_a_kill_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, number: int) -> None:
     data = make_dataset(tmp_path / "source", rows=3000, num_embeddings=SIZES, shard_rows=100)

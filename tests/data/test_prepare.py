@@ -632,7 +632,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
 def test_real_criteo_lines(tmp_path: Path) -> None:
     raw = SHARED / "criteo_tb" / "day_0_head.tsv.gz"
     if not raw.exists():
-        pytest.skip(f"{raw} is not here")
+        pytest.skip(f"the data set is not on this machine: {raw}")
     data = stoker.prepare("criteo", raw, out=tmp_path / "out", strict=True)
     assert (len(data.train), len(data.test), len(data.valid)) == (8572, 714, 714)
     lines = gzip.decompress(raw.read_bytes()).decode().splitlines()

@@ -510,7 +510,7 @@ def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int,
     assert (process.returncode, out.strip(), err) == (0, "0", "")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, which this system lacks")
 def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     code = """
         import time
@@ -531,7 +531,7 @@ def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     assert time.monotonic() - start < 10
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc, which this system lacks")
 def test_memory_does_not_grow_with_the_split(tmp_path: Path) -> None:
     """A 128 MB split, shuffled 4 MB at a time: the stream's own memory stays under 8 MB."""
     make_dataset(tmp_path, rows=1_000_000, num_dense=13, num_embeddings=[1000] * 26, shard_rows=2**17)

@@ -39,7 +39,9 @@ DIMS = st.sampled_from([1, 3, 4, 16, 17, 64, 100, 128])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LAYOUTS = st.sampled_from(["one", "one weighted", "sum", "mean", "weighted"])
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed here"
+)
 REFERENCE = ReferenceBackend()
 
 
@@ -47,7 +49,11 @@ def on_device(function: Any) -> Any:
     """Run in the interpreter's process, and natively where there is a GPU."""
     if INTERPRETED:
         return function
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(function))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here")(
+            function
+        )
+    )
 
 
 def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

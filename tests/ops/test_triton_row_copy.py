@@ -14,8 +14,12 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SOURCE = str(Path(__file__).parents[2] / "src")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-needs_kernel = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed here"
+)
+needs_kernel = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here"
+)
 
 COMPILE = """
 import triton

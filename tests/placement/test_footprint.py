@@ -38,7 +38,7 @@ class Stream(list[Batch]):
         return self[step:]
 
 
-@pytest.mark.skipif(not has_numba(), reason="plain Python plans with its own structures")
+@pytest.mark.skipif(not has_numba(), reason="counts what Numba's planner holds, and numba is not installed here")
 @pytest.mark.parametrize(("lookahead", "foresight"), [(4, False), (48, False), (4, True)])
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_it_covers_what_a_running_cache_holds(share: float, lookahead: int, foresight: bool):

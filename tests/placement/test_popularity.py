@@ -429,7 +429,7 @@ def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = stoker.profile(data, budget="1MiB", sample=None)
     with pytest.raises(ConfigError, match=r"\.png"):
         found.plot(tmp_path / "curve.gif")
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     found.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -349,7 +349,7 @@ def test_only_homes_in_memory_can_be_pinned():
         Cached(slots=5, home="file", pin=True)
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here")
 
 
 class Dawdling:

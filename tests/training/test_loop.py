@@ -210,7 +210,7 @@ def run_script(data: Dataset, out: Path, *, resume: bool, kill: int | None = Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: Dataset, tmp_path: Path) -> None:
     assert run_script(data, tmp_path / "whole", resume=False) == 0
     chance = random.Random(0)
@@ -228,7 +228,7 @@ def test_killed_and_stopped_runs_end_with_the_files_of_an_undisturbed_one(data: 
     assert 128 + signal.SIGTERM in ends, "no run was stopped in time: make the runs longer"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -245,7 +245,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(data: Dataset, tmp_path: Path, 
     assert manifest["step"] == manifest["tick"] > 0
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("nth", [0, 2])
 def test_a_signal_during_evaluation_loses_nothing(
     data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
@@ -406,7 +406,7 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX file locks")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX file locks, which this system lacks")
 def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) -> None:
     stoker.train(data, out=tmp_path / "run", steps=5, **SMALL)
     with (
@@ -419,7 +419,7 @@ def test_two_processes_do_not_train_in_one_run(data: Dataset, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which is not installed here")
 def test_compiled_bfloat16_learns_the_same(data: Dataset, tmp_path: Path) -> None:
     plain = stoker.train(data, out=tmp_path / "plain", **SMALL)
     fast = stoker.train(data, out=tmp_path / "fast", compile=True, dense_dtype="bfloat16", **SMALL)

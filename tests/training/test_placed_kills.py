@@ -36,7 +36,7 @@ KILLED: list[bool] = []  # of the trials so far
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="forks a process for each run"),
+    pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="needs os.fork, which this system lacks"),
 ]
 
 

@@ -124,7 +124,7 @@ def test_progress_of_a_recording_is_shown(data: Dataset, tmp_path: Path) -> None
                     ("linking next uses", 3)]  # fmt: skip
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 def test_a_stop_does_not_wait_for_a_recording(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = Recording.add
@@ -187,7 +187,7 @@ def test_a_run_goes_on_under_another_budget(data: Dataset, resident: Path, tmp_p
     assert ours["extra"]["settings"] == theirs["extra"]["settings"]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("budget", [{"device_memory": TENTH}, {"device_memory": HALF, "host_memory": "1KiB"}])
 def test_a_stopped_run_resumed_under_another_budget_is_whole(
     data: Dataset, resident: Path, tmp_path: Path, budget: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -159,7 +159,7 @@ def test_placement_changes_no_number(
     assert any(line["stage_seconds"].get("fetch") for line in records(tmp_path / "run", "train"))
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals, which this system lacks")
 @pytest.mark.parametrize("placed", [{}, {"device_memory": TENTH}, {"device_memory": TENTH, "host_memory": "1KiB"}])
 def test_a_run_stopped_anywhere_goes_on_to_the_bit(
     data: Dataset, resident: Path, tmp_path: Path, placed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -211,7 +211,7 @@ def test_a_run_that_is_made_longer_decides_at_its_old_end(data: Dataset, residen
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="forks a process for each run")
+@pytest.mark.skipif(not hasattr(os, "fork") or os.name != "posix", reason="needs os.fork, which this system lacks")
 def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(data: Dataset, tmp_path: Path, resident: Path) -> None:
     placed = {"device_memory": TENTH, "home_path": str(tmp_path / "home"), "host_memory": "1KiB"}
     with Server(tmp_path, data.path, out=tmp_path / "first", **SETTINGS, **placed) as server:

@@ -76,7 +76,7 @@ def test_learns_from_the_steps(logs: dict[str, Dataset], tmp_path: Path, model: 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, which is not installed here")
 @pytest.mark.parametrize("model", SIZES)
 def test_compiled_is_near(logs: dict[str, Dataset], model: str) -> None:
     data = logs["taobao"]
