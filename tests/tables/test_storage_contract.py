@@ -10,6 +10,7 @@ from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.file_home import FileHome
 from stoker.tables.home import Initial, MemoryHome
+from stoker.tables.log_home import LogHome
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.tables.transfer import DirectLink, QueuedLink
@@ -35,6 +36,7 @@ STORAGES = {
     "DeviceRows": lambda rows, dim, dtype: DeviceRows(rows, dim, dtype, STATE, torch.device("cpu")),
     "SlottedRows, memory": slotted(MemoryHome, DirectLink),
     "SlottedRows, file": slotted(FileHome, QueuedLink),
+    "SlottedRows, log": slotted(LogHome, QueuedLink),
     "SlottedRows, transient": slotted(MemoryHome, QueuedLink, transient=True),
     "SlottedRows, hot and cold": slotted(MemoryHome, QueuedLink, transient=True, hot=0.15),
     "SlottedRows, hot, file": slotted(FileHome, DirectLink, hot=0.1),

@@ -68,7 +68,6 @@ class LogHome(FileHome):
             ) from error
         self.held = _Indexed(self.index)
         self._live = np.zeros(segments, np.int64)  # rows
-        self._sealed = np.zeros(segments, bool)  # written to the end and not cleaned since
         self._stored = 0  # rows in the file
         self._used = 0  # segments that were ever written
         self._free: list[int] = []
@@ -125,11 +124,8 @@ class LogHome(FileHome):
     def _append(self, rows: np.ndarray, records: np.ndarray, *, clean: bool) -> None:
         done = 0
         while done < len(rows):
-            if self._next == self._end:
-                if self._end:
-                    self._sealed[self._end // self._per_segment - 1] = True
-                if clean:
-                    self._make_room()
+            if self._next == self._end and clean:
+                self._make_room()
             if self._next == self._end:  # cleaning may have begun a segment
                 first = self._take() * self._per_segment
                 self._next, self._end = first, first + self._per_segment
@@ -171,7 +167,9 @@ class LogHome(FileHome):
     def _make_room(self) -> None:
         """Clean segments until as few are in use as the live rows may take."""
         while self._used - len(self._free) - len(self._cleaned) >= self._allowed(self._stored):
-            live = np.where(self._sealed[: self._used], self._live[: self._used], self._per_segment)
+            live = self._live[: self._used].copy()
+            unfit = [*self._free, *(segment for _, segment in self._cleaned), self._end // self._per_segment - 1]
+            live[unfit] = self._per_segment
             victim = int(live.argmin())
             if live[victim] >= self._per_segment:
                 break
@@ -195,7 +193,6 @@ class LogHome(FileHome):
             live = known[self.index[rows[known]].astype(np.int64) == at[known] + 1]
             kept = records[live // layout.per_block, live % layout.per_block]
             self._append(rows[live], kept, clean=False)
-        self._sealed[segment] = False
         with self._changed:
             self._cleaned.append((self._epoch, segment))
             self._epoch += 1
@@ -213,9 +210,7 @@ class LogHome(FileHome):
                     self._used += 1
                     return self._used - 1
                 if not self._cleaned:
-                    raise HomeError(
-                        f"home file {self.path}: no room is left for rows. Resume from the last checkpoint."
-                    )
+                    raise HomeError(f"home file {self.path} has no room left. Resume from the last checkpoint.")
                 self._changed.wait()
 
     def _place_of(self, row: int, action: str) -> str:
