@@ -180,3 +180,13 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
 def test_unknown_counts_leave_the_choice_to_a_cache() -> None:
     for memory in ("200KiB", "1MiB"):
         assert not any(isinstance(one, HotCold) for one in planned(memory, counts=None).values())
+
+
+@pytest.mark.parametrize("hot", [None, 1], ids=["all hot", "all cold"])
+@pytest.mark.parametrize("strategy", ["cached", "host-pipelined"])
+def test_batches_that_are_all_of_one_kind_are_planned_like_shuffled_ones(hot: int | None, strategy: str) -> None:
+    rows = {table.name: hot or table.num_embeddings for table in TABLES}  # id 0 alone is hot, which no input has
+    apart = HotBatches(rows=rows, share=0.0 if hot else 1.0)
+    found, plain = (planned("200KiB", strategy=strategy, hot_batches=known).moved for known in (apart, None))
+    name = "Cached" if strategy == "cached" else "HostPipelined"
+    assert found[name] == pytest.approx(plain[name], rel=0.01)

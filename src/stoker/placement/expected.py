@@ -224,6 +224,8 @@ def expect(
         in_flight: F.
         transient: rows leave after their last use in flight (``HostPipelined``).
     """
+    if not any(len(uses.rows) for uses in tables):  # such as the cold batches of a dataset that is all hot
+        return Traffic(distinct=0.0, hits=0.0, lookups=0.0, lookups_hit=0.0, first=0.0, written=0.0)
     group = _Group(tables)
     if lookahead is None:
         lookahead = math.ceil(group.batches[group.finite].max(initial=0)) or _ENDLESS
