@@ -63,6 +63,11 @@ def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pyte
     code, said, _ = output(capsys, "inspect", out)
     assert code == 0
     assert "hot training rows" in said
+    code, said, _ = output(capsys, "inspect", run)
+    cold, hot = (-(-len(split) // 64) for split in (Dataset(out).cold, Dataset(out).hot))
+    assert code == 0
+    assert f"cold batch {cold} of {cold}" in said
+    assert f"hot batch {hot} of {hot}" in said
     code, _, error = output(capsys, "train", data, "--out", tmp_path / "b", *SMALL, "--batch-order", "hot-cold")
     assert code == 2
     assert "--batch-order 'hot-cold' needs a classified dataset" in error

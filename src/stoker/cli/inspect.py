@@ -282,12 +282,7 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
     _line(console, "model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
     _line(console, "optimizers", f"rows {found['row_optimizer']['kind']}, dense {found['dense_optimizer']}")
     if found["stream"]:
-        stream = found["stream"]
-        _line(
-            console,
-            "data position",
-            f"epoch {stream['epoch']}, batch {stream['position']:,} of {stream['batches']:,}",
-        )
+        _line(console, "data position", _position(found["stream"]))
     _line(console, "size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
     _table(
         console,
@@ -305,6 +300,14 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
         ],
     )
     _verified(console, found)
+
+
+def _position(stream: dict[str, Any]) -> str:
+    if "scheduler" not in stream:
+        return f"epoch {stream['epoch']}, batch {stream['position']:,} of {stream['batches']:,}"
+    kinds = [(kind, stream[kind]) for kind in ("cold", "hot")]  # of a run on a classified dataset
+    done = ", ".join(f"{kind} batch {one['position']:,} of {one['batches']:,}" for kind, one in kinds)
+    return f"epoch {stream['scheduler']['epoch']}, {done}, at R({stream['scheduler']['rate']:g})"
 
 
 def _show_run(console: Console, found: dict[str, Any]) -> None:
