@@ -43,6 +43,11 @@ def test_shares(text: str | float, expected: float) -> None:
     assert parse_share(text) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("text", "expected"), [("99.9%", 0.999), ("99.99 %", 0.9999), ("5%", 0.05), ("0.7%", 0.007)])
+def test_a_share_in_percent_is_the_number_a_program_would_write(text: str, expected: float) -> None:
+    assert parse_share(text) == expected  # to the bit: the hash of a profile covers it
+
+
 @pytest.mark.parametrize(
     ("parse", "text"),
     [

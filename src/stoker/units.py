@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from stoker.errors import ConfigError
 
@@ -55,7 +56,7 @@ def parse_share(text: str | float) -> float:
         value, unit = _split(text, "share")
         if unit not in ("", "%"):
             raise ConfigError(f"share {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['share']}.")
-        value = value / 100 if unit == "%" else value
+        value = float(Decimal(repr(value)) / 100) if unit == "%" else value  # 99.9 / 100 is not 0.999
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"share {text!r} lies outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
     return value
