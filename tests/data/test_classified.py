@@ -276,6 +276,23 @@ def test_the_source_is_never_the_target(data: Dataset, place: str) -> None:
     assert contents(data.path) == before
 
 
+def test_a_damaged_classified_dataset_is_to_be_classified_again(data: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    classified(data, out)
+    shard = next((out / "train").glob("cold_*"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for name in ("train", "cold"):
+        with pytest.raises(DataError, match="stoker classify command again with --overwrite"):
+            list(getattr(Dataset(out), name).batches(100))
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match="or classify the dataset again"):
+        Dataset(out)
+    shard.unlink()
+    with pytest.raises(DataError, match="or classify the dataset again"):
+        Dataset(out)
+
+
 def test_a_damaged_shard_stops_it_and_nothing_is_left(data: Dataset, tmp_path: Path) -> None:
     file = data.path / data.train.entry["shards"][3]["file"]
     found = bytearray(file.read_bytes())

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -137,8 +137,9 @@ class Dataset:
         self.manifest = read_manifest(self.path)
         try:
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
+            self._made_by: Literal["prepare", "classify"] = "classify" if "hot_cold" in self.manifest else "prepare"
             self._splits = {
-                name: Split(self.path, name, entry, self.schema, self.schema_hash)
+                name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by)
                 for name, entry in self.manifest["splits"].items()
             }
         except (KeyError, TypeError, AttributeError, SchemaError) as error:
@@ -222,10 +223,9 @@ class Dataset:
             ) from error
         hot = {"rows": rows, "positives": positives, "shards": train["shards"][:shards]}
         cold = {"rows": train["rows"] - rows, "positives": train["positives"] - positives}
-        return (
-            Split(self.path, "hot", hot, self.schema, self.schema_hash),
-            Split(self.path, "cold", {**cold, "shards": train["shards"][shards:]}, self.schema, self.schema_hash),
-        )
+        cold["shards"] = train["shards"][shards:]
+        given = (self.schema, self.schema_hash, self._made_by)
+        return Split(self.path, "hot", hot, *given), Split(self.path, "cold", cold, *given)
 
     def split(self, name: str) -> Split:
         """One split by name.
@@ -269,7 +269,7 @@ class Dataset:
             if digest != expected["sha256"]:
                 raise DataError(
                     f"{self.path / file} was altered: sha256 {digest[:16]}..., the manifest says "
-                    f"{str(expected['sha256'])[:16]}... Restore it from a copy, or prepare the dataset again."
+                    f"{str(expected['sha256'])[:16]}... Restore it from a copy, or {self._made_by} the dataset again."
                 )
             checked += 1
         for split in self._splits.values():
@@ -286,10 +286,10 @@ class Dataset:
         except OSError as error:
             raise DataError(
                 f"{self.path / file} is missing; the manifest lists it with {expected:,} bytes. "
-                "Restore it from a copy, or prepare the dataset again."
+                f"Restore it from a copy, or {self._made_by} the dataset again."
             ) from error
         if found != expected:
             raise DataError(
                 f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated "
-                "or altered. Restore it from a copy, or prepare the dataset again."
+                f"or altered. Restore it from a copy, or {self._made_by} the dataset again."
             )

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["ShardChecks", "check_ids"]
 
 _IDS = 2**20  # looked at together
-_REMEDY = (
-    "Restore the file from a copy, or run the dataset's stoker prepare command again with --overwrite: the same input "
-    "gives the same bytes, and runs go on from them."
-)
+_REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
+_AGAIN = {
+    "prepare": "run the dataset's stoker prepare command again with --overwrite",
+    # Its other splits share their files with the source.
+    "classify": "run the dataset's stoker classify command again with --overwrite, and stoker prepare before it if the "
+    "source is damaged too",
+}
 
 _good: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables
 
@@ -89,16 +92,17 @@ class ShardChecks:
     def _check(self, number: int) -> None:
         shard, entry, split = self._split.shards[number], self._entries[number], self._split
         affected = f"Rows {split.starts[number]:,} to {split.starts[number + 1] - 1:,} of split {split.name} lie in it."
+        remedy = _REMEDY.format(again=_AGAIN[split.made_by])
         size, digest = shard.digest()
         if size != entry["bytes"]:
             raise DataError(
                 f"{shard.path} has {size:,} bytes, the manifest says {entry['bytes']:,}: it was truncated or altered. "
-                f"{affected} {_REMEDY}"
+                f"{affected} {remedy}"
             )
         if digest != entry["sha256"]:
             raise DataError(
                 f"{shard.path} is damaged: its sha256 begins with {digest[:16]}, in the manifest with "
-                f"{entry['sha256'][:16]}. {affected} {_REMEDY}"
+                f"{entry['sha256'][:16]}. {affected} {remedy}"
             )
         check_ids(shard, split.schema)
         _good.add(self._keys[number])

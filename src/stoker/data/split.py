@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ __all__ = ["Split"]
 class Split:
     """The rows of one split. ``len(split)`` is their number."""
 
-    def __init__(self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str) -> None:
+    def __init__(
+        self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str,
+        made_by: Literal["prepare", "classify"] = "prepare",
+    ) -> None:  # fmt: skip
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards
         self.schema = schema
         self.schema_hash = schema_hash
+        self.made_by = made_by  # the command that makes it again
         self._path = path
         self.starts = [
             0,
