@@ -168,7 +168,8 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
     assert "(no HotCold: the profile's hot rows and those of one example in transit take" in placement.choice
     with pytest.raises(
         ConfigError,
-        match=r"strategy 'hot-cold' cannot be: the profile's hot rows.* take 2\.1 MiB, more than 200\.0 KiB",
+        match=r"strategy 'hot-cold' cannot be: the profile's hot rows.* take 2\.1 MiB, more than 200\.0 KiB\. "
+        r"Give more memory \(--device-memory\), or another strategy",
     ):
         planned("200KiB", hot_batches=apart, strategy="hot-cold")
     with pytest.raises(ConfigError, match="take all slots, and leave none for hot rows"):

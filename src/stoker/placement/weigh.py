@@ -99,9 +99,11 @@ def weigh(
         strategy=HostPipelined, resident=cached.resident, rest=cached.rest, slots=cached.slots
     )
     if strategy != "auto" and strategy not in found:
+        # A profile's hot rows take the same room whatever the batch.
+        smaller = "a smaller batch_size, " if work.hot_batches is None else ""
         raise ConfigError(
-            f"strategy 'hot-cold' cannot be: {problem}. Give more memory (--device-memory), a smaller batch_size, or "
-            "another strategy.",
+            f"strategy 'hot-cold' cannot be: {problem}. Give more memory (--device-memory), {smaller}or another "
+            "strategy.",
             settings=("strategy",),
         )
     moved = {name: division.moved(work) for name, division in found.items()}
