@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from stoker.data.dataset import Dataset, hash_schema, write_counts, write_manife
 from stoker.data.features import Feature, FeatureSpec
 from stoker.errors import ConfigError, DataError, DependencyError
 from stoker.placement import row_estimates, sampling
-from stoker.placement.hot_profile import HotProfile
+from stoker.placement.hot_plot import draw_profile
+from stoker.placement.hot_profile import CurvePoint, HotProfile
 from stoker.testing import make_dataset
 
 ROW = 68  # bytes: 16 float32 columns and the row-wise sum
@@ -332,6 +335,7 @@ def _edited(change: Any) -> Any:
     ("edit", "words"),
     [
         (lambda text: text[: len(text) // 2], "cannot be read as a profile"),
+        (lambda text: "[" * 100_000, "cannot be read as a profile"),
         (lambda text: "[1, 2]", "no profile of hot rows"),
         (lambda text: '{"kind": "dataset"}', "no profile of hot rows"),
         (_edited(lambda v: v.update(format_version=99)), "profile format 99"),
@@ -432,6 +436,29 @@ def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     found.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("sizes", [(3.0, 4.0, 5.3, 7.5, 26.6), (0.02, 1.0, 900.0), (4.0, 4.5), (1e-4, 1e5)])
+def test_labels_of_the_picture_do_not_run_into_each_other(data: Dataset, sizes: tuple[float, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    found = stoker.profile(data, budget="1MiB", sample=None)
+    curve = [
+        CurvePoint(threshold=1 / (9 + size), hot_bytes=int(size * 2**20), access_share=0.5, input_share=0.1)
+        for size in sizes
+    ]
+    row = int(sizes[0] * 2**20 / sum(found.hot_rows.values()))  # bytes, so that the hot rows lie on the axis too
+    tables = tuple(replace(table, row_bytes=row) for table in found.tables)
+    figure = draw_profile(replace(found, curve=tuple(curve), tables=tables))
+    figure.canvas.draw()
+    axis = figure.axes[1].xaxis
+    low, high = figure.axes[1].get_xlim()
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    boxes = [
+        tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text() and low <= tick.get_loc() <= high
+    ]
+    spans = sorted((box.x0, box.x1) for box in boxes)
+    assert spans
+    assert all(after[0] > before[1] for before, after in pairwise(spans))
 
 
 def test_without_matplotlib_the_picture_says_so(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from stoker.errors import ConfigError, DependencyError
 from stoker.units import format_size
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from stoker.placement.hot_profile import HotProfile
 
-__all__ = ["check_plot", "plot_profile"]
+__all__ = ["check_plot", "draw_profile", "plot_profile"]
 
 
 def check_plot(path: Path) -> None:
@@ -41,8 +43,16 @@ def plot_profile(profile: HotProfile, path: Path) -> None:
         DataError: the disk has no room.
     """
     check_plot(path)
+    figure = draw_profile(profile)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+
+
+def draw_profile(profile: HotProfile) -> Figure:
+    """The picture itself."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -62,5 +72,9 @@ def plot_profile(profile: HotProfile, path: Path) -> None:
     shares.axvline(profile.hot_bytes / 2**20, linestyle="--", linewidth=1, color="gray")
     shares.set(xscale="log", xlabel="hot rows (MiB)", ylabel="served by hot rows (%)", ylim=(0, 101))
     shares.legend()
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    for axis in (sizes.yaxis, shares.xaxis):  # where an axis spans about a decade, default labels run into each other
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=9))
+        axis.set_major_formatter(lambda mib, _: f"{mib:g}")
+        axis.set_minor_formatter(NullFormatter())
+    return figure

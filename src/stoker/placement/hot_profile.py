@@ -174,7 +174,7 @@ class HotProfile:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise DataError(f"there is no profile at {path}. {again}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read as a profile ({error}). {again}") from error
         if not isinstance(values, dict) or values.get("kind") != _KIND:
             raise DataError(f"{path} is JSON, but no profile of hot rows. {again}")
