@@ -336,3 +336,12 @@ def test_rows_of_one_kind_only_never_swap(plain: Dataset, tmp_path: Path, hot: i
     result = stoker.train(tmp_path / "d", out=tmp_path / "run", **SETTINGS)
     assert result.step == 2 * len(plain.train) / 32
     assert not decisions(tmp_path / "run")
+
+
+def test_a_resident_run_that_ignored_its_strategy_is_verified_by_another(plain: Dataset, tmp_path: Path) -> None:
+    out = tmp_path / "hot"
+    run_classify(plain, Profiled(hot_rows=dict(zip(HOT, ROWS, strict=True)), hash="b", values={}), out)  # all hot
+    stoker.train(out, out=tmp_path / "run", **{**SETTINGS, "epochs": 1}, strategy="hot-cold")
+    assert stoker.verify(tmp_path / "run", steps=5).identical
+    with pytest.raises(ConfigError, match="strategy 'hot-cold' cannot be"):
+        stoker.verify(tmp_path / "run", steps=5, strategy="hot-cold")

@@ -130,7 +130,7 @@ def verify(
     started = time.perf_counter()
     section = find_section(run, steps=steps, begin=begin, data=data, settings=settings)
     with undisturbed(section.config):
-        section, placement = _placed(section, given="device_memory" in settings)
+        section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
         _check_memory(section, placement)
         placed = Rerun(section, placement)
         try:
@@ -157,8 +157,14 @@ def _rows_bytes(section: Section) -> int:
     return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
 
 
-def _placed(section: Section, *, given: bool) -> tuple[Section, Placement]:
-    """The section with a budget that does not hold all rows, and its placement."""
+def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
+    """The section with a budget that does not hold all rows, and its placement.
+
+    Args:
+        section: the steps.
+        given: whether the budget was asked for.
+        chosen: whether the strategy was.
+    """
     optimizer = section.config.make_row_optimizer(Constant())
     placement = place_run(section.config, section.data, optimizer)
     if placement is not None and not placement.resident:
@@ -169,15 +175,17 @@ def _placed(section: Section, *, given: bool) -> tuple[Section, Placement]:
             f"--device-memory {section.config.device_memory or 'all'} holds all rows, {format_size(total)} with their "
             "state, so nothing would move and nothing be verified. Give less, or leave it out."
         )
-    share = _SHARE
+    share, strategy = _SHARE, section.config.strategy
     while True:
-        config = section.config.replace(device_memory=str(max(1, int(share * total))))
+        config = section.config.replace(device_memory=str(max(1, int(share * total))), strategy=strategy)
         try:
             placement = place_run(config, section.data, optimizer)
         except ConfigError:  # tables so small that a tenth does not hold one example
             share *= 2
             if share >= 1:
-                raise
+                if strategy == "auto" or chosen:
+                    raise
+                share, strategy = _SHARE, "auto"  # the run had no use for its strategy, all rows being resident
             continue
         assert placement is not None
         return Section(**{**vars(section), "config": config}), placement
