@@ -68,3 +68,19 @@ def test_more_in_flight_than_lookahead_and_slots_hold_changes_no_number(backgrou
     rows = trained(tables, watched())
     assert most == 5 if not background else 1 <= most <= 5  # how far a thread comes is for the clock to say
     assert torch.equal(rows, trained(tables_with(), Source()))
+
+
+def test_batches_that_do_not_fit_yet_keep_their_turn() -> None:
+    """With more in flight than the slots hold, no row is fetched for a batch whose slots another one then takes."""
+    tables = [TableConfig(name=name, num_embeddings=500, embedding_dim=dim) for name, dim in (("a", 4), ("b", 8))]
+    random = torch.Generator().manual_seed(0)
+    all_ids = (torch.rand(60, 32, 2, generator=random) ** 3 * 500).long()
+    batches = [Batch(dense=torch.zeros(32, 0), ids=ids, step=step) for step, ids in enumerate(all_ids)]
+    made = EmbeddingTables(tables, optimizer=stoker.Adagrad(lr=0.1), placement=Cached(slots=80))
+    assert len(made.groups) == 2  # one may have room for a batch while the other has none
+    for batch in stoker.stage(batches, made, in_flight=8, lookahead=4, background=False):
+        sum(rows.square().sum() for rows in made(batch.ids)).backward()  # type: ignore[union-attr]
+    for place, group in enumerate(made.groups):
+        assert isinstance(group.storage, SlottedRows)
+        assert group.storage.stats.rows == sum(len(ids[:, place].unique()) for ids in all_ids)
+        assert group.storage.stats.fetched + group.storage.stats.hits == group.storage.stats.rows

@@ -70,6 +70,7 @@ class Stage:
             if isinstance(group.storage, SlottedRows)
         ]
         self._waiting: deque[Batch] = deque()
+        self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
         self._changed = threading.Condition()
         self._outstanding = 0  # batches staged and not done
         self._stop = False
@@ -114,6 +115,7 @@ class Stage:
         finally:
             staged.close()  # type: ignore[attr-defined]
             self._waiting.clear()
+            self._begun.clear()
             if self._foresight is not None:
                 self._foresight.close()
             if not sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
@@ -161,21 +163,36 @@ class Stage:
             found = iter(self._foresight.upcoming(batch))
         return [next(found) if _keeps(storage) else None for _, storage, _ in self._groups]
 
-    def _next(self) -> Staged:
-        """Make the next waiting batch resident. A group whose rows do not fit is left to fetch on demand."""
-        batch = self._waiting.popleft()
-        leases: list[Lease | None] = [None] * len(self.tables.groups)
+    def _next(self, *, busy: bool) -> Staged | None:
+        """Make the next waiting batch resident.
+
+        Args:
+            busy: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
+                result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
+        """
         for index, storage, _ in self._groups:
-            while (lease := storage.stage()) is None:
-                with self._changed:
-                    # Rows of batches in flight leave too few slots: wait for one of them, if any will be done.
-                    before = self._outstanding
-                    if before == 0 or self._stop or not self.background:
-                        storage.skip()
-                        break
-                    self._changed.wait_for(lambda before=before: self._outstanding < before or self._stop)  # type: ignore[misc]
-            leases[index] = lease
-        return batch, leases
+            if index in self._begun:
+                continue
+            lease = storage.stage()
+            if lease is None:
+                if busy:
+                    return None
+                storage.skip()
+            self._begun[index] = lease
+        leases = [self._begun.get(index) for index in range(len(self.tables.groups))]
+        self._begun = {}
+        return self._waiting.popleft(), leases
+
+    def _next_in_turn(self) -> Staged | None:
+        """As :meth:`_next`, waiting for batches in flight to be done; None if the loop was left meanwhile."""
+        while not self._stop:
+            with self._changed:
+                before = self._outstanding
+            if (staged := self._next(busy=before > 0)) is not None:
+                return staged
+            with self._changed:
+                self._changed.wait_for(lambda before=before: self._outstanding < before or self._stop)  # type: ignore[misc]
+        return None
 
     def _inline(self, source: Iterator[Batch]) -> Iterator[Staged]:
         ready: deque[Staged] = deque()
@@ -186,7 +203,9 @@ class Stage:
                     self._look_ahead(source)
                     if not self._waiting:
                         break
-                    ready.append(self._next())
+                    if (staged := self._next(busy=bool(ready))) is None:
+                        break
+                    ready.append(staged)
             self.stall_seconds += time.perf_counter() - begin
             if not ready:
                 return
@@ -204,9 +223,8 @@ class Stage:
                         break
                     with self._changed:
                         self._changed.wait_for(lambda: self._outstanding < self.in_flight or self._stop)
-                        if self._stop:
-                            return
-                    staged = self._next()
+                    if (staged := self._next_in_turn()) is None:
+                        return
                     with self._changed:
                         self._outstanding += 1
                     ready.put(staged)
@@ -272,8 +290,8 @@ def stage(
         lookahead: batches whose ids are known beyond those in flight; fewer are taken where they want twice as many
             rows as there are slots.
         in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
-            ``lookahead``. With more than the slots hold some wait for their turn or fetch on demand, and more rows come
-            than need to. None adapts: it grows while training waits for rows.
+            ``lookahead``. With more than the slots hold, batches wait until others are done, and more rows come than
+            need to: the slots hold rows in flight alone. None adapts: it grows while training waits for rows.
         background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would want the same cores.
         foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
