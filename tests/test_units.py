@@ -38,7 +38,9 @@ def test_an_unknown_unit_of_a_count_is_named() -> None:
         parse_count("1T")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("0.1%", 0.001), ("0.25", 0.25), (1, 1.0), (".5", 0.5), ("100 %", 1.0)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0.1%", 0.001), ("0.25", 0.25), (1, 1.0), (".5", 0.5), ("100 %", 1.0), ("1e-9", 1e-9)]
+)
 def test_shares(text: str | float, expected: float) -> None:
     assert parse_share(text) == pytest.approx(expected)
 
@@ -59,6 +61,8 @@ def test_a_share_in_percent_is_the_number_a_program_would_write(text: str, expec
         (parse_count, "3GiB"),
         (parse_share, "150%"),
         (parse_share, "-0.1"),
+        (parse_share, "1e"),
+        (parse_share, "inf"),
         (parse_share, "1k"),
         (parse_share, 2.0),
     ],

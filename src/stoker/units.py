@@ -11,13 +11,14 @@ __all__ = ["format_count", "format_duration", "format_size", "parse_count", "par
 
 _BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
-_NUMBER = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z%]*)\s*")
+_NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{what} {text!r} is not a number with a unit. Write for example {_EXAMPLE[what]}.")
+        kind = "a number from 0 to 100 %" if what == "share" else "a number with a unit"
+        raise ConfigError(f"{what} {text!r} is not {kind}. Write for example {_EXAMPLE[what]}.")
     return float(match[1].replace("_", "").replace(",", "")), match[2].upper()
 
 

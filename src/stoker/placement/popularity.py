@@ -158,12 +158,12 @@ def _settings(
     chunk_rows: int,
     seed: int,
 ) -> ProfileSettings:
-    share = None if sample is None else parse_share(sample)
+    share = None if sample is None else _share("sample", sample)
     if share == 0:
         raise ConfigError("sample is 0: nothing would be read. Give a share such as 5%.", settings=("sample",))
     if method not in _METHODS:
         raise ConfigError(f"method {method!r} is unknown. Choose one of {', '.join(_METHODS)}.", settings=("method",))
-    sure = parse_share(confidence)
+    sure = _share("confidence", confidence)
     if not 0 < sure < 1:
         raise ConfigError(
             f"confidence is {confidence}; give a share above 0 and below 100 %, such as 99.9%.",
@@ -180,6 +180,13 @@ def _settings(
         optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind, sample=share,
         method="exact" if share is None else method, confidence=sure, chunks=chunks, chunk_rows=chunk_rows, seed=seed,
     )  # fmt: skip
+
+
+def _share(setting: str, value: float | str) -> float:
+    try:
+        return parse_share(value)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}", settings=(setting,)) from error
 
 
 def _estimates(
