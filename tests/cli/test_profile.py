@@ -79,6 +79,19 @@ def test_slow_work_shows_a_bar(
     assert err == ""
 
 
+def test_the_interval_says_what_it_is_of(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of few sampled rows many have equal counts: those that fill the budget lie beyond the interval."""
+    arguments = ("profile", data.path, "--device-memory", "256KiB", "--dim", 16, "--sample", "5%")
+    sampled = stoker.profile(data, budget="256KiB", sample=0.05, method="chunks")
+    beyond = [table.name for table in sampled.tables if not table.whole and table.hot_rows > table.high]
+    assert beyond
+    _, out, _ = output(capsys, *arguments, "--method", "chunks", "--confidence", "99.9%")
+    assert "interval: of the rows that reach the threshold, 99.9% confidence" in out
+    assert f"hot beyond the interval: {', '.join(beyond)}; rows whose counts tie" in out
+    _, out, _ = output(capsys, "profile", data.path, "--device-memory", "256KiB", "--exact")
+    assert "interval:" not in out
+
+
 def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     code, out, _ = output(capsys, "profile", data.path, "--device-memory", "200KiB", "--plot", tmp_path / "curve.png")
@@ -90,9 +103,14 @@ def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--exact", "--sample", "5%"], "Give one of the two"),
+        (["--exact", "--sample", "5%"], "Leave out --exact, or --sample"),
+        (["--exact", "--method", "chunks"], "Leave out --exact, or --method"),
+        (["--exact", "--confidence", "99%", "--method", "stratified"], "or --method and --confidence"),
         (["--device-memory", "8"], "--device-memory 8 B holds not even one row"),
         (["--sample", "0"], "--sample is 0"),
+        (["--sample", "nan"], "--sample: share 'nan' is not a number from 0 to 100 %"),
+        (["--sample", "-1e-3"], "--sample: share '-1e-3' is not a number from 0 to 100 %"),
+        (["--confidence", "1.5"], "--confidence: share '1.5' lies outside 0 to 100 %"),
         (["--confidence", "100%"], "below 100 %"),
         (["--method", "guess"], "--method 'guess' is unknown"),
         (["--seed", "-1"], "give 0 or more"),

@@ -39,9 +39,12 @@ def profile(
     sample: Annotated[str | None, option(_SAMPLE, "Share of the training rows to read. (default: 5%)")] = None,
     exact: Annotated[bool, option(_SAMPLE, "Take the vocabulary's counts of all rows instead.", "--exact")] = False,
     method: Annotated[
-        str, option(_SAMPLE, "stratified: means over neighbouring ids; chunks: rows drawn at random, as published.")
-    ] = "stratified",
-    confidence: Annotated[str, option(_SAMPLE, "Of the intervals.")] = "99.9%",
+        str | None,
+        option(
+            _SAMPLE, "stratified: means over ranges of ids; chunks: random rows, as published. (default: stratified)"
+        ),
+    ] = None,
+    confidence: Annotated[str | None, option(_SAMPLE, "Of the intervals. (default: 99.9%)")] = None,
     seed: Annotated[int, option(_SAMPLE, "Another seed, another sample; 0 or more.")] = 0,
     out: Annotated[Path | None, option(_RESULT, "File to write the profile to, as JSON, for stoker classify.")] = None,
     plot: Annotated[Path | None, option(_RESULT, "File to write the curve to, as .png (needs matplotlib).")] = None,
@@ -60,8 +63,12 @@ def profile(
     stoker profile data/criteo --device-memory 1GiB --exact --plot curve.png
     stoker profile data/globo --device-memory 4MiB --sample 20% --json
     """
-    if exact and sample is not None:
-        raise ConfigError("--exact reads the counts of all rows, --sample a share of them. Give one of the two.")
+    of_samples = {"--sample": sample, "--method": method, "--confidence": confidence}
+    if exact and (given := [name for name, value in of_samples.items() if value is not None]):
+        raise ConfigError(
+            f"--exact takes the counts of all rows, so nothing is estimated from a sample. Leave out --exact, or "
+            f"{' and '.join(given)}."
+        )
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
     if plot is not None:
@@ -80,8 +87,8 @@ def profile(
             dtype=dtype,
             optimizer=optimizer,
             sample=None if exact else sample or "5%",
-            method=method,
-            confidence=confidence,
+            method=method or "stratified",
+            confidence=confidence or "99.9%",
             seed=seed,
             progress=bars,
         )
@@ -123,6 +130,11 @@ def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
     )
     share = f"{found.threshold:.3g} of its table's accesses" if found.threshold else "0: all rows fit"
     line(f"threshold: {share}")
+    if found.threshold and settings.sample is not None:
+        line(f"interval: of the rows that reach the threshold, {100 * settings.confidence:g}% confidence")
+        if beyond := [table.name for table in found.tables if not table.whole and table.hot_rows > table.high]:
+            named = ", ".join(beyond) if len(beyond) < 4 else f"{beyond[0]}, {beyond[1]} and {len(beyond) - 2} more"
+            line(f"hot beyond the interval: {named}; rows whose counts tie just below the threshold fill the budget")
     if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
         warning = f"ids of {', '.join(others)} do not follow the count (hash_buckets?): their first ids were taken"
         console.print(Text(warning, style="yellow"), soft_wrap=True)
