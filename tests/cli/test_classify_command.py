@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from calling import SMALL, output
 
+import stoker
+from stoker.data import hot_cold
 from stoker.data.dataset import Dataset
+from stoker.errors import DataError
 from stoker.testing import make_dataset
 
 BUDGET = ("--device-memory", "8KiB", "--dim", 4)
@@ -26,6 +30,8 @@ def test_it_profiles_classifies_and_says_so(data: Path, tmp_path: Path, capsys: 
     assert code == 0
     share = len(made.hot) / len(made.train)
     assert "2,400 training rows classified in" in said
+    assert f"by profile {made.hot_cold['profile_hash'][:16]}, " in said  # type: ignore[index]
+    assert all(len(line) <= 80 for line in said.splitlines() if str(out) not in line)  # no terminal breaks the hash
     assert f"hot: {len(made.hot):,} rows ({share:.2%})" in said
     assert f"cold: {len(made.cold):,} rows ({1 - share:.2%})" in said
     code, said, _ = output(capsys, "classify", data, *BUDGET, "--out", out)
@@ -63,6 +69,11 @@ def test_a_run_on_it_shows_the_schedule(data: Path, tmp_path: Path, capsys: pyte
     code, said, _ = output(capsys, "inspect", out)
     assert code == 0
     assert "hot training rows" in said
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    profile = Dataset(out).hot_cold["profile_hash"][:16]  # type: ignore[index]
+    assert f"made by stoker classify, Stoker {stoker.__version__}, by profile {profile}" in lines
+    assert f"from {data}" in lines
+    assert any(line.startswith("prepared by stoker.testing") for line in lines)
     code, said, _ = output(capsys, "inspect", run)
     cold, hot = (-(-len(split) // 64) for split in (Dataset(out).cold, Dataset(out).hot))
     assert code == 0
@@ -80,3 +91,20 @@ def test_settings_of_the_schedule_without_one(data: Path, tmp_path: Path, capsys
     code, _, shown = output(capsys, "train", data, "--out", tmp_path / "run", *SMALL, "--swap-rate", 20)
     assert code == 0
     assert "swap rate is ignored" in shown
+
+
+def test_what_a_killed_one_left_names_the_remedy(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        shutil.copytree(tmp_path / "hot.tmp", tmp_path / "left.tmp")  # what a kill at this place leaves
+        raise DataError("killed")
+
+    monkeypatch.setattr(hot_cold, "write_manifest", killed)
+    output(capsys, "classify", data, *BUDGET, "--out", tmp_path / "hot")
+    assert not (tmp_path / "hot.tmp").exists()
+    for command in (("inspect",), ("train", "--out", tmp_path / "run")):
+        code, _, error = output(capsys, *command, tmp_path / "left.tmp")
+        assert code == 2
+        assert "Run the same stoker classify command again" in " ".join(error.split())
+        assert "stoker prepare" not in error

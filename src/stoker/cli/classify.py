@@ -73,9 +73,8 @@ def classify(
         typer.echo(json.dumps({"out": str(out), "profile_hash": found.hash, **values}))
         return
     what = "already classified" if report.reused else f"classified in {format_duration(report.seconds)}"
-    typer.echo(
-        f"{out}: {rows:,} training rows {what}; hot rows take {format_size(found.hot_bytes)}, profile {found.hash[:16]}"
-    )
+    typer.echo(f"{out}: {rows:,} training rows {what}")
+    typer.echo(f"by profile {found.hash[:16]}, whose hot rows take {format_size(found.hot_bytes)}")
     for kind, count in (("hot", report.hot), ("cold", report.cold)):
         typer.echo(f"{kind:>5}: {count:,} rows ({count / max(1, rows):.2%})")
     typer.echo(f"next: stoker train {out} --out RUN")

@@ -97,6 +97,10 @@ def _kind(path: Path) -> str:
         return "checkpoint"
     if not path.exists():
         raise DataError(f"{path} does not exist. Give the directory of a dataset, a checkpoint or a run.")
+    from stoker.data.dataset import LEFT_OVER, is_left_over
+
+    if is_left_over(path):
+        raise DataError(f"{path} is what {LEFT_OVER}")
     if path.is_dir() and any((path / name).is_dir() for name in (".work", "train", "valid", "vocab")):
         raise DataError(
             f"{path} looks like a dataset whose preparation was interrupted: it has no manifest.json. "
@@ -210,7 +214,12 @@ def _verified(console: Console, found: dict[str, Any]) -> None:
 def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     _line(console, "dataset", found["path"])
     _line(console, "recipe", _recipe(found["recipe"]))
-    _line(console, "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
+    parts = found["hot_cold"]
+    if parts and parts["stoker_version"]:
+        words = f"stoker classify, Stoker {parts['stoker_version']}, by profile {parts['profile_hash'][:16]}"
+        _line(console, "made by", words)
+        _line(console, "from", parts["source"])
+    _line(console, "prepared by" if parts else "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
     _line(console, "size", f"{format_size(found['bytes'])}, format {found['format_version']}")
     _line(console, "schema", found["schema_hash"][:16])
     if found["quarantined"]:
@@ -233,7 +242,7 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
             for name, split in found["splits"].items()
         ],
     )
-    if parts := found["hot_cold"]:
+    if parts:
         hot, cold = parts["hot"], parts["cold"]
         share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
         words = (

@@ -25,7 +25,10 @@ from stoker.data.split import Split
 from stoker.errors import DataError, SchemaError
 
 __all__ = [
+    "BESIDE",
     "FORMAT_VERSION",
+    "LEFT_OVER",
+    "LOCK",
     "SPLITS",
     "Dataset",
     "ShardInfo",
@@ -35,6 +38,7 @@ __all__ = [
     "describe_file",
     "hash_file",
     "hash_schema",
+    "is_left_over",
     "read_manifest",
     "write_counts",
     "write_manifest",
@@ -43,8 +47,18 @@ __all__ = [
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
+BESIDE, LOCK = ".tmp", ".lock"  # end of the name of a dataset that is being made anew, and a file in it
+LEFT_OVER = (
+    "stoker classify leaves where it is killed or still running. Run the same stoker classify command again: it begins "
+    "anew and removes this directory."
+)
 _MANIFEST = "manifest.json"
 _NEEDED = ("format_version", "features", "schema_hash", "splits")
+
+
+def is_left_over(directory: Path) -> bool:
+    """Whether a directory is what a killed process left of a dataset that it made anew beside its source."""
+    return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / _MANIFEST).exists()
 
 
 def canonical_json(value: Any) -> str:
@@ -100,6 +114,8 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if is_left_over(directory):
+            raise DataError(f"{directory} is no dataset, but what {LEFT_OVER}") from error
         raise DataError(
             f"{directory} has no manifest.json: it is no dataset, or preparing it was interrupted. "
             "Run the same stoker prepare command again; finished parts are kept."
@@ -183,7 +199,8 @@ class Dataset:
         """Of a dataset that :func:`stoker.classify` wrote, the manifest's record of it, else None.
 
         ``hot_rows_of_train`` training rows are hot, in the first ``hot_shards`` shards; ``hot_rows`` tells how many
-        rows of each table are, by the ``profile`` with ``profile_hash``, of data with ``source_data_hash``.
+        rows of each table are, by the ``profile`` with ``profile_hash``, of data with ``source_data_hash`` that lay at
+        ``source`` then.
         """
         return self.manifest.get("hot_cold")
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import stoker
 from stoker.data.dataset import Dataset, write_manifest, write_shard
 from stoker.data.gather import make_gather
 from stoker.data.hot_mask import make_hot_mask
@@ -110,7 +111,9 @@ def run_classify(
                 "hot_rows": {table: int(rows) for table, rows in profile.hot_rows.items()},
                 "profile_hash": profile.hash,
                 "profile": dict(profile.values),
+                "source": str(data.path.resolve()),
                 "source_data_hash": data.train.data_hash,
+                "stoker_version": stoker.__version__,
             },
         }
         write_manifest(folder, manifest)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from stoker.data.dataset import Dataset
+from stoker.data.dataset import BESIDE, LOCK, Dataset
 from stoker.data.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.shards import atomic_file, sync_folder
 from stoker.errors import DataError
@@ -19,7 +19,6 @@ from stoker.units import format_size
 __all__ = ["rebuilt"]
 
 _FREE = 2**20  # bytes of disk left for the manifest and the like
-_LOCK = ".lock"
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool)
         DataError: ``out`` is taken, another process writes it, or the disk has no room.
     """
     _check(data, out, overwrite=overwrite)
-    folder = out.with_name(out.name + ".tmp")
+    folder = out.with_name(out.name + BESIDE)
     made = absent_folders(folder.parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool)
             for file in shared:
                 _link(data.path / file, folder / file)
             yield folder
-            (folder / _LOCK).unlink(missing_ok=True)
+            (folder / LOCK).unlink(missing_ok=True)
             for place in (*{(folder / file).parent for file in shared}, folder):
                 sync_folder(place)
             if out.exists() and any(out.iterdir()):
@@ -104,7 +103,7 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with (folder / _LOCK).open("w") as file:
+    with (folder / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -115,7 +114,7 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
 def _clear(folder: Path) -> None:
     """Remove what a killed process left."""
     for path in folder.iterdir():
-        if path.name != _LOCK:
+        if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

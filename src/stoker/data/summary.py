@@ -82,7 +82,9 @@ def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:
     if known is None:
         return None
     parts = {"hot": _describe_split(dataset.hot), "cold": _describe_split(dataset.cold)}
-    return {**parts, "hot_rows": known["hot_rows"], "profile_hash": known["profile_hash"]}
+    told = {name: known[name] for name in ("hot_rows", "profile_hash")}
+    # Absent where an earlier version wrote them.
+    return {**parts, **told, **{name: known.get(name) for name in ("source", "stoker_version")}}
 
 
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
