@@ -390,8 +390,10 @@ def test_wrong_input_is_refused_before_anything_is_written(data: Dataset, tmp_pa
         stoker.train(data, out=out, model="dlrm2")
     with pytest.raises(ConfigError, match="has no option 'hiden'"):
         stoker.train(data, out=out, model_options={"hiden": (3,)})
-    with pytest.raises(ConfigError, match="cannot be built with"):
+    with pytest.raises(ConfigError, match="option rank of model 'dcn' is 'big', expected a whole number or null"):
         stoker.train(data, out=out, model="dcn", model_options={"rank": "big"})
+    with pytest.raises(ConfigError, match="cannot be built with"):
+        stoker.train(data, out=out, model_options={"embedding_dim": 8})
     with pytest.raises(ConfigError, match="batch_size is 0"):
         stoker.train(data, out=out, batch_size=0)
     with pytest.raises(ConfigError, match="row_lr is nan"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from stoker.optim import (
     StepDecay,
 )
 from stoker.tables import Strategy
+from stoker.training.model_options import check_options, own_options
 from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "TrainConfig"]
@@ -246,13 +246,15 @@ class TrainConfig:
         """A fresh model for a dataset's columns, with its rows where ``placement`` says; None: on the device.
 
         Raises:
-            ConfigError: an option that the model does not have.
+            ConfigError: an option that the model does not have, or a value that it does not take.
         """
+        kind = MODELS[self.model]
         options: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in self.model_options.items()
         }
+        check_options(kind, options)
         try:
-            return MODELS[self.model](
+            return kind(
                 spec,
                 embedding_dim=self.embedding_dim,
                 pooling=self.pooling,
@@ -269,16 +271,9 @@ class TrainConfig:
             if "unexpected keyword argument" in str(error):
                 name = str(error).rsplit("argument", 1)[1].strip(" '")
                 raise ConfigError(
-                    f"model {self.model!r} has no option {name!r}. It has: {', '.join(_own_options(self.model))}."
+                    f"model {self.model!r} has no option {name!r}. It has: {', '.join(own_options(kind))}."
                 ) from error
             raise ConfigError(f"model {self.model!r} cannot be built with {options}: {error}.") from error
-
-
-def _own_options(model: str) -> list[str]:
-    """Options of a model that not every model has."""
-    common = inspect.signature(RecModel.__init__).parameters
-    own = inspect.signature(MODELS[model].__init__).parameters
-    return [name for name, found in own.items() if name not in common and found.kind is not found.VAR_KEYWORD]
 
 
 #: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend
