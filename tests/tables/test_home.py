@@ -31,6 +31,7 @@ from stoker.errors import ConfigError, HomeError
 from stoker.tables.file_home import FileHome
 from stoker.tables.file_layout import PAGE, Layout
 from stoker.tables.home import Home, Initial, MemoryHome
+from stoker.tables.home_file import _sweep
 from stoker.tables.log_home import LogHome
 from stoker.tables.storage import Rows
 
@@ -735,7 +736,7 @@ def test_a_file_without_a_directory_has_no_name():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file locks, which Windows lacks")
-def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path):
+def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path, monkeypatch):
     code = """
         import os, signal, sys
         from stoker import TableConfig
@@ -757,8 +758,21 @@ def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path):
     first = FileHome(one_table(10, 4), {}, directory=tmp_path)
     second = FileHome(one_table(10, 4), {}, directory=tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path, tmp_path / "mine.rows"])
-    first.close()
-    second.close()
+    make, swept = tempfile.mkstemp, []
+
+    def overtaken(*given):  # another process sweeps before the file is locked
+        made = make(*given)
+        if not swept:
+            _sweep(tmp_path)
+            swept.append(made[1])
+        return made
+
+    monkeypatch.setattr(tempfile, "mkstemp", overtaken)
+    third = FileHome(one_table(10, 4), {}, directory=tmp_path)
+    assert not Path(swept[0]).exists()
+    assert third.path.exists()
+    for home in (first, second, third):
+        home.close()
 
 
 def test_a_disk_too_small_for_all_rows_is_a_warning_with_numbers(monkeypatch, tmp_path):

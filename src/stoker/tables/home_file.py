@@ -40,21 +40,32 @@ def make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
         if directory is not None:
             folder.mkdir(parents=True, exist_ok=True)
             _sweep(folder)
-        fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
-        path = Path(name)
-        if direct:
-            os.close(fd)
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-            except OSError as error:
-                path.unlink()
-                raise no_direct(folder) from error
+        while True:
+            path, fd = _open(folder, direct)
+            _lock(fd)
+            if path.exists():
+                return path, fd
+            os.close(fd)  # another process, which came to the same directory, removed it before it was locked
     except OSError as error:
         raise HomeError(
             f"a home file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
         ) from error
-    _lock(fd)
-    return path, fd
+
+
+def _open(folder: Path, direct: bool) -> tuple[Path, int]:
+    fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
+    path = Path(name)
+    if not direct:
+        return path, fd
+    try:
+        return path, os.open(path, os.O_RDWR | os.O_DIRECT)
+    except FileNotFoundError:
+        return path, os.dup(fd)  # removed as above
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise no_direct(folder) from error
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int) -> bool:
