@@ -378,6 +378,16 @@ def test_an_existing_out_is_found_before_anything_is_built(
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
+    monkeypatch.setattr("stoker.placement.popularity.profile", late)
+    monkeypatch.setattr("stoker.cli.scoring.load_for_scoring", late, raising=False)
+    inside = tmp_path / "file" / "x"
+    for command in (
+        ["profile", data.path, "--out", inside],
+        ["profile", data.path, "--plot", inside.with_suffix(".png")],
+        ["predict", run, "--out", inside.with_suffix(".csv")],
+    ):
+        code, _, err = say(*command)
+        assert (code, f"{tmp_path / 'file'} is no writable directory" in err) == (2, True), err
     assert ".tmp" not in err
 
 
@@ -399,6 +409,20 @@ def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: A
     ):
         code, _, err = say(*short, "--out", tmp_path / "d", *wrong)
         assert (code, words in err) == (2, True), (words, err)
+
+
+def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Path, say: Any) -> None:
+    from stoker.data.shards import atomic_file
+
+    (tmp_path / "x.json.tmp").mkdir()  # stands in the way even of a superuser
+    with pytest.raises(OSError, match=r"x\.json'$"), atomic_file(tmp_path / "x.json"):
+        pass
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / ".lock").unlink(missing_ok=True)
+    (copy / ".lock").mkdir()
+    code, _, err = say("train", "--resume", copy, "--epochs", 3)
+    assert code == 2
+    assert f"{copy} cannot be written to (Is a directory), but training puts its checkpoints there" in err
 
 
 def test_a_second_ctrl_c_says_what_is_kept(

@@ -69,14 +69,17 @@ def profile(
             f"--exact takes the counts of all rows, so nothing is estimated from a sample. Leave out --exact, or "
             f"{' and '.join(given)}."
         )
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
     if plot is not None:
         from stoker.placement.hot_plot import check_plot
 
         check_plot(plot)
-        if plot.exists():
-            raise ConfigError(f"{plot} exists. Choose another name, or delete it first.")
+    from stoker.data.shards import check_target
+
+    for path in (out, plot):
+        if path is not None and path.exists():
+            raise ConfigError(f"{path} exists. Choose another name, or delete it first.")
+        if path is not None:
+            check_target(path)
     from stoker.placement.popularity import profile as run_profile
 
     with Bars(quiet=as_json) as bars:

@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from stoker.errors import DataError
+from stoker.errors import ConfigError, DataError
 from stoker.units import format_size
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ShardInfo",
     "allow_open_files",
     "atomic_file",
+    "check_target",
     "hash_file",
     "open_shard",
     "sync_folder",
@@ -76,14 +77,29 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except BaseException as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
                 f"no room left on the disk of {path.parent} while writing {path.name}. "
                 "Free some space or choose another directory; nothing half-written was kept."
             ) from error
+        if isinstance(error, OSError) and error.filename == str(beside):
+            error.filename = str(path)  # the name that was asked for
         raise
     sync_folder(path.parent)
+
+
+def check_target(path: str | Path) -> None:
+    """Refuse a file that :func:`atomic_file` could not make, before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: its directory is not writable, or there is a file where a directory would have to be.
+    """
+    path = Path(path)
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be written: {place} is no writable directory. Choose another place for it.")
 
 
 def sync_folder(path: str | Path) -> None:

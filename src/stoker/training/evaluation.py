@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset, canonical_json
-from stoker.data.shards import atomic_file
+from stoker.data.shards import atomic_file, check_target
 from stoker.errors import ConfigError, DependencyError
 from stoker.models import RecModel
 from stoker.tables import stage
@@ -203,7 +203,7 @@ def check_scores_file(out: Path) -> None:
     """Refuse a file that :func:`predict` cannot write, before a model is read.
 
     Raises:
-        ConfigError: it exists, or its name does not say a format.
+        ConfigError: it exists, cannot be written, or its name does not say a format.
         DependencyError: pyarrow is not installed.
     """
     if out.suffix not in (".parquet", ".csv"):
@@ -213,6 +213,7 @@ def check_scores_file(out: Path) -> None:
         )
     if out.exists():
         raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
+    check_target(out)
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:

@@ -101,14 +101,21 @@ class RunDirectory:
         """Keep other processes out of the run; a killed one lets go by itself.
 
         Raises:
-            ConfigError: another process trains here.
+            ConfigError: another process trains here, or nothing may be written.
         """
         if sys.platform == "win32":
             yield
             return
         import fcntl
 
-        with (self.path / ".lock").open("w") as file:
+        try:
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written to ({error.strerror}), but training puts its checkpoints there. Get "
+                "the right to write, or continue a copy of the directory."
+            ) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
