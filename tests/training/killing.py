@@ -158,6 +158,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     from stoker.models import RecModel
     from stoker.tables.file_home import FileHome
     from stoker.tables.home import MemoryHome
+    from stoker.tables.log_home import LogHome
     from stoker.tables.slotted import SlottedRows
     from stoker.training import checkpoint
 
@@ -178,6 +179,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     watch(os, "replace", "rename")
     watch(SlottedRows, "stage", "staging")
     watch(FileHome, "_store", "writeback")
+    watch(LogHome, "_store", "writeback")
     watch(MemoryHome, "_store", "writeback")
     watch(RecModel, "loss", "step")
     return counts
