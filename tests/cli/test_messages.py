@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,26 @@ def test_settings_without_effect_are_named(data: Dataset, tmp_path: Path, say: A
     ):
         code, _, err = say(*short, "--out", tmp_path / "d", *wrong)
         assert (code, words in err) == (2, True), (words, err)
+
+
+def test_our_warnings_are_words_and_others_are_left_alone(run: Path, say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import stoker
+
+    def warn(*_: Any, **__: Any) -> None:
+        warnings.warn_explicit("the disk is small", UserWarning, stoker.__file__, 1)
+        warnings.warn_explicit("not ours", UserWarning, "/else/where.py", 7)
+        raise ConfigError("enough")
+
+    shown: list[Any] = []
+    monkeypatch.setattr("stoker.training.evaluation.evaluate", warn)
+    monkeypatch.setattr(warnings, "showwarning", lambda *given: shown.append(given))
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", before)
+        assert say("evaluate", run) == (2, "", "warning: the disk is small error: enough")
+        assert warnings.showwarning is before
+    assert [(str(given[0]), given[2]) for given in shown] == [("not ours", "/else/where.py")]
 
 
 def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Path, say: Any) -> None:

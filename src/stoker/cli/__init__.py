@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, NoReturn
@@ -127,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
-    with _noting_interrupts() as interrupts:
+    with _noting_interrupts() as interrupts, _plain_warnings():
         try:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
@@ -140,6 +143,24 @@ def main(arguments: list[str] | None = None) -> None:
             if debug:
                 raise
             _explain(error, _options(arguments))
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Say warnings of ours in words, without the line of code that gave them."""
+    show, ours = warnings.showwarning, str(Path(__file__).parents[1])
+
+    def say(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> None:
+        if issubclass(category, UserWarning) and filename.startswith(ours + os.sep):
+            _say(f"warning: {message}", "yellow")
+        else:
+            show(message, category, filename, *where)
+
+    warnings.showwarning = say
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 @contextmanager
