@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -150,11 +150,18 @@ def _plain_warnings() -> Iterator[None]:
     """Say warnings of ours in words, without the line of code that gave them."""
     show, ours = warnings.showwarning, str(Path(__file__).parents[1])
 
-    def say(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> None:
+    def say(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if issubclass(category, UserWarning) and filename.startswith(ours + os.sep):
             _say(f"warning: {message}", "yellow")
         else:
-            show(message, category, filename, *where)
+            show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = say
     try:
