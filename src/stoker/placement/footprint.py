@@ -12,7 +12,8 @@ Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W ba
   beyond the C most frequent ones.
 * Behind a GPU, buffers on the device and as many of page-locked memory (``tables/cuda_link``): eight of a batch's rows,
   8 MiB each at most.
-* The home's index: a bit a row.
+* The home's index: a bit a row. A file that is appended to has another, of 4 bytes a row, which the planner takes off
+  the budget before it comes here.
 * For moments: sorted lists of all changed rows while they are written home for a checkpoint, or the old hash beside the
   new one, twice as large, when it is full.
 

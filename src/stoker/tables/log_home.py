@@ -224,7 +224,7 @@ class LogHome(FileHome):
 
 
 class _Indexed(Held):
-    """Rows that the index knows."""
+    """Rows that the index knows; they are marked by being entered there."""
 
     def __init__(self, index: np.ndarray) -> None:
         self._index = index
@@ -232,9 +232,6 @@ class _Indexed(Held):
     def of(self, rows: np.ndarray) -> np.ndarray:
         known: np.ndarray = self._index[rows] > 0
         return known
-
-    def mark(self, rows: np.ndarray) -> None:
-        raise NotImplementedError("rows are entered where they are written")
 
 
 def _as_records(buffer: np.ndarray, blocks: int, layout: Layout) -> np.ndarray:
