@@ -23,6 +23,7 @@ from stoker.tables.config import Device, HotCold, Strategy, TableConfig, feature
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
 from stoker.tables.replicas import Replicas
+from stoker.tables.side_by_side import side_by_side
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
@@ -351,10 +352,13 @@ class EmbeddingTables(nn.Module):
 
     def _join(self, pooled: list[Tensor]) -> Tensor:
         """Put the positions of all groups side by side, in batch order."""
-        ordered = [pooled[group][:, first:stop] for group, first, stop in self._runs]
-        if len({group.dim for group in self.groups}) > 1:
-            ordered = [part.flatten(1) for part in ordered]
-        return torch.cat(ordered, dim=1)
+        if len({group.dim for group in self.groups}) == 1:
+            return side_by_side(self._runs, pooled)
+        # Columns instead of positions.
+        runs = [
+            (group, first * self.groups[group].dim, stop * self.groups[group].dim) for group, first, stop in self._runs
+        ]
+        return side_by_side(runs, [each.flatten(1) for each in pooled])
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
         """Canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""

@@ -1,0 +1,45 @@
+"""Puts what several groups looked up side by side, in the order of the features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["side_by_side"]
+
+
+def side_by_side(runs: Sequence[tuple[int, int, int]], pooled: Sequence[Tensor]) -> Tensor:
+    """Stretches of ``pooled`` joined along the second dimension.
+
+    Args:
+        runs: (which of ``pooled``, first, stop) of each stretch; those of one tensor cover it, in its own order.
+        pooled: tensors equal in all other dimensions.
+    """
+    joined: Tensor = _Join.apply(runs, *pooled)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    """Stretches of several tensors side by side along the second dimension.
+
+    Cut and joined by autograd, every stretch would have a gradient as large as its whole tensor, to be added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runs: list[tuple[int, int, int]], *pooled: Tensor) -> Tensor:
+        ctx.runs = runs
+        return torch.cat([pooled[group][:, first:stop] for group, first, stop in runs], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        parts: list[list[Tensor]] = [[] for _ in ctx.needs_input_grad[1:]]
+        widths = [stop - first for _, first, stop in ctx.runs]
+        for (group, _, _), part in zip(ctx.runs, gradient.split(widths, dim=1), strict=True):
+            parts[group].append(part)  # the stretches of a group are in its own order
+        needed = ctx.needs_input_grad[1:]
+        return None, *(torch.cat(each, dim=1) if want else None for each, want in zip(parts, needed, strict=True))
