@@ -23,7 +23,7 @@ from benchmarks.placed_workload import (
     check_close,
     check_same_losses,
     large_rows,
-    planned_memory,
+    planned,
 )
 from benchmarks.rounds import Contestant, Timings, compare, play
 from benchmarks.workload import SKEW
@@ -133,7 +133,7 @@ def large(run: Run) -> Outcome:
         "num_rows": 400_000_000, "dim": DIM, "batch": 2048, "features": 8, "lookahead": LOOKAHEAD, "skew": SKEW,
         "steps": 80 if run.quick else 400, "fill_batch": 8192, "grads": 4, "lr": LR, "eps": EPS, "folder": str(folder),
     }  # fmt: skip
-    config["memory"] = planned_memory(config, LARGE_BUDGET)
+    config |= planned(config, LARGE_BUDGET)
     seen: list[dict[str, Any]] = []
 
     def check(label: str, line: dict[str, Any], results: Path) -> None:

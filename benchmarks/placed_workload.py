@@ -22,7 +22,7 @@ from stoker.placement.planner import plan
 from stoker.tables.config import Slotted, TableConfig
 from stoker.tables.home import Initial
 
-__all__ = ["EPS", "LR", "FileTrace", "check_close", "check_same_losses", "large_rows", "planned_memory"]
+__all__ = ["EPS", "LR", "FileTrace", "check_close", "check_same_losses", "large_rows", "planned"]
 
 LR = 0.05
 EPS = 1e-8
@@ -191,8 +191,10 @@ def large_rows(config: dict[str, Any], figures: dict[str, Any], rows: np.ndarray
     return weight
 
 
-def planned_memory(config: dict[str, Any], budget: str) -> int:
-    """Bytes of slots that ``stoker.plan`` gives the table of ``peers/stoker_large.py`` in ``budget`` of main memory."""
+def planned(config: dict[str, Any], budget: str) -> dict[str, Any]:
+    """What ``stoker.plan`` says of the table of ``peers/stoker_large.py`` in ``budget`` of main memory: bytes of slots
+    (``memory``), and how rows go home (``writes``).
+    """
     table = TableConfig(
         name="rows", num_embeddings=config["num_rows"], embedding_dim=config["dim"],
         features=tuple(f"f{i}" for i in range(config["features"])),
@@ -203,4 +205,4 @@ def planned_memory(config: dict[str, Any], budget: str) -> int:
     )  # fmt: skip
     strategy = placement["rows"]
     assert isinstance(strategy, Slotted)
-    return int(strategy.memory or 0)
+    return {"memory": int(strategy.memory or 0), "writes": strategy.writes}

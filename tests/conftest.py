@@ -1,6 +1,12 @@
 """What all tests share."""
 
+import signal
+
 from hypothesis import settings
+
+# A shell makes what it starts in the background deaf to Ctrl-C, and so all that is started from there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing about whether it is right, least of all on a busy machine.
 settings.register_profile("stoker", deadline=None)

@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory(dir=config["folder"]) as folder:
             )
         ],
         optimizer=optim.RowWiseAdagrad(lr=config["lr"], eps=config["eps"]),
-        placement=Cached(memory=config["memory"], home="file", path=folder),
+        placement=Cached(memory=config["memory"], home="file", path=folder, writes=config["writes"]),
     )
     storage = tables.groups[0].storage
     slots, wide = storage.num_slots, config["fill_batch"]

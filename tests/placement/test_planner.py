@@ -132,6 +132,22 @@ def test_rows_in_a_file_are_appended_and_the_budget_pays_for_the_index():
     assert wide.groups[0].beside_bytes == without.groups[0].beside_bytes + 4_000_000
 
 
+@pytest.mark.parametrize("strategy", ["auto", "hot-cold"])
+def test_several_tables_in_a_file_keep_the_budget_with_their_index(strategy: str):
+    sizes = {"a": 2_000_000, "b": 400_000, "c": 100_000, "d": 1000}
+    tables = [TableConfig(name=name, num_embeddings=rows, embedding_dim=16) for name, rows in sizes.items()]
+    for budget in (90_000_000, 120_000_000, 150_000_000):
+        found = stoker.plan(
+            tables, optimizer=OPTIMIZER, device_memory=budget, host_memory=0, batch_size=256, device="cpu",
+            profile=PROFILE, strategy=strategy,
+        )  # fmt: skip
+        behind = [group for group in found.groups if group.home == "file"]
+        assert behind
+        assert found["a"].writes == "append"
+        taken = sum(group.slot_bytes for group in found.groups) + sum(group.beside_bytes for group in behind)
+        assert taken <= budget + len(behind) * 16 * 2**20
+
+
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_a_cache_fetches_no_more_than_a_pipeline_however_few_slots_there_are(in_flight: int):
     """Measured in the real residency, and so predicted: that is why the planner plans caches alone."""

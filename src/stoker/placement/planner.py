@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -105,28 +106,29 @@ def plan(
     if total <= budget:
         _check_device(total, chosen)
         return Placement(tables, {table.name: Device() for table in tables}, work, profile)
-    needs.check(tables, budget, batch_size)
+    on_cpu = chosen.type == "cpu"
 
-    def divided(budget: int) -> tuple[Division, dict[str, float], str]:
+    def placed(budget: int) -> _Placed:
+        needs.check(tables, budget, batch_size)
         resident, slots = _divide(tables, budget, needs, work)
         rest = [table for table in tables if table not in resident]
         first = Division(strategy=Cached, resident=resident, rest=rest, slots=slots)
-        return weigh(first, work, budget, strategy, needs.largest_slots)
+        division, moved, choice = weigh(first, work, budget, strategy, needs.largest_slots)
+        homes = sum(needs.bytes(table) for table in division.rest)
+        beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
+        return _Placed(division, moved, choice, *_home(homes, beside, host_memory, given, path))
 
-    division, moved, choice = divided(budget)
-    beside = 0 if chosen.type == "cpu" else needs.beside(division)
-    homes = sum(needs.bytes(table) for table in division.rest)
-    home, note = _home(homes, beside, host_memory, needs.taken(division) if chosen.type == "cpu" else 0, path)
-    options: dict[str, Any] = {"home": home, "spill": spill}
-    if home == "file":
+    found = placed(budget)
+    options: dict[str, Any] = {"home": found.home, "spill": spill}
+    if found.home == "file":
+        options |= {"path": None if path is None else str(path), "writes": "in-place"}
         # The index of a log is worth a little of the memory that rows would have.
-        index = index_bytes(sum(table.num_embeddings for table in division.rest))
-        room = budget if chosen.type == "cpu" else parse_size(host_memory or available_memory() or 0) - beside
-        append = index * _INDEX_SHARE <= room
-        if chosen.type == "cpu":
-            append = append and budget - index >= needs.fast(tables, needs.least_slots)
-            division, moved, choice = divided(budget - index) if append else (division, moved, choice)
-        options |= {"path": None if path is None else str(path), "writes": "append" if append else "in-place"}
+        index = index_bytes(sum(table.num_embeddings for table in tables))
+        if index * _INDEX_SHARE <= (budget if on_cpu else found.room):
+            with suppress(ConfigError):  # the index leaves too little
+                found = placed(budget - index) if on_cpu else found
+                options["writes"] = "append"
+    division, moved, choice, note = found.division, found.moved, found.choice, found.note
     _check_device(needs.taken(division), chosen)
     resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
     kinds = by_kind(rest)
@@ -160,6 +162,17 @@ def _uses(
             table.num_embeddings, known, batch_size * sum(mean[name] for name in table.features)
         )
     return found
+
+
+class _Placed(NamedTuple):
+    """Where tables lie within a budget, and why."""
+
+    division: Division
+    moved: dict[str, float]  # as for Placement
+    choice: str
+    home: Literal["memory", "file"]
+    room: float  # bytes of main memory for rows at home
+    note: str
 
 
 class _Needs:
@@ -313,8 +326,8 @@ def _deal(
 
 def _home(
     needed: int, beside: int, host_memory: int | str | None, slots: int, path: str | Path | None
-) -> tuple[Literal["memory", "file"], str]:
-    """Where rows lie that do not fit the device, and why.
+) -> tuple[Literal["memory", "file"], float, str]:
+    """Where rows lie that do not fit the device, the bytes of main memory there are for them, and why.
 
     Args:
         needed: bytes of all their rows.
@@ -331,11 +344,12 @@ def _home(
         room = math.inf if available is None else _HOME_SHARE * max(0, available - slots)
         given = f"80 % of the available memory, {format_size(room)}"
     if needed + beside <= room:
-        return "memory", f"the rows at home take {format_size(needed)} of memory"
+        return "memory", room - beside, f"the rows at home take {format_size(needed)} of memory"
     if beside:
         given += f" less {format_size(beside)} to find and plan them"
     where = "the system's temporary directory" if path is None else str(path)
-    return "file", f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
+    why = f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
+    return "file", room - beside, why
 
 
 def _check_device(needed: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Homes: slow memory that holds every row of a table group, with its optimizer state.
 
 A row nobody has stored yet is a function of (seed, table name, row), so it is computed when it is fetched and takes no
-memory: a home of 100 GB costs a bit a row until rows come home. :class:`stoker.tables.file_home.FileHome` is the
-other home.
+memory: a home of 100 GB costs a bit a row until rows come home. :class:`stoker.tables.file_home.FileHome` and
+:class:`stoker.tables.log_home.LogHome` are the homes in files.
 
 A home is asked from several threads at once, but never twice at the same time for one row unless both only fetch:
 keeping a fetch behind a pending store of its row is the caller's fence.

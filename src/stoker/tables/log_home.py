@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from stoker.errors import ConfigError, HomeError
 from stoker.tables.file_home import FileHome, page_aligned
 from stoker.tables.file_layout import Layout
-from stoker.tables.home import Held
+from stoker.tables.home import Held, Initial
 from stoker.tables.storage import Rows
 from stoker.units import format_size
 
@@ -51,38 +51,44 @@ def _index_type(num_rows: int) -> np.dtype[Any]:
 
 
 class LogHome(FileHome):
-    """As :class:`FileHome`, with the same arguments, warnings and errors; rows are appended, not written in place."""
+    """As :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place.
 
-    def _lay_out(self) -> Layout:
-        record = self.row_bytes + -self.row_bytes % 4 + _OWNER
-        one = Layout.of(1, record)
-        blocks = -(-self.num_rows // one.per_block)
-        self._per_segment = one.per_block * max(1, min(_SEGMENT // one.block, blocks // _SEGMENTS))
-        segments = self._allowed(self.num_rows) + _SPARE
+    Raises:
+        ConfigError: there is no memory for the index.
+    """
+
+    def __init__(self, initial: Initial, state: Mapping[str, str], **options: Any) -> None:
+        num_rows = initial.num_rows
         try:
-            self.index = np.zeros(self.num_rows, _index_type(self.num_rows))  # position + 1; 0: never stored
+            self.index = np.zeros(num_rows, _index_type(num_rows))  # position + 1; 0: never stored
         except MemoryError as error:
             raise ConfigError(
-                f"the index of a log of {self.num_rows:,} rows needs {format_size(index_bytes(self.num_rows))} of "
-                "memory, which this machine does not give. Choose writes='in-place'."
+                f"the index of a log of {num_rows:,} rows needs {format_size(index_bytes(num_rows))} of memory, which "
+                "this machine does not give. Choose writes='in-place'."
             ) from error
+        super().__init__(initial, state, **options)
         self.held = _Indexed(self.index)
-        self._live = np.zeros(segments, np.int64)  # rows
+        self._live = np.zeros(self.layout.num_records // self._per_segment, np.int64)  # rows of each segment
         self._stored = 0  # rows in the file
         self._used = 0  # segments that were ever written
         self._free: list[int] = []
         self._next = self._end = 0  # position that is written next, and the end of its segment
-        self._tail = (-1, np.zeros(one.block, np.uint8))  # the block that was written last, and what it holds
+        self._tail = (-1, np.zeros(self.layout.block, np.uint8))  # the block that was written last, and what it holds
+        self._append_lock = threading.Lock()
+        self._writer, self._cleaner = page_aligned((self._chunk() + 1) * self.layout.block), page_aligned(self._span)
         # A fetch reads at positions that it looked up before. So a segment that was cleaned is not written again before
         # every fetch that had begun until then has ended.
         self._changed = threading.Condition()
         self._epoch = 0  # segments cleaned
         self._readers: Counter[int] = Counter()  # fetches under way, by the epoch in which they began
         self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
-        self._append_lock = threading.Lock()
-        self._writer: np.ndarray | None = None  # page-aligned memory
-        self._cleaner: np.ndarray | None = None
-        return Layout.of(segments * self._per_segment, record)
+
+    def _lay_out(self) -> Layout:
+        record = self.row_bytes + -self.row_bytes % 4 + _OWNER
+        one = Layout.of(1, record)
+        blocks = -(-self.num_rows // one.per_block)
+        self._per_segment = one.per_block * max(1, min(_SEGMENT // one.block, blocks // _SEGMENTS))
+        return Layout.of((self._allowed(self.num_rows) + _SPARE) * self._per_segment, record)
 
     def _allowed(self, rows: int) -> int:
         """Segments that may be in use for so many live rows."""
@@ -143,8 +149,6 @@ class LogHome(FileHome):
         block = first // layout.per_block
         at = np.arange(first, first + count)
         blocks = int(at[-1]) // layout.per_block - block + 1
-        if self._writer is None:
-            self._writer = page_aligned((self._chunk() + 1) * layout.block)
         buffer = self._writer
         if self._tail[0] == block:
             buffer[: layout.block] = self._tail[1]
@@ -178,8 +182,6 @@ class LogHome(FileHome):
     def _clean(self, segment: int) -> None:
         """Append the live rows of a segment again, so that it can be used afresh."""
         layout = self.layout
-        if self._cleaner is None:
-            self._cleaner = page_aligned(self._chunk() * layout.block)
         nothing = np.empty(0, np.int64)
         stop = (segment + 1) * self._per_segment
         for first in range(segment * self._per_segment, stop, self._chunk() * layout.per_block):

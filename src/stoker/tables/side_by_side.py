@@ -17,7 +17,10 @@ def side_by_side(runs: Sequence[tuple[int, int, int]], pooled: Sequence[Tensor])
 
     Args:
         runs: (which of ``pooled``, first, stop) of each stretch; those of one tensor cover it, in its own order.
-        pooled: tensors equal in all other dimensions.
+        pooled: [B, P, ...] each, with a P of its own.
+
+    Returns:
+        [B, sum of P, ...].
     """
     joined: Tensor = _Join.apply(runs, *pooled)  # type: ignore[no-untyped-call]
     return joined
