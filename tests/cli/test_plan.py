@@ -59,7 +59,7 @@ def test_a_script_reads_one_object(data: Dataset, capsys: pytest.CaptureFixture[
     assert cached["fetched_mib"] > 0
     step = found["step_seconds"]
     assert step["resident"] == pytest.approx(step["read"] + step["train"])
-    assert step["placed"] == pytest.approx(step["resident"] + cached["seconds"])
+    assert step["placed"] == pytest.approx(step["read"] + step["slotted"] + cached["seconds"])
     assert found["seconds"] == cached["seconds"] > 0
 
 
@@ -183,9 +183,9 @@ def test_mistakes_are_one_paragraph(
 def test_what_a_step_adds_up_to(device: str, disk_seconds: float, seconds: float) -> None:
     costs = {"resident": False, "seconds": 0.030, "disk_seconds": disk_seconds}
     placement: Any = SimpleNamespace(**costs, workload=SimpleNamespace(device=torch.device(device)))
-    step = StepTime(read=0.001, train=0.010)
+    step = StepTime(read=0.001, train=0.008, slotted=0.010)
     assert step.placed(placement) == pytest.approx(seconds)
-    assert step.resident == pytest.approx(0.011)
+    assert step.resident == pytest.approx(0.009)
 
 
 def test_tables_are_cut_to_the_memory_of_a_measurement(data: Dataset) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import SMALL
+from small_runs import ROW, SMALL
 
 from stoker.data import reader
+from stoker.optim import Constant
 from stoker.testing import make_dataset
 from stoker.training import TrainConfig, step_time
+from stoker.training.placing import place_run
 
 
 def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +32,33 @@ def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pyt
     assert calls
     assert 0 < measured.read < 0.1
     assert measured.train > 0
+
+
+def test_a_step_is_measured_in_the_groups_of_its_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "_SECONDS", 0.05)
+    data = make_dataset(tmp_path / "d", rows=1000)
+    rows = sum(data.schema.num_embeddings.values())
+    settings = {name: value for name, value in SMALL.items() if name != "display"}
+    config = TrainConfig(**settings, device_memory=str(rows * ROW // 2))
+    placement = place_run(config, data, config.make_row_optimizer(Constant()))
+    assert placement is not None
+    assert not placement.resident
+    found: list[list[str]] = []
+
+    class Watched(step_time._Trained):
+        """As if models behind slots did nothing but move rows."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            found.append([type(group.storage).__name__ for group in self.model.embeddings.groups])
+            self.slotted = "SlottedRows" in found[-1]
+
+        def _moved(self) -> float:
+            return time.perf_counter() if self.slotted else super()._moved()
+
+    monkeypatch.setattr(step_time, "_Trained", Watched)
+    measured = step_time.measure_step(config, data, placement)
+    plain = found[0][0]
+    assert found[0] == [plain] != ["SlottedRows"]
+    assert sorted(found[1]) == sorted(plain if g.strategy == "Device" else "SlottedRows" for g in placement.groups)
+    assert abs(measured.slotted) < 1e-4 < measured.train  # the placement counts moving, so it is not counted here

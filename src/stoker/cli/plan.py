@@ -93,7 +93,7 @@ def plan(
     if placement is None:  # --device-memory all
         placement = place_run(config.replace(device_memory=str(2**62)), data, config.make_row_optimizer(Constant()))
         assert placement is not None
-    step = measure_step(config, data)
+    step = measure_step(config, data, placement)
     if as_json:
         seconds = {"placed": step.placed(placement), "resident": step.resident, **asdict(step)}
         print(json.dumps({"dataset": str(dataset), **placement.to_dict(), "step_seconds": seconds}))
@@ -125,7 +125,7 @@ def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> No
         line(
             f"rows in fast memory: {format_size(fast)}; finding and planning them: {format_size(beside)} of main memory"
         )
-    parts = f"{format_duration(step.train)} model, {format_duration(step.read)} reading"
+    parts = f"{format_duration(step.slotted)} model, {format_duration(step.read)} reading"
     if placement.resident:
         line(f"expected step: {format_duration(step.resident)} ({parts})")
         return

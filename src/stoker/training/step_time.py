@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,27 +19,32 @@ from stoker.data.features import FeatureSpec
 from stoker.ops.reference import bag_lengths
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import TableConfig
+from stoker.tables import HotCold, Strategy, TableConfig
+from stoker.tables.config import Slotted
+from stoker.tables.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 
 __all__ = ["StepTime", "measure_step"]
 
 _ROWS = 128 * 2**20  # bytes of the rows that are made for it
-_BATCHES = 8
+_IDS = 2**22  # ids in all batches that are trained on, about
+_BATCHES = 32  # at most: so many that their rows do not all stay in a processor's caches
+_FEWEST = 4
 _UNTIMED = 2
 _SECONDS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step with all rows on the device."""
+    """Seconds of a step."""
 
     read: float  # to read the batch
-    train: float  # forward, backward and both optimizers
+    train: float  # forward, backward and both optimizers, with all rows on the device
+    slotted: float  # the same with tables in the groups of a placement, but for planning and moving rows
 
     @property
     def resident(self) -> float:
-        """The whole step."""
+        """The whole step with all rows on the device."""
         return self.read + self.train
 
     def placed(self, placement: Placement) -> float:
@@ -49,48 +55,93 @@ class StepTime:
         """
         beside = self.read + placement.seconds
         if placement.workload.device.type == "cuda":
-            return max(self.train, beside)
-        return max(self.train + beside - placement.disk_seconds, beside)
+            return max(self.slotted, beside)
+        return max(self.slotted + beside - placement.disk_seconds, beside)
 
 
-def measure_step(config: TrainConfig, data: Dataset) -> StepTime:
-    """Train a few steps on real batches, with tables cut down to 128 MiB; takes about 2 seconds.
+def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None = None) -> StepTime:
+    """Train a few steps on real batches, with tables cut down to 128 MiB; takes about 2 seconds, and 2 more where
+    tables lie behind slots.
 
     Ids beyond the end of a table that was cut down are taken modulo its rows.
+
+    Args:
+        config: the run.
+        data: what it trains on.
+        placement: in which groups its tables lie; None: all together, on the device.
     """
-    optimizer = config.make_row_optimizer(Constant())
     spec = _cut(data.schema, _row_bytes(config))
-    model = replace(config, device_memory=None).make_model(spec, optimizer)
-    dense = config.make_dense_optimizer(model)
-    if config.compile:
-        model.compile_dense()
+    whole = replace(config, device_memory=None)
+    trained = [_Trained(whole, spec, None)]
+    if placement is not None and not placement.resident:
+        trained.append(_Trained(whole, spec, _roomy(placement, spec)))
+    device = trained[0].model.device
     stream = data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory)
-    batches, reads = [], []
-    begin = time.perf_counter()
-    for batch in itertools.islice(stream, _UNTIMED + _BATCHES):
-        batches.append(batch)
+    limits = torch.tensor([spec.num_embeddings[feature.table] for feature in spec.features])
+    batches: list[Batch] = []
+    reads: list[float] = []
+    begin, ids = time.perf_counter(), 0
+    for batch in itertools.islice(stream, _BATCHES):
         reads.append(time.perf_counter() - begin)
+        batches.append(_inside(batch, limits).to(device))
+        ids += batch.ids.numel()
+        if ids >= _IDS and len(batches) >= _FEWEST:
+            break
         begin = time.perf_counter()
     # Before the first batch shards are checked and kernels compiled, which happens once.
     read = float(np.median(reads[_UNTIMED:] or reads))
-    limits = torch.tensor([spec.num_embeddings[feature.table] for feature in spec.features])
-    batches = [_inside(batch, limits).to(model.device) for batch in batches]
-    model.train()
-    seconds: list[float] = []
     started = time.perf_counter()
     for number, batch in enumerate(itertools.cycle(batches)):
-        begin = time.perf_counter()
-        loss = model.loss(batch)
+        for each in trained:  # by turns: whatever else the machine does slows both
+            each.step(batch)
+        if number >= _UNTIMED and time.perf_counter() - started > _SECONDS * len(trained):
+            break
+    seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
+    for each in trained:
+        each.model.embeddings.close()
+    return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
+
+
+class _Trained:
+    """A model and how long its steps take, less planning and moving rows."""
+
+    def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
+        self.model = config.make_model(spec, config.make_row_optimizer(Constant()), strategies)
+        self.dense = config.make_dense_optimizer(self.model)
+        if config.compile:
+            self.model.compile_dense()
+        self.model.train()
+        self.seconds: list[float] = []
+
+    def step(self, batch: Batch) -> None:
+        moved, begin = self._moved(), time.perf_counter()
+        loss = self.model.loss(batch)
         loss.backward()
-        dense.step()
-        dense.zero_grad()
+        self.dense.step()
+        self.dense.zero_grad()
         loss.item()  # waits for the GPU
-        if number >= _UNTIMED:
-            seconds.append(time.perf_counter() - begin)
-            if time.perf_counter() - started > _SECONDS:
-                break
-    # The quicker steps: what else the machine did meanwhile is no part of the model.
-    return StepTime(read=read, train=float(np.quantile(seconds, 0.25)))
+        self.seconds.append(time.perf_counter() - begin - (self._moved() - moved))
+
+    def _moved(self) -> float:
+        """Seconds of planning and moving so far."""
+        storages = [group.storage for group in self.model.embeddings.groups]
+        stats = [each.stats for each in storages if isinstance(each, SlottedRows)]
+        return sum(each.plan_seconds + each.fetch_seconds + each.write_seconds for each in stats)
+
+
+def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
+    """The same groups with a slot for every row, at home in memory."""
+    found: dict[str, Strategy] = {}
+    for name, strategy in placement.items():
+        if isinstance(strategy, HotCold):
+            hot = {table: min(rows, spec.num_embeddings[table]) for table, rows in strategy.hot_rows.items()}
+            strategy = replace(strategy, hot=tuple(hot.items()))
+        if isinstance(strategy, Slotted):
+            strategy = replace(
+                strategy, slots=None, memory=None, fraction=1.0, home="memory", path=None, direct=False, writes=None,
+            )  # fmt: skip
+        found[name] = strategy
+    return found
 
 
 def _row_bytes(config: TrainConfig) -> int:
