@@ -1,9 +1,8 @@
 """What `make demo` runs: real purchases in, a trained and evaluated recommender out, by the commands a user types.
 
 Will this customer buy this item? UCI Online Retail, four sampled negatives a purchase; each customer's last invoice is
-the test, the one before it validation. A quarter of the rows fits the memory they are given: the profile says how much
-of the traffic the most popular of them would serve. The numbers are those of a run that had all rows, which the last
-command proves.
+the test, the one before it validation. A quarter of the rows fits the memory they are given; the profile says how much
+the most popular of them serve. The numbers are those of a run that had all rows, which the last command proves.
 """
 
 from __future__ import annotations
@@ -57,28 +56,22 @@ def main() -> int:
     guess = -(share * math.log(share) + (1 - share) * math.log(1 - share))
     test = report["test"]
 
-    table = Table(title="Will this customer buy this item?", show_header=True, title_justify="left")
-    table.add_column("on purchases never trained on")
-    table.add_column("this model", justify="right")
-    table.add_column("guessing the average", justify="right")
-    table.add_row("AUC", f"{test['auc']:.4f}", "0.5000")
-    table.add_row("log loss", f"{test['log_loss']:.4f}", f"{guess:.4f}")
-    table.add_row("accuracy", f"{test['accuracy']:.2%}", f"{1 - share:.2%}")
-    table.add_section()
-    table.add_row(f"lookups of the {SHARE:.0%} hottest rows", f"{hot['access_share']:.1%}", "")
-    table.add_row("purchases that need no other (hot)", f"{hot['input_share']:.1%}", "")
-    table.add_row("training samples/s", f"{report['samples_per_second']:,.0f}", "")
-    table.add_row("the run lies in", str(RUN), "")
-    table.add_row("all of it took", format_duration(time.perf_counter() - began), "")
-    console.print("\n", table, sep="")
-    console.print("Try next:", style="bold")
-    for line in (
-        f".venv/bin/stoker predict {RUN} --data {DATA} --out runs/demo/scores.parquet",
-        f".venv/bin/stoker train {DATA} --model dcn --epochs 2 --out runs/dcn",
-        ".venv/bin/tensorboard --logdir runs",
-        ".venv/bin/stoker prepare --help          # your own logs: see docs/prepare.md",
+    table = Table("on purchases never trained on", "this model", "guessing the average")
+    table.title, table.title_justify = "Will this customer buy this item?", "left"
+    for row in (
+        ("AUC", f"{test['auc']:.4f}", "0.5000"),
+        ("log loss", f"{test['log_loss']:.4f}", f"{guess:.4f}"),
+        ("accuracy", f"{test['accuracy']:.2%}", f"{1 - share:.2%}"),
+        (f"lookups of the {SHARE:.0%} hottest rows", f"{hot['access_share']:.1%}"),
+        ("purchases that need no other (hot)", f"{hot['input_share']:.1%}"),
+        ("training samples/s", f"{report['samples_per_second']:,.0f}"),
+        ("the run lies in", str(RUN)),
+        ("all of it took", format_duration(time.perf_counter() - began)),
     ):
-        console.print("  " + line, highlight=False)
+        table.add_row(*row)
+    console.print("\n", table, "\n[bold]Try next:[/bold]", sep="")
+    for line in (f"predict {RUN} --data {DATA} --out {RUN}/scores.parquet", "prepare --help   # docs/prepare.md"):
+        console.print(f"  .venv/bin/stoker {line}", highlight=False)
     return 0
 
 
