@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strategy, TableConfig, tables_for
+from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.replicas import Replicas
 from stoker.tables.stage import Stage, stage
+from stoker.tables.tt_bag import TTEmbeddingBag
 
 __all__ = [
     "Cached",
@@ -16,7 +17,9 @@ __all__ = [
     "Replicas",
     "Stage",
     "Strategy",
+    "TTEmbeddingBag",
     "TableConfig",
+    "TensorTrain",
     "stage",
     "tables_for",
 ]

@@ -11,9 +11,20 @@ import torch
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
+from stoker.ops.tensor_train_shape import TTShape, factorize
 from stoker.units import parse_size
 
-__all__ = ["Cached", "Device", "HostPipelined", "HotCold", "Slotted", "Strategy", "TableConfig", "tables_for"]
+__all__ = [
+    "Cached",
+    "Device",
+    "HostPipelined",
+    "HotCold",
+    "Slotted",
+    "Strategy",
+    "TableConfig",
+    "TensorTrain",
+    "tables_for",
+]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -159,6 +170,45 @@ class HotCold(Slotted):
                     f"{table.num_embeddings:,}. Give at most so many, or profile the dataset that these tables are for."
                 )
         return tuple(hot.get(table.name, 0) for table in tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorTrain(Strategy):
+    """Cores on the device whose products are the rows (EL-Rec, SC 2022): a fraction of the memory, and a change of the
+    model. The row optimizer works on slices of cores.
+
+    Raises:
+        ConfigError: a rank below 1, or not 2 to 4 cores.
+    """
+
+    rank: int | tuple[int, ...] = 32  # of the products that a row is a sum of; or one between each two cores
+    cores: int = 3  # 2 to 4
+    shape: TTShape | None = None  # instead of rank and cores
+
+    def __post_init__(self) -> None:
+        if self.shape is None:
+            factorize(1, 1, self.rank, self.cores)  # checks the numbers
+
+    def shape_of(self, table: TableConfig) -> TTShape:
+        """Factors and ranks for ``table``.
+
+        Raises:
+            ConfigError: a given shape that does not fit it, or a type other than float32.
+        """
+        if table.dtype != "float32":
+            raise ConfigError(
+                f"table {table.name!r} has dtype {table.dtype}, but tensor-train cores are float32. Leave one of them "
+                "out; cores are small already."
+            )
+        if self.shape is None:
+            return factorize(table.num_embeddings, table.embedding_dim, self.rank, self.cores)
+        if self.shape.dim != table.embedding_dim or self.shape.capacity < table.num_embeddings:
+            raise ConfigError(
+                f"table {table.name!r} is {table.num_embeddings:,} x {table.embedding_dim}, but its tensor train is "
+                f"{self.shape.capacity:,} x {self.shape.dim} ({self.shape.rows} x {self.shape.cols}). Give factors "
+                "with at least the rows and just the columns, or leave shape out."
+            )
+        return self.shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Device, HotCold, Strategy, TableConfig, feature_order
+from stoker.tables.config import Device, HotCold, Strategy, TableConfig, TensorTrain, feature_order
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
 from stoker.tables.replicas import Replicas
@@ -27,6 +27,7 @@ from stoker.tables.side_by_side import side_by_side
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
+from stoker.tables.tensor_train import CompressedGroup
 from stoker.units import format_size
 
 __all__ = ["EmbeddingTables"]
@@ -136,15 +137,16 @@ class EmbeddingTables(nn.Module):
         self._columns: list[Tensor | None] = []  # features of each group; None means all, in order
         self._anchor = torch.zeros((), requires_grad=True)
         self._staged: dict[int, tuple[Tensor, tuple[Lease | None, ...]]] = {}  # by id of the ids tensor, kept alive
-        buckets: dict[tuple[int, str, str, Strategy], list[TableConfig]] = {}
+        buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
         for table, strategy in zip(tables, _strategies(names, placement), strict=True):
-            buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy), []).append(table)
-        for (_, _, _, strategy), members in buckets.items():
+            alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has cores of its own
+            buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
+        for (_, _, _, strategy, alone), members in buckets.items():
             owned = {feature for table in members for feature in table.features}
             mine = [feature for feature in self.features if feature in owned]
             # To a group every step is a feature of its own: kernels and placement need not know of sequences.
             self.groups.append(
-                TableGroup(
+                (CompressedGroup if alone else TableGroup)(
                     [replace(table, features=self._layout.names(table.features)) for table in members],
                     self._layout.names(mine),
                     optimizer=optimizer,
@@ -157,7 +159,7 @@ class EmbeddingTables(nn.Module):
             self._layouts.append(self._layout.of(mine))
             whole = tuple(mine) == self.features
             self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
-        self._group_of = {table.name: group for group in self.groups for table in group.tables}
+        self._group_of = {table.name: group for group in self.groups for table in (*group.tables, *group.stored)}
         self._runs = self._find_runs()
 
     @property
@@ -372,11 +374,18 @@ class EmbeddingTables(nn.Module):
         """A copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
         return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    @property
+    def stored(self) -> tuple[TableConfig, ...]:
+        """What files hold, in the order of the tables: each table, or the cores of one that is compressed."""
+        found: list[TableConfig] = []
         for table in self.tables:
             group = self._group_of[table.name]
-            begin, stop = group.space.table_range(group.table_index(table.name))
-            rows = group.storage.read(begin, stop)
+            found += group.stored if isinstance(group, CompressedGroup) else (table,)
+        return tuple(found)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for table in self.stored:
+            [(_, rows)] = self.read(table.name, table.num_embeddings)
             destination[f"{prefix}{table.name}.weight"] = rows.weight
             for name, tensor in rows.state.items():
                 destination[f"{prefix}{table.name}.{name}"] = tensor
@@ -393,9 +402,10 @@ class EmbeddingTables(nn.Module):
         error_msgs: list[str],
     ) -> None:
         known = {f"{prefix}tick"}
-        for table in self.tables:
+        state = self.optimizer.state
+        for table in self.stored:
             group = self._group_of[table.name]
-            keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *group.storage.state)}
+            keys = {name: f"{prefix}{table.name}.{name}" for name in ("weight", *state)}
             known.update(keys.values())
             absent = [key for key in keys.values() if key not in state_dict]
             missing_keys.extend(absent)
@@ -406,7 +416,7 @@ class EmbeddingTables(nn.Module):
             if tuple(weight.shape) != wanted:
                 error_msgs.append(f"table {table.name!r} has shape {tuple(weight.shape)}, but {wanted} is expected.")
                 continue
-            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in group.storage.state}))
+            group.write(table.name, 0, Rows(weight, {name: state_dict[keys[name]] for name in state}))
         if f"{prefix}tick" in state_dict:
             self.tick = int(state_dict[f"{prefix}tick"])
         else:
@@ -437,7 +447,7 @@ class EmbeddingTables(nn.Module):
         memo[id(self)] = made
         EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
         made.__dict__.update(deepcopy(self._kept(), memo))
-        for table in self.tables:
+        for table in self.stored:
             for start, rows in self.read(table.name):
                 made.write(table.name, start, rows)
         made.tick = self.tick

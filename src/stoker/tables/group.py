@@ -41,6 +41,7 @@ class TableGroup:
     ) -> None:
         first = tables[0]
         self.tables = tuple(tables)
+        self.stored = self.tables  # what files hold, readable and writable by name
         self.dim = first.embedding_dim
         self.mean = first.pooling == "mean"
         self.optimizer = optimizer

@@ -1,0 +1,193 @@
+"""Tensor-train tables: rows that are products of small cores (Oseledets 2011; TT-Rec 2021; EL-Rec, SC 2022).
+
+A table of ``num_embeddings`` rows and D columns has d cores. Row ``i`` has digits i_1..i_d in mixed radix, the last one
+fastest, and is ``G_1[i_1] G_2[i_2] ... G_d[i_d]``, where ``G_k[i_k]`` maps r_{k-1} values to m_k * r_k, with r_0 =
+r_d = 1 and m_1 * ... * m_d = D. Rows that begin with the same digits share the product of these digits' slices, so the
+distinct rows of a batch form a trie: a node a distinct prefix, and each level one grouped matrix product from its
+parents' values. That is EL-Rec's reuse buffer (Algorithm 1) at every level, and the gradient takes the same way back.
+
+Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-1}), n_k rows and r_k ranks of core k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.ops.reference import derive_key, init_rows
+from stoker.ops.tensor_train_shape import TTShape
+
+__all__ = ["Level", "Trie", "build_trie", "digits_of", "expand", "gradients", "init_core", "rows_by_definition"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The nodes of one level, in order of their digit; nodes of one digit in order of their prefix."""
+
+    digit: Tensor  # [P] int64, ascending
+    parent: Tensor | None  # [P] int64, the node of the level before; None in the first level
+    digits: list[int]  # the distinct digits
+    start: list[int]  # [len(digits) + 1] where their nodes begin
+    by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: those of a parent lie together
+    children: Tensor | None  # [nodes of the level before, in order of their prefix] int64, how many each has
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """The distinct prefixes of distinct rows."""
+
+    shape: TTShape
+    levels: tuple[Level, ...]
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """What the last level gives, in the ascending order of the rows."""
+        return values[self.levels[-1].by_prefix]
+
+    def from_order(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`in_order`."""
+        placed = torch.empty_like(values)
+        placed[self.levels[-1].by_prefix] = values
+        return placed
+
+
+def build_trie(rows: Tensor, shape: TTShape) -> Trie:
+    """The trie of ``rows`` [U] int64, which are distinct and ascending."""
+    keys, found = rows, []
+    for count in reversed(shape.rows[1:]):
+        above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
+        found.append((keys % count, inverse, children))
+        keys = above
+    levels, places = [_level(keys, None, None, None)], torch.arange(len(keys), device=rows.device)
+    for digit, inverse, children in reversed(found):
+        level = _level(digit, inverse, children, places)
+        levels.append(level)
+        places = level.by_prefix
+    return Trie(shape, tuple(levels))
+
+
+def _level(digit: Tensor, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
+    ordered, order = torch.sort(digit, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    digits, counts = torch.unique_consecutive(ordered, return_counts=True)
+    start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Level(
+        digit=ordered,
+        parent=None if inverse is None or above is None else above[inverse[order]],
+        digits=digits.tolist(),
+        start=start.tolist(),
+        by_prefix=place,
+        children=children,
+    )
+
+
+def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
+    """Values of the nodes of every level, from the first on: [P, M * m_k, r_k] float32 each.
+
+    Those of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
+
+    Args:
+        cores: [n_k, r_{k-1}, m_k * r_k] each.
+        trie: of the rows.
+    """
+    shape, first = trie.shape, trie.levels[0]
+    values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], -1)]
+    for place, level in enumerate(trie.levels[1:], 1):
+        above, core = values[-1], cores[place]
+        nodes, (_, width, rank) = len(level.digit), above.shape
+        inputs = above[level.parent].view(nodes * width, rank)
+        made = inputs.new_empty(nodes * width, core.shape[2])
+        for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
+            torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
+        values.append(made.view(nodes, width * shape.cols[place], -1))
+    return values
+
+
+def gradients(
+    cores: Sequence[Tensor], trie: Trie, values: Sequence[Tensor], grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """For each core the digits [n] that occur, ascending, and the gradient of their slices [n, r_{k-1}, m_k * r_k].
+
+    Deterministic: the nodes of a digit and the children of a node are summed in a fixed order.
+
+    Args:
+        cores: as for :func:`expand`.
+        trie: of the rows.
+        values: what :func:`expand` gave.
+        grad: [U, D] float32, of the rows in the last level's order.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for place in range(len(cores) - 1, 0, -1):
+        level, core, above = trie.levels[place], cores[place], values[place - 1]
+        nodes, (_, width, rank) = len(level.digit), above.shape
+        inputs = above[level.parent].view(nodes * width, rank)
+        back = grad.reshape(nodes * width, core.shape[2])
+        slices = inputs.new_empty(len(level.digits), *core.shape[1:])
+        passed = torch.empty_like(inputs)
+        for number, (digit, begin, stop) in enumerate(zip(level.digits, level.start, level.start[1:], strict=False)):
+            span = slice(begin * width, stop * width)
+            torch.mm(inputs[span].t(), back[span], out=slices[number])
+            torch.mm(back[span], core[digit].t(), out=passed[span])
+        found.append((_distinct(level), slices))
+        grad = _sum_children(passed.view(nodes, width * rank), level, trie.levels[place - 1])
+    found.append((_distinct(trie.levels[0]), grad.view(len(grad), *cores[0].shape[1:])))
+    return found[::-1]
+
+
+def _distinct(level: Level) -> Tensor:
+    return level.digit[torch.tensor(level.start[:-1], device=level.digit.device)]
+
+
+def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
+    """[P of the level above, ...] sums over the children of each node, in order of their prefix."""
+    assert level.children is not None
+    if len(level.digit) == len(above.digit):  # only children
+        summed = values[level.by_prefix]
+    else:
+        summed = torch.segment_reduce(values[level.by_prefix], "sum", lengths=level.children, axis=0, unsafe=True)
+    placed = torch.empty_like(summed)
+    placed[above.by_prefix] = summed
+    return placed
+
+
+def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:
+    """Digits of ``rows`` [U], from the first on: [U] int64 each."""
+    found = []
+    for count in reversed(shape.rows):
+        found.append(rows % count)
+        rows = rows // count
+    return found[::-1]
+
+
+def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) -> Tensor:
+    """[U, D]: the product of the slices of each row by itself, whatever it shares with others; differentiable."""
+    digits = digits_of(rows, shape)
+    value = cores[0][digits[0]].view(len(rows), shape.cols[0], -1)
+    for core, digit, cols in zip(cores[1:], digits[1:], shape.cols[1:], strict=True):
+        value = torch.bmm(value, core[digit]).view(len(rows), value.shape[1] * cols, -1)
+    return value.view(len(rows), shape.dim)
+
+
+def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> Tensor:
+    """Core ``place`` of a fresh table: uniform around 0, so wide that rows have the variance of a uniform value in
+    [-scale, scale).
+
+    An entry of a row is a sum of r_1 * ... * r_{d-1} products of d independent values, so each core needs the variance
+    ``(variance of the row / prod(ranks)) ** (1 / d)``. Returns [n_k, r_{k-1}, m_k * r_k] float32.
+    """
+    before, width = shape.core_shapes[place][1:]
+    wide = scale_of(shape, scale)
+    made = init_rows(derive_key(key_seed, "init", name, "core", place), 0, shape.rows[place], before * width, wide)
+    return made.view(shape.core_shapes[place])
+
+
+def scale_of(shape: TTShape, scale: float) -> float:
+    """Half-width of the uniform distribution of every core for rows as of one of half-width ``scale``."""
+    paths = 1.0
+    for rank in shape.ranks:
+        paths *= rank
+    variance = (scale**2 / 3 / paths) ** (1 / len(shape.rows))
+    return float((3 * variance) ** 0.5)

@@ -1,0 +1,56 @@
+"""Tensor-train cores of a dense table by successive truncated SVDs (Oseledets 2011, Algorithm 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.ops.tensor_train_shape import TTShape
+
+__all__ = ["decompose"]
+
+_COLUMNS = 2**20  # of an unfolding that are multiplied in float64 at a time, over its rows
+
+
+def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
+    """Cores [n_k, r_{k-1}, m_k * r_k] whose rows are near ``weight`` [N, D]; exact where the ranks allow it.
+
+    The error is at most sqrt(d - 1) times that of the best cores of this shape. Needs memory for two copies of the
+    table. Rows behind the last one count as zeros.
+
+    Raises:
+        ConfigError: the shape is not that of the table.
+    """
+    count, dim = weight.shape
+    if dim != shape.dim or count > shape.capacity:
+        raise ConfigError(f"a table of {count:,} x {dim} does not fit a tensor train {shape.rows} x {shape.cols}.")
+    places = len(shape.rows)
+    padded = weight.new_zeros(shape.capacity, dim)
+    padded[:count] = weight
+    order = [axis for place in range(places) for axis in (place, places + place)]
+    rest = padded.view(*shape.rows, *shape.cols).permute(order).reshape(1, -1)
+    del padded
+    cores, left = [], 1
+    for place, rank in enumerate(shape.ranks):
+        rows, cols = shape.rows[place], shape.cols[place]
+        unfolded = rest.reshape(left * rows * cols, -1)
+        basis = _leading(unfolded, rank)  # [left * rows * cols, rank]
+        rest = basis.t() @ unfolded
+        cores.append(basis.view(left, rows, cols, rank).permute(1, 0, 2, 3).reshape(rows, left, cols * rank))
+        left = rank
+    last = rest.reshape(left, shape.rows[-1], shape.cols[-1]).permute(1, 0, 2)
+    return [core.contiguous() for core in (*cores, last)]
+
+
+def _leading(matrix: Tensor, rank: int) -> Tensor:
+    """The ``rank`` left singular vectors of the largest singular values.
+
+    From the eigenvectors of the matrix times its transpose, in float64: the left side is the small one.
+    """
+    size = len(matrix)
+    gram = torch.zeros(size, size, dtype=torch.float64, device=matrix.device)
+    for part in matrix.split(max(1, _COLUMNS // size * 64), dim=1):
+        wide = part.to(torch.float64)
+        gram.addmm_(wide, wide.t())
+    return torch.linalg.eigh(gram)[1][:, -rank:].flip(1).to(matrix.dtype)

@@ -1,0 +1,235 @@
+"""``TTEmbeddingBag``: ``nn.EmbeddingBag`` over tensor-train cores, for any model.
+
+Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stoker.errors import ConfigError
+from stoker.ops import BackendName, get_backend
+from stoker.ops.tensor_train import build_trie, expand, gradients, init_core
+from stoker.ops.tensor_train_shape import TTShape, factorize
+from stoker.ops.tensor_train_svd import decompose
+from stoker.optim import RowOptimizer
+from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.tensor_train import update_slices
+from stoker.units import format_count
+
+__all__ = ["TTEmbeddingBag"]
+
+
+class _DistinctRows(torch.autograd.Function):
+    """[U, D] rows at distinct ids. Backward gives the cores their gradients, or updates them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor, *cores: Tensor) -> Tensor:
+        ctx.bag, ctx.trie = bag, build_trie(distinct, bag.shape)
+        ctx.save_for_backward(*cores)
+        ctx.values = expand(cores, ctx.trie)
+        return ctx.trie.in_order(ctx.values[-1].view(len(distinct), -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cores, bag = ctx.saved_tensors, ctx.bag
+        slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
+        if bag.optimizer is not None:
+            bag._update(slices)
+            return (None,) * (3 + len(cores))
+        wanted = []
+        for core, (digits, values) in zip(cores, slices, strict=True):
+            whole = torch.zeros_like(core)
+            whole[digits] = values
+            wanted.append(whole)
+        return None, None, None, *wanted
+
+
+class TTEmbeddingBag(nn.Module):
+    """Replaces ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
+
+    Rows are products of slices of small cores, so they are not free of each other: the model is another one. Rows of a
+    batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
+
+    Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
+    they are updated inside backward instead, slice by slice, and are no parameters.
+
+    Args:
+        num_embeddings: N.
+        embedding_dim: D.
+        max_norm, norm_type, scale_grad_by_freq: as in ``nn.EmbeddingBag``, but must be left as they are.
+        mode: "sum" or "mean".
+        sparse: taken for its place in the list; gradients are as large as the cores, which are small.
+        include_last_offset: whether ``offsets`` ends with the number of ids.
+        padding_idx: an id that counts as absent.
+        device, dtype: of the cores.
+        rank: of the products that a row is a sum of, or one between each two cores.
+        cores: 2 to 4.
+        shape: factors and ranks, instead of those of :func:`stoker.ops.tensor_train_shape.factorize`.
+        std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
+        seed: of the cores.
+        optimizer: a row optimizer (:mod:`stoker.optim`) that updates the cores inside backward.
+
+    Raises:
+        ConfigError: an argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | tuple[int, ...] = 32,
+        cores: int = 3,
+        shape: TTShape | None = None,
+        std: float = 1.0,
+        seed: int = 0,
+        optimizer: RowOptimizer | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise ConfigError(
+                "TTEmbeddingBag has neither max_norm nor scale_grad_by_freq: rows are computed, and changing one changes "
+                "others. Leave them out; clip gradients instead."
+            )
+        if mode not in ("sum", "mean"):
+            raise ConfigError(f"TTEmbeddingBag pools by 'sum' or 'mean', not {mode!r}.")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ConfigError(f"padding_idx is {padding_idx}, but the table has {num_embeddings:,} rows.")
+            padding_idx %= num_embeddings
+        if optimizer is not None and dtype not in (None, torch.float32):
+            raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
+        table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
+        self.shape = TensorTrain(rank=rank, cores=cores, shape=shape).shape_of(table)
+        self.optimizer, self.backend = optimizer, backend
+        self.import_error: float | None = None  # of from_dense, relative
+        self.tick = 0  # updates inside backward
+        made = [
+            init_core(seed, "tt", self.shape, place, std * 3**0.5).to(device=device, dtype=dtype)
+            for place in range(len(self.shape.rows))
+        ]
+        self.cores = nn.ParameterList([nn.Parameter(core, requires_grad=optimizer is None) for core in made])
+        for place, core in enumerate(made):
+            for name, kind in {} if optimizer is None else optimizer.state.items():
+                size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
+                self.register_buffer(f"state_{place}_{name}", torch.zeros(size, device=device))
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up and pool, as ``nn.EmbeddingBag`` does.
+
+        Args:
+            input: ids [L] with ``offsets``, or [B, n] bags of n; int32 or int64.
+            offsets: [B], or [B + 1] with ``include_last_offset``: where each bag begins.
+            per_sample_weights: like ``input``; only with mode "sum".
+
+        Returns:
+            [B, D].
+
+        Raises:
+            IndexError: an id lies outside the table.
+        """
+        ids = input.reshape(-1)
+        self._check(ids)
+        distinct, inverse = torch.unique(ids.to(torch.int64), return_inverse=True)
+        rows = self._rows(distinct)
+        padding = None
+        if self.padding_idx is not None:
+            at = int(torch.searchsorted(distinct, self.padding_idx))
+            padding = at if at < len(distinct) and int(distinct[at]) == self.padding_idx else None
+        return nn.functional.embedding_bag(
+            inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
+            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+
+    def _rows(self, distinct: Tensor) -> Tensor:
+        if not len(distinct):
+            return self.cores[0].new_zeros(1, self.embedding_dim)  # nothing looks at it
+        anchor = torch.zeros((), requires_grad=self.optimizer is not None)
+        rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids are {ids.dtype}; they must be int32 or int64.")
+        if ids.numel():
+            low, high = (int(value) for value in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                wrong = low if low < 0 else high
+                raise IndexError(f"id {wrong} lies outside the table of {self.num_embeddings:,} rows.")
+
+    def _update(self, slices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        assert self.optimizer is not None
+        rule = self.optimizer.rule(self.tick)
+        for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices, strict=True)):
+            state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
+            backend = get_backend(self.backend, core.device)
+            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.view(len(digits), -1), rule)
+        self.tick += 1
+
+    @classmethod
+    def from_dense(
+        cls, weight: Tensor, *, rank: int | tuple[int, ...] = 32, cores: int = 3, shape: TTShape | None = None,
+        **options: Any,
+    ) -> TTEmbeddingBag:  # fmt: skip
+        """Compress a trained table [N, D] by TT-SVD (:func:`stoker.ops.tensor_train_svd.decompose`).
+
+        ``import_error`` of the result is the relative error ``|rows - weight| / |weight|`` (Frobenius). ``options`` are
+        the other arguments of the constructor.
+        """
+        count, dim = weight.shape
+        shape = shape or factorize(count, dim, rank, cores)
+        options = {"device": weight.device, "dtype": weight.dtype, **options}
+        made = cls(count, dim, shape=shape, **options)
+        with torch.no_grad():
+            for core, values in zip(made.cores, decompose(weight.detach(), made.shape), strict=True):
+                core.copy_(values)
+            off = sum(
+                float((rows - weight[start : start + len(rows)]).double().square().sum())
+                for start, rows in made.dense()
+            )
+        total = float(weight.detach().double().square().sum())
+        made.import_error = (off / total) ** 0.5 if total else 0.0
+        return made
+
+    @torch.no_grad()
+    def dense(self, chunk_rows: int = 2**16) -> Iterator[tuple[int, Tensor]]:
+        """The rows as (first row, [n, D]) chunks, for export."""
+        device = self.cores[0].device
+        for start in range(0, self.num_embeddings, chunk_rows):
+            trie = build_trie(
+                torch.arange(start, min(start + chunk_rows, self.num_embeddings), device=device), self.shape
+            )
+            yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Updates done, which drive schedules and the bias correction."""
+        return {"tick": self.tick}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.tick = int(state["tick"])
+
+    def extra_repr(self) -> str:
+        rows, size = format_count(self.num_embeddings), self.shape.num_parameters
+        return (
+            f"{rows} x {self.embedding_dim}, mode={self.mode!r}, rows {self.shape.rows}, cols {self.shape.cols}, "
+            f"ranks {self.shape.ranks}, {self.num_embeddings * self.embedding_dim / size:.1f} times smaller"
+        )
