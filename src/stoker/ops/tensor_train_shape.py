@@ -37,8 +37,8 @@ class TTShape:
     def __post_init__(self) -> None:
         if len(self.rows) < 2 or len(self.cols) != len(self.rows) or len(self.ranks) != len(self.rows) - 1:
             raise ConfigError(
-                f"row factors {self.rows}, column factors {self.cols} and ranks {self.ranks} do not fit together: give d "
-                "factors of the rows, d of the columns and d - 1 ranks, with d at least 2."
+                f"row factors {self.rows}, column factors {self.cols} and ranks {self.ranks} do not fit together: give "
+                "d factors of the rows, d of the columns and d - 1 ranks, with d at least 2."
             )
         if min(*self.rows, *self.cols, *self.ranks) < 1:
             raise ConfigError(f"factors and ranks must be at least 1: {self.rows}, {self.cols}, {self.ranks}.")

@@ -53,4 +53,5 @@ def _leading(matrix: Tensor, rank: int) -> Tensor:
     for part in matrix.split(max(1, _COLUMNS // size * 64), dim=1):
         wide = part.to(torch.float64)
         gram.addmm_(wide, wide.t())
-    return torch.linalg.eigh(gram)[1][:, -rank:].flip(1).to(matrix.dtype)
+    vectors: Tensor = torch.linalg.eigh(gram)[1]
+    return vectors[:, -rank:].flip(1).to(matrix.dtype)

@@ -33,7 +33,8 @@ class _DistinctRows(torch.autograd.Function):
         ctx.bag, ctx.trie = bag, build_trie(distinct, bag.shape)
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
-        return ctx.trie.in_order(ctx.values[-1].view(len(distinct), -1))
+        rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(len(distinct), -1))
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -58,7 +59,7 @@ class TTEmbeddingBag(nn.Module):
     batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
-    they are updated inside backward instead, slice by slice, and are no parameters.
+    they are updated inside backward instead, slice by slice, and take no gradient.
 
     Args:
         num_embeddings: N.
@@ -105,8 +106,8 @@ class TTEmbeddingBag(nn.Module):
         super().__init__()
         if max_norm is not None or scale_grad_by_freq:
             raise ConfigError(
-                "TTEmbeddingBag has neither max_norm nor scale_grad_by_freq: rows are computed, and changing one changes "
-                "others. Leave them out; clip gradients instead."
+                "TTEmbeddingBag has neither max_norm nor scale_grad_by_freq: rows are computed, and changing one "
+                "changes others. Leave them out; clip gradients instead."
             )
         if mode not in ("sum", "mean"):
             raise ConfigError(f"TTEmbeddingBag pools by 'sum' or 'mean', not {mode!r}.")
@@ -155,10 +156,11 @@ class TTEmbeddingBag(nn.Module):
         if self.padding_idx is not None:
             at = int(torch.searchsorted(distinct, self.padding_idx))
             padding = at if at < len(distinct) and int(distinct[at]) == self.padding_idx else None
-        return nn.functional.embedding_bag(
+        pooled: Tensor = nn.functional.embedding_bag(
             inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
             per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
+        return pooled
 
     def _rows(self, distinct: Tensor) -> Tensor:
         if not len(distinct):
