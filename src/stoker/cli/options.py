@@ -68,6 +68,11 @@ ModelOption = Annotated[
     list[str] | None, option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
 ]
 Dtype = Annotated[str | None, option(_MODEL, "Of the tables: float32 or bfloat16.")]
+TTRank = Annotated[
+    int | None, option(_MODEL, "Large tables as tensor trains of this rank: another, smaller model.", "--tt-rank")
+]
+TTRows = Annotated[int | None, option(_MODEL, "Rows from which on a table is large. (default: 1000000)", "--tt-rows")]
+TTCores = Annotated[int | None, option(_MODEL, "Cores of each, 2 to 4. (default: 3)", "--tt-cores")]
 BatchSize = Annotated[int | None, option(_OPTIMIZER, "Examples. (default: 2048)")]
 RowOptimizer = Annotated[
     str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from stoker.cli import options
 
 if TYPE_CHECKING:
+    from stoker.data.dataset import Dataset
     from stoker.placement.placement import Placement
+    from stoker.training import TrainConfig
     from stoker.training.step_time import StepTime
 
 __all__ = ["register"]
 
+_TT_RANK = 32  # of tensor trains that are proposed
 _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
 
 
@@ -45,11 +47,17 @@ def plan(
     hidden: options.Hidden = None,
     model_option: options.ModelOption = None,
     dtype: options.Dtype = None,
+    tt_rank: options.TTRank = None,
+    tt_rows: options.TTRows = None,
+    tt_cores: options.TTCores = None,
     batch_size: options.BatchSize = None,
     row_optimizer: options.RowOptimizer = None,
     device: options.Device = None,
     backend: options.Backend = None,
     threads: options.Threads = None,
+    allow_compression: Annotated[
+        bool, options.option("Model", "Also propose tensor trains, which change the model.", "--allow-compression")
+    ] = False,
     as_json: options.OneObject = False,
 ) -> None:
     """Show where the tables of a model would lie, and what to expect, without training it.
@@ -64,10 +72,11 @@ def plan(
     stoker plan data/criteo --device-memory 4GiB --host-memory 16GiB --home /fast
     stoker plan data/criteo --device-memory 1GiB --foresight
     stoker plan data/criteo-hot --device-memory 1GiB --strategy hot-cold
+    stoker plan data/criteo --device-memory 1GiB --allow-compression
     stoker plan data/criteo --device-memory 1GiB --json
     """
     given = dict(locals())
-    for name in ("dataset", "as_json", "bottom", "top", "hidden", "model_option"):
+    for name in ("dataset", "as_json", "allow_compression", "bottom", "top", "hidden", "model_option"):
         given.pop(name)
     settings = {name: value for name, value in given.items() if value is not None}
     if own := options.model_options(bottom, top, hidden, model_option):
@@ -94,14 +103,56 @@ def plan(
         placement = place_run(config.replace(device_memory=str(2**62)), data, config.make_row_optimizer(Constant()))
         assert placement is not None
     step = measure_step(config, data, placement)
+    proposal = _proposal(config, data) if allow_compression else None
     if as_json:
-        seconds = {"placed": step.placed(placement), "resident": step.resident, **asdict(step)}
-        print(json.dumps({"dataset": str(dataset), **placement.to_dict(), "step_seconds": seconds}))
-    else:
-        _show(dataset, config.model, placement, step)
+        record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
+        if allow_compression:
+            record["compressed"] = proposal and {"settings": proposal.settings, **_values(*proposal[1:])}
+        print(json.dumps(record))
+        return
+    _show(f"{dataset}, {config.model}", placement, step)
+    if proposal:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in proposal.settings.items())
+        _show(f"\nwith {flags}, which is another model:", *proposal[1:])
+    elif allow_compression:
+        print("\nTensor trains would save nothing here: the rows fit as they are, or no table gets smaller.")
 
 
-def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> None:
+class _Proposal(NamedTuple):
+    settings: dict[str, int]
+    placement: Placement
+    step: StepTime
+
+
+def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
+    """The largest tables as tensor trains, as many as let the others lie on the device."""
+    from stoker.optim import Constant
+    from stoker.placement.compression import rows_to_compress
+    from stoker.tables import tables_for
+    from stoker.training.placing import place_run
+    from stoker.training.step_time import measure_step
+    from stoker.units import parse_size
+
+    tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
+    optimizer = config.make_row_optimizer(Constant())
+    rank = config.tt_rank or _TT_RANK
+    budget = parse_size(config.device_memory or 2**62)
+    rows = rows_to_compress(tables, budget, optimizer.state, rank, config.tt_cores)
+    if rows is None:
+        return None
+    settings = {"tt_rank": rank, "tt_rows": rows}
+    proposed = config.replace(**settings)
+    placement = place_run(proposed, data, optimizer)
+    assert placement is not None
+    return _Proposal(settings, placement, measure_step(proposed, data, placement))
+
+
+def _values(placement: Placement, step: StepTime) -> dict[str, Any]:
+    seconds = {"placed": step.placed(placement), "resident": step.resident, **asdict(step)}
+    return {**placement.to_dict(), "step_seconds": seconds}
+
+
+def _show(title: str, placement: Placement, step: StepTime) -> None:
     from rich.console import Console
 
     from stoker.units import format_duration, format_size
@@ -111,7 +162,7 @@ def _show(dataset: Path, model: str, placement: Placement, step: StepTime) -> No
     def line(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    line(f"{dataset}, {model}")
+    line(title)
     line(placement.summary())
     console.print(placement.report())
     if placement.choice:

@@ -36,6 +36,9 @@ def train(
     model_option: options.ModelOption = None,
     pooling: Annotated[str | None, option(_MODEL, "Of sequence features: mean or sum. (default: mean)")] = None,
     dtype: options.Dtype = None,
+    tt_rank: options.TTRank = None,
+    tt_rows: options.TTRows = None,
+    tt_cores: options.TTCores = None,
     dense_dtype: Annotated[str | None, option(_MODEL, "Of the dense part: float32 or bfloat16.")] = None,
     compile: Annotated[bool | None, option(_MODEL, "Compile the dense part.", "--compile/--no-compile")] = None,
     batch_size: options.BatchSize = None,
@@ -98,6 +101,7 @@ def train(
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
+    stoker train data/criteo --out runs/f --tt-rank 32
     stoker train data/criteo-hot --out runs/d --swap-rate 25
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """

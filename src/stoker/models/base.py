@@ -20,7 +20,7 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
-from stoker.tables import EmbeddingTables, Strategy, TableConfig, tables_for
+from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, tables_for
 
 __all__ = ["RecModel"]
 
@@ -44,6 +44,8 @@ class RecModel(nn.Module, ABC):
         device: where everything lies.
         backend: kernels of the tables (:class:`stoker.EmbeddingTables`).
         placement: where the rows lie (:func:`stoker.plan`); None means on the device. No part of the model.
+        tensor_train: tables whose rows are computed from cores (:class:`stoker.TensorTrain`), by name: another model.
+            Those that ``placement`` names so are added.
         steps: sequence features that are not pooled (:class:`stoker.EmbeddingTables`), for :class:`SequenceModel`.
 
     Raises:
@@ -65,6 +67,7 @@ class RecModel(nn.Module, ABC):
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
         placement: Strategy | Mapping[str, Strategy] | None = None,
+        tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None = None,
         steps: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
@@ -81,14 +84,20 @@ class RecModel(nn.Module, ABC):
         self.dtype = dtype
         self.dense_dtype = dense_dtype
         self.seed = seed
+        tables = tables_for(spec, embedding_dim, pooling=pooling, dtype=dtype)
+        where = {table.name: placement for table in tables} if isinstance(placement, Strategy) else placement or {}
+        trains = {name: each for name, each in where.items() if isinstance(each, TensorTrain)}
+        for name, each in (tensor_train or {}).items():
+            trains[name] = each if isinstance(each, TensorTrain) else TensorTrain.from_dict(each)
+        self.tensor_train = {table.name: trains[table.name].to_dict(table) for table in tables if table.name in trains}
         self.embeddings = EmbeddingTables(
-            tables_for(spec, embedding_dim, pooling=pooling, dtype=dtype),
+            tables,
             optimizer=_ROWS if optimizer is None else optimizer,
             features=[feature.name for feature in spec.features],
             seed=seed,
             device=device,
             backend=backend,
-            placement=placement,
+            placement={**where, **trains},
             steps=steps,
         )
         self._compiled: Callable[..., Tensor] | None = None
@@ -174,6 +183,7 @@ class RecModel(nn.Module, ABC):
             "dtype": self.dtype,
             "dense_dtype": self.dense_dtype,
             "seed": self.seed,
+            **({"tensor_train": self.tensor_train} if self.tensor_train else {}),
         }
 
     @classmethod

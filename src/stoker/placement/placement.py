@@ -17,9 +17,10 @@ from stoker.placement.expected import Traffic, Uses, expect
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
-from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig
+from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
 from stoker.tables.log_home import index_bytes
 from stoker.tables.slotted import appends
+from stoker.tables.tensor_train import stored_tables
 from stoker.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -243,9 +244,12 @@ class Placement(MutableMapping[str, Strategy]):
             seconds += profile.move_seconds(traffic, size, home=strategy.home, cold=cold) + disk
         else:
             traffic = resting([work.uses[table.name] for table in tables])
+        fast, whole = slots * size, rows * size
+        if isinstance(strategy, TensorTrain):
+            fast = whole = _stored_bytes(tables, strategy, work.state)
         return Group(
-            tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=rows * size,
-            strategy=type(strategy).__name__, home=home, hot=hot, slots=slots, slot_bytes=slots * size,
+            tables=tuple(table.name for table in tables), dim=bucket.dim, rows=rows, bytes=whole,
+            strategy=type(strategy).__name__, home=home, hot=hot, slots=slots, slot_bytes=fast,
             beside_bytes=beside, distinct_rows=traffic.distinct, hit_rate=traffic.hit_rate,
             lookup_hit_rate=traffic.lookup_hit_rate,
             fetched_mib=traffic.fetched * size / _MIB, written_mib=traffic.written * size / _MIB, in_parts=parts,
@@ -265,13 +269,23 @@ class Placement(MutableMapping[str, Strategy]):
     def summary(self) -> str:
         """One line: tables, slots, share of the rows, home. Measures nothing."""
         slotted = {key: tables for key, tables in self._buckets().items() if isinstance(key.strategy, Slotted)}
-        if not slotted:
-            return f"placement: {_tables(len(self.tables))} on the device, with all rows"
+        trains = {table.name: each for table in self.tables if isinstance(each := self.get(table.name), TensorTrain)}
         parts, fast = [], 0
+        if trains:
+            compressed = [table for table in self.tables if table.name in trains]
+            small = sum(_stored_bytes([table], trains[table.name], self.workload.state) for table in compressed)
+            large = sum(table.num_embeddings * row_bytes(table, self.workload.state) for table in compressed)
+            parts.append(
+                f"{_tables(len(trains))} TensorTrain ({format_size(small)} instead of {format_size(large)}, with state)"
+            )
+            fast = sum(table.num_embeddings for table in compressed)
+        if not slotted:
+            rest = [f"{_tables(len(self.tables) - len(trains))} on the device, with all rows"]
+            return f"placement: {', '.join(rest + parts if len(trains) < len(self.tables) else parts)}"
         total = sum(table.num_embeddings for table in self.tables)
-        behind = {table.name for tables in slotted.values() for table in tables}
+        behind = {table.name for tables in slotted.values() for table in tables} | set(trains)
         if direct := [table for table in self.tables if table.name not in behind]:
-            fast = sum(table.num_embeddings for table in direct)
+            fast += sum(table.num_embeddings for table in direct)
             parts.append(f"{_tables(len(direct))} on the device")
         for key, tables in slotted.items():
             strategy = key.strategy
@@ -318,9 +332,9 @@ class Placement(MutableMapping[str, Strategy]):
         for _ in self.groups:
             table.add_column(justify="right")
         for name, words in _FIGURES.items():
-            if name == _OF_THEM_HOT and not any(group.hot for group in self.groups):
-                continue
-            table.add_row(name, *(words(group) for group in self.groups))
+            figures = [words(group) for group in self.groups]
+            if any(figure != "-" for figure in figures):
+                table.add_row(name, *figures)
         return table
 
 
@@ -329,7 +343,6 @@ def _moving(words: Callable[[Group], str]) -> Callable[[Group], str]:
     return lambda group: "-" if group.home is None else words(group)
 
 
-_OF_THEM_HOT = "of them hot"
 _FIGURES: dict[str, Callable[[Group], str]] = {
     "tables": lambda group: _named(group.tables),
     "rows": lambda group: format_count(group.rows),
@@ -337,7 +350,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
     "strategy": lambda group: group.strategy + (", in parts" if group.in_parts else ""),
     "home": _moving(lambda group: str(group.home)),
     "slots": _moving(lambda group: f"{format_count(group.slots)} ({group.slots / group.rows:.1%})"),
-    _OF_THEM_HOT: _moving(lambda group: format_count(group.hot) if group.hot else "-"),
+    "of them hot": _moving(lambda group: format_count(group.hot) if group.hot else "-"),
     "slots take": _moving(lambda group: format_size(group.slot_bytes)),
     "finding and planning rows": _moving(lambda group: format_size(group.beside_bytes)),
     "distinct rows a step": lambda group: f"{group.distinct_rows:,.0f}",
@@ -355,6 +368,12 @@ class _Bucket:
     dim: int
     pooling: str
     dtype: str
+
+
+def _stored_bytes(tables: Sequence[TableConfig], train: TensorTrain, state: Mapping[str, str]) -> int:
+    """Of the cores of compressed tables, with optimizer state."""
+    cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], train))
+    return sum(core.num_embeddings * row_bytes(core, state) for core in cores)
 
 
 def _tables(count: int) -> str:

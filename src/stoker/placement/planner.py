@@ -27,8 +27,9 @@ from stoker.placement.hot_cold import HotBatches, roomy
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice, Division, Kind, by_kind, check_choice, kind_of, weigh
-from stoker.tables.config import Cached, Device, TableConfig
+from stoker.tables.config import Cached, Device, TableConfig, TensorTrain
 from stoker.tables.log_home import index_bytes
+from stoker.tables.tensor_train import stored_tables
 from stoker.units import format_size, parse_size
 
 __all__ = ["plan"]
@@ -52,6 +53,7 @@ def plan(
     spill: Literal["parts", "refuse"] = "parts",
     foresight: bool = False,
     strategy: Choice = "auto",
+    tensor_trains: Mapping[str, TensorTrain] | None = None,
     hot_batches: HotBatches | None = None,
     path: str | Path | None = None,
     device: torch.device | str | None = None,
@@ -77,6 +79,7 @@ def plan(
         foresight: the next use of every row is known to the end of the epoch (:func:`stoker.stage`).
         strategy: of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is
             expected to move the fewest bytes.
+        tensor_trains: tables whose cores lie on the device instead of their rows. Never chosen: they change the model.
         hot_batches: of a classified dataset that is read by its schedule; ``HotCold`` keeps its profile's hot rows.
         path: directory of homes in files; None means the system's temporary one.
         device: where the slots are; None takes the first GPU, else the CPU.
@@ -102,10 +105,22 @@ def plan(
         device=chosen, foresight=foresight, hot_batches=hot_batches,
     )  # fmt: skip
     needs = _Needs(work, most, spill)
+    trains = {name: each for name, each in (tensor_trains or {}).items() if name in work.uses}
+    everything, tables = tables, [table for table in tables if table.name not in trains]
+    cores = sum(
+        table.num_embeddings * row_bytes(table, state)
+        for table in stored_tables([table for table in everything if table.name in trains], trains)
+    )
     total = sum(needs.bytes(table) for table in tables)
-    if total <= budget:
-        _check_device(total, chosen)
-        return Placement(tables, {table.name: Device() for table in tables}, work, profile)
+    if total + cores <= budget:
+        _check_device(total + cores, chosen)
+        return Placement(everything, {**{table.name: Device() for table in tables}, **trains}, work, profile)
+    if cores >= budget:
+        raise ConfigError(
+            f"the cores of {len(trains)} tensor-train tables need {format_size(cores)} with their state, but the "
+            f"budget for rows is {format_size(budget)}. Give more device memory, or a lower rank."
+        )
+    budget -= cores
     on_cpu = chosen.type == "cpu"
 
     def placed(budget: int) -> _Placed:
@@ -129,7 +144,7 @@ def plan(
                 found = placed(budget - index) if on_cpu else found
                 options["writes"] = "append"
     division, moved, choice, note = found.division, found.moved, found.choice, found.note
-    _check_device(needs.taken(division), chosen)
+    _check_device(needs.taken(division) + cores, chosen)
     resident, rest, slots = list(division.resident), list(division.rest), dict(division.slots)
     kinds = by_kind(rest)
     of_kind = {
@@ -137,7 +152,7 @@ def plan(
         for kind, members in kinds.items()
     }
     strategies = {table.name: Device() if table in resident else of_kind[kind_of(table)] for table in tables}
-    return Placement(tables, strategies, work, profile, note, moved, choice)
+    return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice)
 
 
 def _of(given: float | Mapping[str, float] | None, name: str, default: float) -> float:

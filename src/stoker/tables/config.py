@@ -185,6 +185,17 @@ class TensorTrain(Strategy):
     cores: int = 3  # 2 to 4
     shape: TTShape | None = None  # instead of rank and cores
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Sequence[int]]) -> TensorTrain:
+        """Inverse of :meth:`to_dict`."""
+        rows, cols, ranks = (tuple(values[name]) for name in ("rows", "cols", "ranks"))
+        return cls(shape=TTShape(rows, cols, ranks))
+
+    def to_dict(self, table: TableConfig) -> dict[str, list[int]]:
+        """Plain values for JSON: the shape for ``table``."""
+        shape = self.shape_of(table)
+        return {"rows": list(shape.rows), "cols": list(shape.cols), "ranks": list(shape.ranks)}
+
     def __post_init__(self) -> None:
         if self.shape is None:
             factorize(1, 1, self.rank, self.cores)  # checks the numbers

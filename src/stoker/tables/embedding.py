@@ -27,7 +27,7 @@ from stoker.tables.side_by_side import side_by_side
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
-from stoker.tables.tensor_train import CompressedGroup
+from stoker.tables.tensor_train import CompressedGroup, stored_tables
 from stoker.units import format_size
 
 __all__ = ["EmbeddingTables"]
@@ -377,11 +377,8 @@ class EmbeddingTables(nn.Module):
     @property
     def stored(self) -> tuple[TableConfig, ...]:
         """What files hold, in the order of the tables: each table, or the cores of one that is compressed."""
-        found: list[TableConfig] = []
-        for table in self.tables:
-            group = self._group_of[table.name]
-            found += group.stored if isinstance(group, CompressedGroup) else (table,)
-        return tuple(found)
+        trains = {name: group.strategy for name, group in self._group_of.items()}
+        return stored_tables(self.tables, {n: each for n, each in trains.items() if isinstance(each, TensorTrain)})
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for table in self.stored:

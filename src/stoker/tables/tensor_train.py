@@ -10,7 +10,7 @@ Legend: B examples, F features of the table, D columns, U distinct rows of a bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +31,7 @@ from stoker.tables.lease import Lease
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
 
-__all__ = ["CompressedGroup", "TensorTrainCores", "core_tables", "update_slices"]
+__all__ = ["CompressedGroup", "TensorTrainCores", "core_tables", "stored_tables", "update_slices"]
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _NO_ROUNDING = Rounding(())
@@ -44,6 +44,15 @@ def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
         TableConfig(name=f"{table.name}.core{place}", num_embeddings=rows, embedding_dim=left * width)
         for place, (rows, left, width) in enumerate(shape.core_shapes, 1)
     )
+
+
+def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
+    """What lies in memory and in files for ``tables``: themselves, or the cores of those named in ``trains``."""
+    found: list[TableConfig] = []
+    for table in tables:
+        train = trains.get(table.name)
+        found += (table,) if train is None else core_tables(table, train.shape_of(table))
+    return tuple(found)
 
 
 class TensorTrainCores(Storage):

@@ -164,7 +164,8 @@ class TTEmbeddingBag(nn.Module):
 
     def _rows(self, distinct: Tensor) -> Tensor:
         if not len(distinct):
-            return self.cores[0].new_zeros(1, self.embedding_dim)  # nothing looks at it
+            none: Tensor = self.cores[0].new_zeros(1, self.embedding_dim)
+            return none  # nothing looks at it
         anchor = torch.zeros((), requires_grad=self.optimizer is not None)
         rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows

@@ -6,6 +6,7 @@
       manifest.json             what follows, with sizes and sha256; no time stamp, no path, no placement
       dense.safetensors         dense parameters and buffers, dense optimizer state, generator states
       tables/000.00000.safetensors   rows and row-optimizer state of table 0, some 256 MiB a file
+                                 (each core of a tensor-train table counts as a table)
 
 A checkpoint is written beside its final name, flushed to disk and renamed, so a directory of that name is
 whole. Tables stream through in chunks: memory does not grow with them. Any placement and device may load the
@@ -131,7 +132,8 @@ def save(
         (beside / "tables").mkdir(parents=True)
         files: dict[str, Any] = {}
         tables = [
-            _save_table(beside, index, model, files, shard_bytes, require_finite) for index in range(len(model.tables))
+            _save_table(beside, index, model, files, shard_bytes, require_finite)
+            for index in range(len(model.embeddings.stored))
         ]
         tensors, optimizer = _dense_tensors(model, dense_optimizer)
         if require_finite:
@@ -220,7 +222,7 @@ def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
 def _save_table(
     folder: Path, index: int, model: RecModel, files: dict[str, Any], shard_bytes: int, require_finite: bool
 ) -> dict[str, Any]:
-    table = model.tables[index]
+    table = model.embeddings.stored[index]
     optimizer = model.embeddings.optimizer
     state_bytes = sum(4 * table.embedding_dim if kind == "row" else 4 for kind in optimizer.state.values())
     row_bytes = table.num_bytes // table.num_embeddings + state_bytes

@@ -27,7 +27,8 @@ from stoker.optim import (
     Schedule,
     StepDecay,
 )
-from stoker.tables import Strategy
+from stoker.tables import Strategy, TableConfig, TensorTrain, tables_for
+from stoker.tables.tensor_train import stored_tables
 from stoker.training.model_options import check_options, own_options
 from stoker.units import parse_size
 
@@ -63,6 +64,9 @@ class TrainConfig:
     model_options: Mapping[str, Any] = field(default_factory=dict)  # the model's own, e.g. {"bottom": (64, 16)}
     pooling: Literal["sum", "mean"] = "mean"  # of sequence features
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the tables
+    tt_rank: int | None = None  # large tables as tensor trains of this rank: another, smaller model; None: as they are
+    tt_rows: int = 1_000_000  # rows from which on a table is large
+    tt_cores: int = 3  # of each, 2 to 4
     dense_dtype: Literal["float32", "bfloat16"] = "float32"  # of the dense part (bfloat16: autocast)
     compile: bool = False  # torch.compile for the dense part
 
@@ -129,7 +133,12 @@ class TrainConfig:
         _choice("backend", self.backend, get_args(BackendName))
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must not be negative.", settings=("seed",))
-        for name in ("embedding_dim", "batch_size", "epochs", "schedule_rows", "keep_last", "log_every"):
+        if self.tt_rank is not None:
+            try:
+                TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
+            except ConfigError as error:
+                raise ConfigError(f"tt_rank: {error}", settings=("tt_rank", "tt_cores")) from error
+        for name in ("embedding_dim", "batch_size", "tt_rows", "epochs", "schedule_rows", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
         _choice("spill", self.spill, ("parts", "refuse"))
@@ -240,6 +249,19 @@ class TrainConfig:
         )
         return optimizer
 
+    def tensor_trains(self, spec: FeatureSpec) -> dict[str, TensorTrain]:
+        """The tables that are compressed, with their shapes."""
+        if self.tt_rank is None:
+            return {}
+        train = TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
+        large = [t for t in tables_for(spec, self.embedding_dim, dtype=self.dtype) if t.num_embeddings >= self.tt_rows]
+        return {table.name: TensorTrain(shape=train.shape_of(table)) for table in large}
+
+    def stored_tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
+        """What lies in memory and in files: the tables of ``spec``, or their cores."""
+        tables = tables_for(spec, self.embedding_dim, pooling=self.pooling, dtype=self.dtype)
+        return stored_tables(tables, self.tensor_trains(spec))
+
     def make_model(
         self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None
     ) -> RecModel:
@@ -265,6 +287,7 @@ class TrainConfig:
                 device=resolve_device(self.device),
                 backend=self.backend,
                 placement=placement,
+                tensor_train=self.tensor_trains(spec),
                 **options,
             )
         except TypeError as error:

@@ -21,7 +21,7 @@ from stoker.errors import ConfigError
 from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import Stage, tables_for
+from stoker.tables import Stage
 from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
@@ -92,7 +92,7 @@ def _train(
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
     placement = place_run(config, data, optimizer)
-    tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
+    tables = config.stored_tables(data.schema)
     warnings = [check_memory(tables, optimizer.state, device, placement)]
     stream = run_stream(
         config,
@@ -370,11 +370,13 @@ def _facts(
 ) -> str:
     """What is about to be trained, for the first line on the screen."""
     rows = sum(table.num_embeddings for table in model.tables)
-    size = sum(table.num_embeddings * row_bytes(table, model.embeddings.optimizer.state) for table in model.tables)
+    state = model.embeddings.optimizer.state
+    size = sum(table.num_embeddings * row_bytes(table, state) for table in model.embeddings.stored)
+    trains = f", {plural(len(model.tensor_train), 'tensor train')} among them" if model.tensor_train else ""
     dense = sum(parameter.numel() for parameter in model.dense_parameters())
     return (
-        f"{model.name}: {plural(len(model.tables), 'table')}, {format_count(rows)} rows, {format_size(size)} with "
-        f"optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
+        f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
+        f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
         f"rows, {plural(total, 'step')} of {config.batch_size:,} on {model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")

@@ -22,9 +22,10 @@ from stoker.placement.placement import Placement
 from stoker.placement.planner import plan
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice
-from stoker.tables import Stage, TableConfig, stage, tables_for
+from stoker.tables import Stage, TableConfig, TensorTrain, stage, tables_for
 from stoker.tables.foresight import Progress
 from stoker.tables.slotted import SlottedRows
+from stoker.tables.tensor_train import stored_tables
 from stoker.training.config import TrainConfig
 from stoker.training.evaluation import SCORED
 from stoker.training.progress import Clock
@@ -98,6 +99,7 @@ def place(
     spill: Literal["parts", "refuse"] = "parts",
     foresight: bool = False,
     strategy: Choice = "auto",
+    tensor_trains: Mapping[str, TensorTrain] | None = None,
     scheduled: bool = False,
     device: torch.device | str | None = None,
     profile: Profile | None = None,
@@ -128,7 +130,8 @@ def place(
     return plan(
         tables, counts, optimizer=optimizer, device_memory=device_memory, host_memory=host_memory, path=home_path,
         batch_size=batch_size, lookahead=lookahead, in_flight=in_flight, spill=spill, foresight=foresight,
-        strategy=strategy, hot_batches=hot, device=device, profile=profile, ids_per_feature=mean, max_ids=most,
+        strategy=strategy, tensor_trains=tensor_trains, hot_batches=hot, device=device, profile=profile,
+        ids_per_feature=mean, max_ids=most,
     )  # fmt: skip
 
 
@@ -162,17 +165,19 @@ def place_scoring(
         FeatureSpec.from_dict(manifest["features"]), model["embedding_dim"], pooling=model["pooling"],
         dtype=model["dtype"],
     )  # fmt: skip
+    trains = {name: TensorTrain.from_dict(values) for name, values in model.get("tensor_train", {}).items()}
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
     size = batch_size or SCORED
     budget = settings.get("device_memory")
     if budget in (None, "all"):
-        check_memory(tables, optimizer.state, device)
+        check_memory(stored_tables(tables, trains), optimizer.state, device)
         return None, size
     while True:
         try:
             placement = place(
                 data, tables, optimizer, device_memory=str(budget), host_memory=settings.get("host_memory"),
                 home_path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
+                tensor_trains=trains,
             )  # fmt: skip
             return placement, size
         except ConfigError:
@@ -195,7 +200,8 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
         data, tables, optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
         home_path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
         in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
-        strategy=config.strategy, scheduled=config.batch_order != "shuffled", device=config.device,
+        strategy=config.strategy, tensor_trains=config.tensor_trains(data.schema),
+        scheduled=config.batch_order != "shuffled", device=config.device,
     )  # fmt: skip
 
 

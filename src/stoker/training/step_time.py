@@ -70,7 +70,7 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         data: what it trains on.
         placement: in which groups its tables lie; None: all together, on the device.
     """
-    spec = _cut(data.schema, _row_bytes(config))
+    spec = _cut(data.schema, _row_bytes(config), frozenset(config.tensor_trains(data.schema)))
     whole = replace(config, device_memory=None)
     trained = [_Trained(whole, spec, None)]
     if placement is not None and not placement.resident:
@@ -150,15 +150,17 @@ def _row_bytes(config: TrainConfig) -> int:
     return row_bytes(table, config.make_row_optimizer(Constant()).state)
 
 
-def _cut(spec: FeatureSpec, size: int) -> FeatureSpec:
-    """The same columns with the largest tables cut so that all take :data:`_ROWS` bytes."""
-    rows = np.array(sorted(spec.num_embeddings.values()), np.float64)
+def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:
+    """The same columns with the largest tables cut so that all but the compressed ones take :data:`_ROWS` bytes."""
+    given = spec.num_embeddings
+    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.float64)
     low, high = 1.0, float(rows.max(initial=1.0))
     while high - low > 1:
         middle = (low + high) / 2
         low, high = (middle, high) if np.minimum(rows, middle).sum() * size <= _ROWS else (low, middle)
     most = int(high if np.minimum(rows, high).sum() * size <= _ROWS else low)
-    return replace(spec, num_embeddings={name: min(count, most) for name, count in spec.num_embeddings.items()})
+    cut = {name: count if name in compressed else min(count, most) for name, count in given.items()}
+    return replace(spec, num_embeddings=cut)
 
 
 def _inside(batch: Batch, limits: torch.Tensor) -> Batch:

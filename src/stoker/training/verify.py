@@ -28,7 +28,6 @@ from stoker.ops import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import tables_for
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
 from stoker.training.placing import place_run, slotted
@@ -152,9 +151,8 @@ def _quiet(what: str, done: int, total: int) -> None: ...
 def _rows_bytes(section: Section) -> int:
     """Of all rows with their optimizer state."""
     config = section.config
-    tables = tables_for(section.data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
     state = config.make_row_optimizer(Constant()).state
-    return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
+    return sum(table.num_embeddings * row_bytes(table, state) for table in config.stored_tables(section.data.schema))
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
@@ -285,8 +283,8 @@ class _Comparison:
 
     def tables(self, step: int, progress: Progress) -> Difference | None:
         """All rows of all tables."""
-        total = sum(table.num_embeddings for table in self.placed.tables)
-        for table in self.placed.tables:
+        total = sum(table.num_embeddings for table in self.placed.embeddings.stored)
+        for table in self.placed.embeddings.stored:
             size = row_bytes(table, self.placed.embeddings.optimizer.state)
             chunk = max(1, _CHUNK_BYTES // size)
             both = (model.embeddings.read(table.name, chunk) for model in (self.placed, self.resident))
