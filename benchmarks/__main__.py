@@ -20,6 +20,7 @@ from benchmarks import (
     prepare,
     reader,
     schedule,
+    tensor_train_accuracy,
 )
 from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
 from benchmarks.machine import describe
@@ -42,6 +43,7 @@ def all_bars() -> list[Bar]:
         hot_cold,
         classify,
         schedule,
+        tensor_train_accuracy,
     )
     return [bar for module in modules for bar in module.bars()]
 
