@@ -21,6 +21,7 @@ from benchmarks import (
     reader,
     schedule,
     tensor_train_accuracy,
+    tensor_train_step,
 )
 from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
 from benchmarks.machine import describe
@@ -44,6 +45,7 @@ def all_bars() -> list[Bar]:
         classify,
         schedule,
         tensor_train_accuracy,
+        tensor_train_step,
     )
     return [bar for module in modules for bar in module.bars()]
 
