@@ -85,7 +85,7 @@ def _level(digit: Tensor, inverse: Tensor | None, children: Tensor | None, above
 
 
 def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
-    """Values of the nodes of every level, from the first on: [P, M * m_k, r_k] float32 each.
+    """Values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
 
     Those of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
 
@@ -94,7 +94,7 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
         trie: of the rows.
     """
     shape, first = trie.shape, trie.levels[0]
-    values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], -1)]
+    values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], shape.ranks[0])]
     for place, level in enumerate(trie.levels[1:], 1):
         above, core = values[-1], cores[place]
         nodes, (_, width, rank) = len(level.digit), above.shape
@@ -102,7 +102,7 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
         made = inputs.new_empty(nodes * width, core.shape[2])
         for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
             torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
-        values.append(made.view(nodes, width * shape.cols[place], -1))
+        values.append(made.view(nodes, width * shape.cols[place], core.shape[2] // shape.cols[place]))
     return values
 
 
@@ -117,7 +117,7 @@ def gradients(
         cores: as for :func:`expand`.
         trie: of the rows.
         values: what :func:`expand` gave.
-        grad: [U, D] float32, of the rows in the last level's order.
+        grad: [U, D] of the cores' type, of the rows in the last level's order.
     """
     found: list[tuple[Tensor, Tensor]] = []
     for place in range(len(cores) - 1, 0, -1):
@@ -138,7 +138,7 @@ def gradients(
 
 
 def _distinct(level: Level) -> Tensor:
-    return level.digit[torch.tensor(level.start[:-1], device=level.digit.device)]
+    return level.digit[torch.tensor(level.start[:-1], dtype=torch.int64, device=level.digit.device)]
 
 
 def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
@@ -165,9 +165,9 @@ def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:
 def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) -> Tensor:
     """[U, D]: the product of the slices of each row by itself, whatever it shares with others; differentiable."""
     digits = digits_of(rows, shape)
-    value = cores[0][digits[0]].view(len(rows), shape.cols[0], -1)
+    value = cores[0][digits[0]].view(len(rows), shape.cols[0], shape.ranks[0])
     for core, digit, cols in zip(cores[1:], digits[1:], shape.cols[1:], strict=True):
-        value = torch.bmm(value, core[digit]).view(len(rows), value.shape[1] * cols, -1)
+        value = torch.bmm(value, core[digit]).view(len(rows), value.shape[1] * cols, core.shape[2] // cols)
     return value.view(len(rows), shape.dim)
 
 

@@ -35,7 +35,7 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
     for place, rank in enumerate(shape.ranks):
         rows, cols = shape.rows[place], shape.cols[place]
         unfolded = rest.reshape(left * rows * cols, -1)
-        basis = _leading(unfolded, rank)  # [left * rows * cols, rank]
+        basis = _leading(unfolded, rank)  # [left * rows * cols, rank]; a rank that says nothing more has zeros
         rest = basis.t() @ unfolded
         cores.append(basis.view(left, rows, cols, rank).permute(1, 0, 2, 3).reshape(rows, left, cols * rank))
         left = rank
@@ -54,4 +54,5 @@ def _leading(matrix: Tensor, rank: int) -> Tensor:
         wide = part.to(torch.float64)
         gram.addmm_(wide, wide.t())
     vectors: Tensor = torch.linalg.eigh(gram)[1]
-    return vectors[:, -rank:].flip(1).to(matrix.dtype)
+    leading = vectors[:, -rank:].flip(1).to(matrix.dtype)
+    return torch.nn.functional.pad(leading, (0, rank - leading.shape[1]))
