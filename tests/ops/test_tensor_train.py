@@ -248,7 +248,7 @@ def test_the_same_bits_again_and_with_another_number_of_threads() -> None:
 
 
 def least_bytes(rows: int, dim: int, rank: int, cores: int) -> int:
-    """Of all factors whatsoever, by trying them. With a rank too large for a small table that may be the table itself."""
+    """Of all factors whatsoever, by trying them. With a rank beyond use it may be the table itself."""
 
     def columns(value: int, count: int) -> list[tuple[int, ...]]:
         if count == 1:
@@ -325,8 +325,15 @@ def test_numbers_out_of_range(arguments: tuple, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [((4,), (4,), ()), ((4, 4), (4,), (2,)), ((4, 4), (2, 2), (2, 2)), ((4, 0), (2, 2), (2,)), ((4, 4), (2, 2), (0,))]
-)  # fmt: skip
+    "arguments",
+    [
+        ((4,), (4,), ()),
+        ((4, 4), (4,), (2,)),
+        ((4, 4), (2, 2), (2, 2)),
+        ((4, 0), (2, 2), (2,)),
+        ((4, 4), (2, 2), (0,)),
+    ],
+)
 def test_shapes_that_do_not_fit_together(arguments: tuple) -> None:
     with pytest.raises(ConfigError):
         TTShape(*arguments)

@@ -108,12 +108,13 @@ def factorize(num_embeddings: int, dim: int, rank: int | Sequence[int], cores: i
     if len(ranks) != cores - 1 or min(ranks) < 1:
         raise ConfigError(f"rank {rank} does not fit {cores} cores: give one number, or {cores - 1}, each at least 1.")
     found = [
-        _cut(rows, cols, ranks)
+        (_count(rows, cols, useful), rows, cols, useful)
         for cols in _ordered_factors(dim, cores)
         for rows in _row_factors(num_embeddings, cols, ranks)
+        for useful in [_cut(rows, cols, ranks)]
     ]
-    least = min(shape.num_parameters for shape in found)
-    near = [shape for shape in found if shape.num_parameters <= _SLACK * least]
+    least = min(found)[0]
+    near = [TTShape(*factors) for count, *factors in found if count <= _SLACK * least]
     return min(near, key=lambda shape: (shape.work(min(_ROWS, num_embeddings)), shape.num_parameters, shape.cols))
 
 
@@ -131,8 +132,8 @@ def _row_factors(total: int, cols: Sequence[int], ranks: Sequence[int]) -> Itera
     before, behind = (1, *ranks), (*ranks, 1)
     slices = [left * col * right for left, col, right in zip(before, cols, behind, strict=True)]
     wanted = _balanced(total, slices)
-    for spread in itertools.product(_SPREAD, repeat=len(cols) - 1):
-        rest = [max(1, round(want * factor)) for want, factor in zip(wanted[1:], spread, strict=True)]
+    near = [sorted({max(1, round(want * factor)) for factor in _SPREAD}) for want in wanted[1:]]
+    for rest in itertools.product(*near):
         yield (-(-total // math.prod(rest)), *rest)
 
 
@@ -150,10 +151,18 @@ def _balanced(total: int, slices: Sequence[int]) -> list[float]:
     return found
 
 
-def _cut(rows: tuple[int, ...], cols: tuple[int, ...], ranks: Sequence[int]) -> TTShape:
+def _cut(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
     """Ranks above what either side of the cut can use say nothing more."""
-    sizes = [row * col for row, col in zip(rows, cols, strict=True)]
-    useful = [
-        min(rank, math.prod(sizes[: place + 1]), math.prod(sizes[place + 1 :])) for place, rank in enumerate(ranks)
-    ]
-    return TTShape(rows, cols, tuple(useful))
+    left, right, found = 1, math.prod(rows) * math.prod(cols), []
+    for row, col, rank in zip(rows, cols, ranks, strict=False):
+        left, right = left * row * col, right // (row * col)
+        found.append(min(rank, left, right))
+    return tuple(found)
+
+
+def _count(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> int:
+    """Values in all cores, as :attr:`TTShape.num_parameters` counts them."""
+    total, before = 0, 1
+    for row, col, behind in zip(rows, cols, (*ranks, 1), strict=True):
+        total, before = total + row * before * col * behind, behind
+    return total
