@@ -96,10 +96,8 @@ class TensorTrainCores(Storage):
 
     def rows_of(self, distinct: Tensor) -> Tensor:
         """[U, D] the rows at ``distinct`` [U] int64, ascending."""
-        if not len(distinct):
-            return self.weight.new_empty(0, self.shape.dim)
         trie = build_trie(distinct, self.shape)
-        return trie.in_order(expand(self.slices(), trie)[-1].view(len(distinct), -1))
+        return trie.in_order(expand(self.slices(), trie)[-1].view(-1, self.shape.dim))
 
     def read(self, start: int, stop: int) -> Rows:
         return Rows(self.rows_of(torch.arange(start, stop, device=self.weight.device)), {})
@@ -190,7 +188,7 @@ class CompressedGroup(TableGroup):
         slices = gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
         rule = self.optimizer.rule(self.tick)
         for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
-            update_slices(self.backend, core.weight, core.state, digits, wanted.view(len(digits), -1), rule)
+            update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
 
     def weight_gradient(self, bags: Bags, grad: Tensor, lease: Lease | None) -> Tensor:
         lease = lease or self.acquire(bags)

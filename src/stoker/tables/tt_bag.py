@@ -30,16 +30,18 @@ class _DistinctRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor, *cores: Tensor) -> Tensor:
-        ctx.bag, ctx.trie = bag, build_trie(distinct, bag.shape)
+        ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
-        rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(len(distinct), -1))
+        rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(-1, bag.embedding_dim))
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cores, bag = ctx.saved_tensors, ctx.bag
+        if ctx.tick != bag.tick:  # another backward updated the cores since
+            ctx.values, ctx.tick = expand(cores, ctx.trie), bag.tick
         slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
         if bag.optimizer is not None:
             bag._update(slices)
@@ -59,7 +61,8 @@ class TTEmbeddingBag(nn.Module):
     batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
-    they are updated inside backward instead, slice by slice, and take no gradient.
+    they are updated inside backward instead, slice by slice, and take no gradient: there is none to clip, to accumulate
+    or, under ``DistributedDataParallel``, to average.
 
     Args:
         num_embeddings: N.
@@ -74,7 +77,8 @@ class TTEmbeddingBag(nn.Module):
         cores: 2 to 4.
         shape: factors and ranks, instead of those of :func:`stoker.ops.tensor_train_shape.factorize`.
         std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
-        seed: of the cores.
+        seed: of the cores; None draws one from torch's generator, so ``torch.manual_seed`` decides and no two tables
+            are alike.
         optimizer: a row optimizer (:mod:`stoker.optim`) that updates the cores inside backward.
 
     Raises:
@@ -99,7 +103,7 @@ class TTEmbeddingBag(nn.Module):
         cores: int = 3,
         shape: TTShape | None = None,
         std: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         optimizer: RowOptimizer | None = None,
         backend: BackendName = "auto",
     ) -> None:
@@ -115,8 +119,13 @@ class TTEmbeddingBag(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ConfigError(f"padding_idx is {padding_idx}, but the table has {num_embeddings:,} rows.")
             padding_idx %= num_embeddings
-        if optimizer is not None and dtype not in (None, torch.float32):
+        if not std > 0:
+            raise ConfigError(f"std is {std}; it must be above 0: cores of zeros have no gradient and never learn.")
+        dtype = dtype or (torch.get_default_dtype() if optimizer is None else torch.float32)
+        if optimizer is not None and dtype != torch.float32:
             raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
@@ -132,7 +141,7 @@ class TTEmbeddingBag(nn.Module):
         for place, core in enumerate(made):
             for name, kind in {} if optimizer is None else optimizer.state.items():
                 size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
-                self.register_buffer(f"state_{place}_{name}", torch.zeros(size, device=device))
+                self.register_buffer(f"state_{place}_{name}", torch.zeros(size, dtype=torch.float32, device=device))
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool, as ``nn.EmbeddingBag`` does.
@@ -147,15 +156,21 @@ class TTEmbeddingBag(nn.Module):
 
         Raises:
             IndexError: an id lies outside the table.
+            ValueError: ids that are no integers, or offsets that do not fit them.
+            ConfigError: the cores are to be updated inside backward, but were turned into another type than float32.
         """
-        ids = input.reshape(-1)
+        ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
         self._check(ids)
-        distinct, inverse = torch.unique(ids.to(torch.int64), return_inverse=True)
-        rows = self._rows(distinct)
         padding = None
-        if self.padding_idx is not None:
-            at = int(torch.searchsorted(distinct, self.padding_idx))
-            padding = at if at < len(distinct) and int(distinct[at]) == self.padding_idx else None
+        if self.padding_idx is None:
+            distinct, inverse = torch.unique(ids, return_inverse=True)
+            rows = self._rows(distinct)
+        else:  # in a row of its own behind the others: nothing is computed for it, and no slice counts as used
+            real = ids != self.padding_idx
+            distinct, places = torch.unique(ids[real], return_inverse=True)
+            padding = len(distinct)
+            inverse = torch.full_like(ids, padding).masked_scatter(real, places)
+            rows = nn.functional.pad(self._rows(distinct), (0, 0, 0, 1))
         pooled: Tensor = nn.functional.embedding_bag(
             inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
             per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
@@ -163,9 +178,11 @@ class TTEmbeddingBag(nn.Module):
         return pooled
 
     def _rows(self, distinct: Tensor) -> Tensor:
-        if not len(distinct):
-            none: Tensor = self.cores[0].new_zeros(1, self.embedding_dim)
-            return none  # nothing looks at it
+        if self.optimizer is not None and self.cores[0].dtype != torch.float32:
+            raise ConfigError(
+                f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
+                "float32. Turn them back (.float()), or make the bag without optimizer."
+            )
         anchor = torch.zeros((), requires_grad=self.optimizer is not None)
         rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows
@@ -185,7 +202,7 @@ class TTEmbeddingBag(nn.Module):
         for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices, strict=True)):
             state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
             backend = get_backend(self.backend, core.device)
-            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.view(len(digits), -1), rule)
+            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.flatten(1), rule)
         self.tick += 1
 
     @classmethod
@@ -223,12 +240,12 @@ class TTEmbeddingBag(nn.Module):
             )
             yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
 
-    def get_extra_state(self) -> dict[str, int]:
-        """Updates done, which drive schedules and the bias correction."""
-        return {"tick": self.tick}
+    def get_extra_state(self) -> Tensor:
+        """Updates done, which drive schedules and the bias correction; a tensor as all else that is saved."""
+        return torch.tensor(self.tick)
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.tick = int(state["tick"])
+    def set_extra_state(self, state: Tensor) -> None:
+        self.tick = int(state)
 
     def extra_repr(self) -> str:
         rows, size = format_count(self.num_embeddings), self.shape.num_parameters

@@ -1,0 +1,559 @@
+"""TTEmbeddingBag is nn.EmbeddingBag over the rows that its cores stand for: forward, gradients, updates, files, ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import stoker
+from stoker import TTEmbeddingBag
+from stoker.errors import ConfigError
+from stoker.ops.reference import update_rows
+from stoker.ops.tensor_train import digits_of, rows_by_definition
+from stoker.ops.tensor_train_shape import TTShape
+
+SHAPE = TTShape((5, 3, 4), (1, 2, 3), (4, 3))  # 60 rows, of which 57 are there
+ROWS, DIM = 57, 6
+OPTIMIZERS = {
+    "sgd": stoker.SGD(lr=0.02),
+    "adagrad": stoker.Adagrad(lr=0.1),
+    "rowwise": stoker.RowWiseAdagrad(lr=0.1),
+    "adam": stoker.Adam(lr=0.05),
+    "clipped": stoker.Adagrad(lr=0.1, clip_norm=0.5, weight_decay=0.01),
+    "schedule": stoker.SGD(lr=0.02, schedule=stoker.StepDecay(every=2, gamma=0.1)),
+}
+
+
+def make(**options: Any) -> TTEmbeddingBag:
+    given = {"shape": SHAPE, "seed": 3, "std": 0.5, "mode": "sum", "backend": "reference", **options}
+    return TTEmbeddingBag(ROWS, DIM, **given)
+
+
+def rows_of(bag: TTEmbeddingBag) -> Tensor:
+    """All rows, in the graph of the cores."""
+    return rows_by_definition(list(bag.cores), torch.arange(bag.num_embeddings), bag.shape)
+
+
+def expected_of(bag: TTEmbeddingBag, weight: Tensor, *call: Any, **named: Any) -> Tensor:
+    """What nn.EmbeddingBag with the dense rows gives."""
+    ids, offsets, *rest = (*call, None)[: max(2, len(call))]
+    return nn.functional.embedding_bag(
+        ids.long(), weight, None if offsets is None else offsets.long(), mode=bag.mode,
+        include_last_offset=bag.include_last_offset, padding_idx=bag.padding_idx,
+        per_sample_weights=rest[0] if rest else None, **named,
+    )  # fmt: skip
+
+
+def draw_offsets(lengths: list[int], last: bool) -> Tensor:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends if last else ends[:-1]
+
+
+@settings(max_examples=120)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    last=st.booleans(),
+    mode=st.sampled_from(["sum", "mean"]),
+    padding=st.one_of(st.none(), st.integers(-ROWS, ROWS - 1)),
+    weighted=st.booleans(),
+    narrow=st.booleans(),
+    double=st.booleans(),
+    skewed=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_equals_embedding_bag_over_the_same_rows(lengths, last, mode, padding, weighted, narrow, double, skewed, seed):
+    dtype = torch.float64 if double else torch.float32
+    bag = make(mode=mode, include_last_offset=last, padding_idx=padding, dtype=dtype, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3 if skewed else ROWS, (sum(lengths),), generator=generator)
+    if padding is not None and len(ids):
+        ids[: len(ids) // 3] = padding % ROWS
+    if narrow:
+        ids = ids.int()
+    offsets = draw_offsets(lengths, last)
+    if narrow:
+        offsets = offsets.int()
+    weights = torch.randn(len(ids), generator=generator, dtype=dtype) if weighted and mode == "sum" else None
+    given, own = (None if weights is None else weights.clone().requires_grad_() for _ in range(2))
+    other = copy.deepcopy(bag)
+    found, expected = bag(ids, offsets, own), expected_of(other, rows_of(other), ids, offsets, given)
+    assert found.shape == expected.shape
+    assert found.dtype == dtype
+    near = {"rtol": 1e-10, "atol": 1e-12} if double else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found, expected, **near)
+    grad = torch.randn(found.shape, generator=generator, dtype=dtype)
+    found.backward(grad)
+    expected.backward(grad)
+    for mine, its in zip(bag.cores, other.cores, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, **near)
+    if own is not None and given is not None:
+        torch.testing.assert_close(own.grad, given.grad, **near)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding", [None, 7])
+def test_bags_of_one_length(mode, padding):
+    bag = make(mode=mode, padding_idx=padding, dtype=torch.float64)
+    ids = torch.randint(0, 12, (9, 4), generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(9, 4, dtype=torch.float64).requires_grad_() if mode == "sum" else None
+    again = None if weights is None else weights.detach().clone().requires_grad_()
+    found, expected = bag(ids, per_sample_weights=weights), expected_of(bag, rows_of(bag), ids, None, again)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    mine = torch.autograd.grad(found.square().sum(), [*bag.cores, *([] if weights is None else [weights])])
+    its = torch.autograd.grad(expected.square().sum(), [*bag.cores, *([] if again is None else [again])])
+    for one, other in zip(mine, its, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_by_finite_differences():
+    bag = make(dtype=torch.float64)
+    ids, offsets = torch.tensor([1, 1, 56, 20, 3, 0]), torch.tensor([0, 2, 2, 5])
+    weights = torch.rand(6, dtype=torch.float64).requires_grad_()
+
+    def call(weights: Tensor, *cores: Tensor) -> Tensor:
+        return torch.func.functional_call(
+            bag, {f"cores.{k}": core for k, core in enumerate(cores)}, (ids, offsets, weights)
+        )
+
+    cores = [core.detach().clone().requires_grad_() for core in bag.cores]
+    assert torch.autograd.gradcheck(call, (weights, *cores))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_bags_without_any_id_have_a_gradient_of_zeros(last, fused, backend):
+    """As nn.EmbeddingBag's have: a rare empty batch must not stop a training run."""
+    bag = make(include_last_offset=last, optimizer=stoker.Adam(lr=0.1) if fused else None, backend=backend)
+    before = copy.deepcopy(bag.state_dict())
+    out = bag(torch.zeros(0, dtype=torch.int64), draw_offsets([0, 0, 0], last))
+    assert torch.equal(out, torch.zeros(3, DIM))
+    out.sum().backward()
+    for core in bag.cores:
+        assert core.grad is None if fused else not core.grad.any()
+    for name, value in bag.state_dict().items():
+        assert name == "_extra_state" or torch.equal(value, before[name])
+
+
+def test_only_padding():
+    bag = make(padding_idx=-1, optimizer=stoker.Adam(lr=0.1))
+    bag(torch.tensor([3, 4, 5]), torch.tensor([0])).sum().backward()  # moments that would go on moving
+    before = copy.deepcopy(bag.state_dict())
+    out = bag(torch.full((4,), ROWS - 1), torch.tensor([0, 2]))
+    assert torch.equal(out, torch.zeros(2, DIM))
+    out.sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items() if "_extra" not in name)
+
+
+def textbook(
+    cores: list[Tensor], states: list[dict[str, Tensor]], shape: TTShape, grads: list[Tensor], ids: Tensor, rule: Any
+) -> None:
+    """One row-optimizer step on the slices that the digits of ``ids`` name, and no others."""
+    for core, state, grad, digits in zip(cores, states, grads, digits_of(ids, shape), strict=True):
+        slices = torch.unique(digits)
+        update_rows(core.view(len(core), -1), state, slices, grad.reshape(len(core), -1)[slices], rule)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("shape", [SHAPE, TTShape((60, 3), (2, 3), (32,))], ids=["small slices", "slices in pieces"])
+def test_updates_inside_backward_are_those_of_the_textbook(kind, backend, shape):
+    rule = OPTIMIZERS[kind]
+    bag = make(shape=shape, optimizer=rule, backend=backend)
+    assert all(not core.requires_grad for core in bag.cores)
+    cores = [core.detach().clone() for core in bag.cores]
+    states = [
+        {
+            name: torch.zeros(core.shape[0], core[0].numel()) if kind == "row" else torch.zeros(core.shape[0])
+            for name, kind in rule.state.items()
+        }
+        for core in cores
+    ]
+    generator = torch.Generator().manual_seed(5)
+    for step in range(5):
+        ids = torch.randint(0, 9 if step % 2 else 30, (7,), generator=generator)
+        offsets = draw_offsets([2, 0, 4, 1], False)
+        leaves = [core.clone().requires_grad_() for core in cores]
+        expected = expected_of(bag, rows_by_definition(leaves, torch.arange(ROWS), shape), ids, offsets)
+        target = torch.randn(expected.shape, generator=generator)
+        ((expected - target) ** 2).sum().backward()
+        found = bag(ids, offsets)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        ((found - target) ** 2).sum().backward()
+        before = [core.clone() for core in cores]
+        textbook(cores, states, shape, [leaf.grad for leaf in leaves], ids, rule.rule(step))
+        for place, (core, old, digits) in enumerate(zip(bag.cores, before, digits_of(ids, shape), strict=True)):
+            idle = torch.ones(len(core), dtype=torch.bool)
+            idle[digits] = False
+            if idle.any() and step == 0:
+                assert torch.equal(core[idle], old[idle])
+                for name in rule.state:
+                    assert not bag.get_buffer(f"state_{place}_{name}")[idle].any()
+            torch.testing.assert_close(core.detach(), cores[place], rtol=2e-3, atol=2e-4)
+            for name in rule.state:
+                torch.testing.assert_close(
+                    bag.get_buffer(f"state_{place}_{name}"), states[place][name], rtol=2e-3, atol=1e-5
+                )
+    assert bag.tick == 5
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rank", [32, (3, 40)])
+def test_back_ends_give_the_same_bits(kind, rank):
+    bags = [
+        TTEmbeddingBag(900, 16, rank=rank, seed=1, optimizer=OPTIMIZERS[kind], backend=name)
+        for name in ("reference", "cpu")
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ids, offsets = torch.randint(0, 900, (80,), generator=generator), draw_offsets([3] * 20 + [0, 20], False)
+        for bag in bags:
+            bag(ids, offsets).square().sum().backward()
+    first, second = (bag.state_dict() for bag in bags)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_two_forwards_before_two_backwards_update_from_the_cores_of_now():
+    """The second backward is the gradient at cores that the first one changed, in all its factors."""
+    bag = make(optimizer=stoker.SGD(lr=0.5))
+    first, second = torch.tensor([1, 2, 30, 7]), torch.tensor([2, 31, 7])
+    begin = torch.tensor([0])
+    cores = [core.detach().clone() for core in bag.cores]
+    outs = [bag(ids, begin) for ids in (first, second)]
+    grad = torch.randn(1, DIM, generator=torch.Generator().manual_seed(0))
+    for out in outs:
+        out.backward(grad)
+    for step, ids in enumerate((first, second)):
+        leaves = [core.clone().requires_grad_() for core in cores]
+        expected_of(bag, rows_by_definition(leaves, torch.arange(ROWS), SHAPE), ids, begin).backward(grad)
+        textbook(cores, [{}] * 3, SHAPE, [leaf.grad for leaf in leaves], ids, bag.optimizer.rule(step))
+    for mine, its in zip(bag.cores, cores, strict=True):
+        torch.testing.assert_close(mine.detach(), its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_through_one_graph():
+    bag = make(optimizer=stoker.SGD(lr=0.5))
+    ids, begin, cores = torch.tensor([1, 2, 30, 7]), torch.tensor([0]), [core.detach().clone() for core in bag.cores]
+    out = bag(ids, begin)
+    grad = torch.randn(1, DIM, generator=torch.Generator().manual_seed(0))
+    out.backward(grad, retain_graph=True)
+    out.backward(grad)
+    for step in range(2):
+        leaves = [core.clone().requires_grad_() for core in cores]
+        expected_of(bag, rows_by_definition(leaves, torch.arange(ROWS), SHAPE), ids, begin).backward(grad)
+        textbook(cores, [{}] * 3, SHAPE, [leaf.grad for leaf in leaves], ids, bag.optimizer.rule(step))
+    for mine, its in zip(bag.cores, cores, strict=True):
+        torch.testing.assert_close(mine.detach(), its, rtol=1e-5, atol=1e-6)
+
+
+def test_cores_changed_between_forward_and_backward_are_noticed():
+    """Without an optimizer of its own the bag is like any module: torch refuses a stale gradient."""
+    bag = make()
+    out = bag(torch.tensor([1, 2]), torch.tensor([0])).sum()
+    with torch.no_grad():
+        bag.cores[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_gradients_accumulate():
+    bag, other = make(dtype=torch.float64), make(dtype=torch.float64)
+    parts = [torch.tensor([1, 2, 30, 7]), torch.tensor([2, 31, 7])]
+    for ids in parts:
+        bag(ids, torch.tensor([0])).square().sum().backward()
+        expected_of(other, rows_of(other), ids, torch.tensor([0])).square().sum().backward()
+    for mine, its in zip(bag.cores, other.cores, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_any_optimizer_of_torch_trains_it():
+    bag = TTEmbeddingBag(200, 8, rank=6, std=0.1, seed=0)
+    target = torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) @ torch.ones(8, 8) * 0.1
+    ids, optimizer = torch.arange(200), torch.optim.Adam(bag.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss = ((bag(ids, ids) - target) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(bag.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def train(bag: TTEmbeddingBag, seed: int) -> None:
+    ids = torch.randint(0, ROWS, (20,), generator=torch.Generator().manual_seed(seed))
+    bag(ids, torch.tensor([0, 5, 5])).square().sum().backward()
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def through_state_dict(module: nn.Module) -> nn.Module:
+    """By a file that is read without trusting it."""
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    made = make(optimizer=module.optimizer, seed=77)
+    assert made.load_state_dict(torch.load(file, weights_only=True)).missing_keys == []
+    return made
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save, through_state_dict])
+@pytest.mark.parametrize("optimizer", [None, OPTIMIZERS["adam"], OPTIMIZERS["schedule"]], ids=["none", "adam", "sgd"])
+def test_copies_are_whole_and_their_own(copied, optimizer):
+    bag = make(optimizer=optimizer)
+    for seed in range(3):
+        train(bag, seed)
+    bag.zero_grad()
+    before = copy.deepcopy(bag.state_dict())
+    other = copied(bag)
+    train(other, 9)
+    assert all(torch.equal(value, before[name]) for name, value in bag.state_dict().items())
+    train(bag, 9)
+    assert bag.tick == other.tick == (4 if optimizer else 0)
+    assert bag.state_dict().keys() == other.state_dict().keys()
+    for name, value in bag.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    for mine, its in zip(bag.cores, other.cores, strict=True):
+        assert mine.grad is None if optimizer else torch.equal(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("optimizer", [None, stoker.Adam(lr=0.1)])
+def test_a_state_dict_holds_tensors_only(optimizer):
+    """Averages of weights, safetensors and DDP go through it and expect no more."""
+    state = make(optimizer=optimizer).state_dict()
+    assert all(isinstance(value.cpu(), Tensor) for value in state.values())
+    with pytest.raises(RuntimeError, match="cores"):
+        make(optimizer=optimizer).load_state_dict({k: v for k, v in state.items() if not k.startswith("cores.1")})
+
+
+def test_double_and_back():
+    bag, ids, begin = make(), torch.arange(20), torch.tensor([0, 7])
+    narrow = bag(ids, begin)
+    wide = bag.to(torch.float64)(ids, begin)
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide, expected_of(bag, rows_of(bag), ids, begin), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(wide.float(), narrow, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", [torch.float64, torch.bfloat16])
+def test_updates_inside_backward_are_refused_to_other_types(to):
+    with pytest.raises(ConfigError, match="float32"):
+        make(optimizer=stoker.SGD(lr=0.1), dtype=to)
+    bag = make(optimizer=stoker.SGD(lr=0.1)).to(to)
+    with pytest.raises(ConfigError, match="float32"):
+        bag(torch.tensor([1]), torch.tensor([0]))
+    bag.float()(torch.tensor([1]), torch.tensor([0])).sum().backward()
+    assert bag.tick == 1
+
+
+def test_follows_the_default_type_like_embedding_bag():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert make().cores[0].dtype == nn.EmbeddingBag(3, 3).weight.dtype == torch.float64
+        fused = make(optimizer=stoker.Adagrad(lr=0.1))
+        assert {value.dtype for name, value in fused.state_dict().items() if "_extra" not in name} == {torch.float32}
+        train(fused, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_under_autocast():
+    bag = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = bag(torch.arange(20), torch.tensor([0, 7]))
+    assert torch.equal(out, bag(torch.arange(20), torch.tensor([0, 7])))
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS, ROWS + 2, 2**40])
+@pytest.mark.parametrize("padding", [None, 4])
+def test_ids_outside_the_table(wrong, padding):
+    """Those of padded rows too: cores have 60 rows."""
+    bag = make(padding_idx=padding)
+    with pytest.raises(IndexError, match=rf"id {wrong} .*57"):
+        bag(torch.tensor([1, wrong, 2]), torch.tensor([0]))
+    assert not rows_of(bag)[ROWS:].numel()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.tensor([0.0, 1.0]), torch.tensor([True]), torch.tensor([1], dtype=torch.int16)]
+)
+def test_ids_that_are_no_ids(wrong):
+    with pytest.raises(ValueError, match="int32 or int64"):
+        make()(wrong, torch.tensor([0]))
+
+
+def test_calls_that_embedding_bag_refuses():
+    bag, ids = make(mode="mean"), torch.tensor([1, 2])
+    with pytest.raises((ValueError, NotImplementedError), match="per_sample_weights"):
+        bag(ids, torch.tensor([0]), torch.ones(2))
+    with pytest.raises(ValueError, match="offsets"):
+        bag(ids)
+    with pytest.raises(ValueError, match="offsets"):
+        bag(ids.view(1, 2), torch.tensor([0]))
+    with pytest.raises(RuntimeError, match=r"offsets\[0\]"):
+        bag(ids, torch.tensor([1]))
+    with pytest.raises(ValueError, match="per_sample_weights"):
+        make()(ids, torch.tensor([0]), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"mode": "max"}, "max"),
+        ({"padding_idx": ROWS}, "padding_idx"),
+        ({"padding_idx": -ROWS - 1}, "padding_idx"),
+        ({"shape": None, "rank": 0}, "rank"),
+        ({"shape": None, "cores": 7}, "cores"),
+        ({"shape": TTShape((5, 3), (2, 3), (4,))}, "57"),
+        ({"shape": TTShape((9, 9), (2, 2), (4,))}, "81 x 4"),
+        ({"std": 0.0}, "std"),
+        ({"std": math.nan}, "std"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_sizes_that_make_no_table():
+    for size in ((0, 4), (4, 0)):
+        with pytest.raises(ConfigError):
+            TTEmbeddingBag(*size)
+
+
+def test_no_two_bags_start_alike_unless_told():
+    """As with nn.EmbeddingBag: a model of many tables of one size has different ones, and torch's seed repeats them."""
+    first, second = TTEmbeddingBag(50, 4), TTEmbeddingBag(50, 4)
+    assert not torch.equal(first.cores[0], second.cores[0])
+    for seeded in ({"seed": 5}, {}):
+        made = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            made.append(TTEmbeddingBag(50, 4, **seeded))
+        assert torch.equal(made[0].cores[2], made[1].cores[2])
+
+
+def test_fresh_rows_have_the_deviation_asked_for():
+    for std in (1.0, 0.01):
+        found = [rows_of(TTEmbeddingBag(3000, 16, seed=seed, std=std)).detach().double() for seed in range(6)]
+        assert torch.stack(found).std().item() == pytest.approx(std, rel=0.05)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 57, 1000])
+def test_dense_gives_all_rows_in_order(chunk):
+    bag, after = make(), 0
+    for start, rows in bag.dense(chunk):
+        assert start == after
+        after += len(rows)
+        torch.testing.assert_close(rows, rows_of(bag)[start:after].detach(), rtol=1e-4, atol=1e-6)
+        assert not rows.requires_grad
+    assert after == ROWS
+
+
+def test_a_dense_table_and_back():
+    weight = torch.randn(101, 12, generator=torch.Generator().manual_seed(0))
+    whole = TTEmbeddingBag.from_dense(weight, rank=10**6, mode="sum", padding_idx=3)
+    torch.testing.assert_close(torch.cat([rows for _, rows in whole.dense(40)]), weight, rtol=1e-4, atol=1e-5)
+    assert whole.import_error < 1e-6
+    assert (whole.mode, whole.padding_idx, whole.num_embeddings) == ("sum", 3, 101)
+    ids, offsets = torch.tensor([3, 4, 100, 4]), torch.tensor([0, 3])
+    expected = nn.functional.embedding_bag(ids, weight, offsets, mode="sum", padding_idx=3)
+    torch.testing.assert_close(whole(ids, offsets), expected, rtol=1e-4, atol=1e-5)
+    errors = [TTEmbeddingBag.from_dense(weight, rank=rank).import_error for rank in (1, 4, 16)]
+    assert errors[0] > errors[1] > errors[2] > 0
+    made = TTEmbeddingBag.from_dense(weight, rank=4)
+    off = (torch.cat([rows for _, rows in made.dense()]) - weight).norm() / weight.norm()
+    assert made.import_error == pytest.approx(off.item(), rel=1e-4)
+    assert TTEmbeddingBag.from_dense(torch.zeros(9, 4)).import_error == 0.0
+
+
+def test_from_a_trained_embedding_bag():
+    source = nn.EmbeddingBag(40, 6, dtype=torch.float64)
+    bag = TTEmbeddingBag.from_dense(source.weight, rank=10**6)
+    ids = torch.arange(40).view(8, 5)
+    torch.testing.assert_close(bag(ids), source(ids), rtol=1e-8, atol=1e-10)
+    assert all(core.requires_grad and core.is_leaf for core in bag.cores)
+    assert source.weight.grad is None
+
+
+def test_it_says_what_it_is():
+    said = repr(TTEmbeddingBag(10**6, 64, rank=16))
+    assert "1.00 M x 64" in said
+    assert "times smaller" in said
+    assert "ranks (16, 16)" in said
+
+
+# ---- two processes
+
+
+def joint_batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, ROWS, (8, 3), generator=generator)
+    return ids[:, :2].contiguous(), torch.randn(8, DIM, generator=generator), ids
+
+
+def run(bag: nn.Module, part: slice, average: Any = None) -> list[Tensor]:
+    module = bag.module if hasattr(bag, "module") else bag
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+    ids, target, _ = joint_batch()
+    for _ in range(4):
+        optimizer.zero_grad()
+        ((bag(ids[part]) - target[part]) ** 2).mean().backward()
+        if average:
+            average(module)
+        optimizer.step()
+    return [core.detach().clone() for core in module.cores]
+
+
+def mean_of_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def worker(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    part = slice(rank * 4, rank * 4 + 4)
+    wrapped = nn.parallel.DistributedDataParallel(make(dtype=torch.float64))
+    found = {
+        "ddp": run(wrapped, part),
+        "by hand": run(make(dtype=torch.float64), part, mean_of_gradients),
+    }
+    torch.save(found, f"{folder}/{rank}.pt")
+    del wrapped
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    expected = run(make(dtype=torch.float64), slice(0, 8))
+    start = list(make(dtype=torch.float64).cores)
+    for way in ("ddp", "by hand"):
+        for place, core in enumerate(expected):
+            assert torch.equal(ranks[0][way][place], ranks[1][way][place])
+            torch.testing.assert_close(ranks[0][way][place], core, rtol=1e-10, atol=1e-12)
+            assert not torch.allclose(core, start[place])
