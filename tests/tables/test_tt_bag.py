@@ -1,4 +1,4 @@
-"""TTEmbeddingBag is nn.EmbeddingBag over the rows that its cores stand for: forward, gradients, updates, files, ranks."""
+"""TTEmbeddingBag is nn.EmbeddingBag over the rows its cores stand for: forward, gradients, updates, files, ranks."""
 
 from __future__ import annotations
 

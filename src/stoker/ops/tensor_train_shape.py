@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stoker.errors import ConfigError
 from stoker.units import format_count, format_size
@@ -35,6 +36,8 @@ class TTShape:
     ranks: tuple[int, ...]  # [d - 1] r_k
 
     def __post_init__(self) -> None:
+        for name in ("rows", "cols", "ranks"):  # lists, such as JSON has, would make it unhashable
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.rows) < 2 or len(self.cols) != len(self.rows) or len(self.ranks) != len(self.rows) - 1:
             raise ConfigError(
                 f"row factors {self.rows}, column factors {self.cols} and ranks {self.ranks} do not fit together: give "
@@ -107,9 +110,14 @@ def factorize(num_embeddings: int, dim: int, rank: int | Sequence[int], cores: i
     ranks = (rank,) * (cores - 1) if isinstance(rank, int) else tuple(rank)
     if len(ranks) != cores - 1 or min(ranks) < 1:
         raise ConfigError(f"rank {rank} does not fit {cores} cores: give one number, or {cores - 1}, each at least 1.")
+    return _search(num_embeddings, dim, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _search(num_embeddings: int, dim: int, ranks: tuple[int, ...]) -> TTShape:
     found = [
         (_count(rows, cols, useful), rows, cols, useful)
-        for cols in _ordered_factors(dim, cores)
+        for cols in _ordered_factors(dim, len(ranks) + 1)
         for rows in _row_factors(num_embeddings, cols, ranks)
         for useful in [_cut(rows, cols, ranks)]
     ]

@@ -197,6 +197,8 @@ class TensorTrain(Strategy):
         return {"rows": list(shape.rows), "cols": list(shape.cols), "ranks": list(shape.ranks)}
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rank, int):
+            object.__setattr__(self, "rank", tuple(self.rank))  # hashable, whatever JSON made of it
         if self.shape is None:
             factorize(1, 1, self.rank, self.cores)  # checks the numbers
 
@@ -204,8 +206,13 @@ class TensorTrain(Strategy):
         """Factors and ranks for ``table``.
 
         Raises:
-            ConfigError: a given shape that does not fit it, or a type other than float32.
+            ConfigError: a given shape that does not fit it, a type other than float32, or rows that start as zeros.
         """
+        if table.scale == 0:
+            raise ConfigError(
+                f"table {table.name!r} has init_scale 0, but cores of zeros have no gradient and never learn. Give a "
+                "small scale instead, or leave init_scale out."
+            )
         if table.dtype != "float32":
             raise ConfigError(
                 f"table {table.name!r} has dtype {table.dtype}, but tensor-train cores are float32. Leave one of them "

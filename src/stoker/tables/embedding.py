@@ -159,7 +159,15 @@ class EmbeddingTables(nn.Module):
             self._layouts.append(self._layout.of(mine))
             whole = tuple(mine) == self.features
             self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
-        self._group_of = {table.name: group for group in self.groups for table in (*group.tables, *group.stored)}
+        self._group_of: dict[str, TableGroup] = {}
+        for group in self.groups:
+            for name in {table.name for table in (*group.tables, *group.stored)}:
+                if name in self._group_of:
+                    raise ConfigError(
+                        f"{name!r} is a table and a core of another: those of a tensor-train table are named "
+                        "<table>.core1 and so on. Rename the table."
+                    )
+                self._group_of[name] = group
         self._runs = self._find_runs()
 
     @property

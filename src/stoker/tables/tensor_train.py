@@ -121,7 +121,7 @@ class TensorTrainCores(Storage):
 class _Expanded:
     """What a lookup computed, for its backward."""
 
-    tick: int  # row updates done by then
+    version: int  # of the cores
     trie: Trie
     values: list[Tensor]
     rows: Tensor  # [U, D] in the last level's order
@@ -133,6 +133,7 @@ class CompressedGroup(TableGroup):
     """One tensor-train table; arguments as for :class:`TableGroup`."""
 
     storage: TensorTrainCores
+    version = 0  # counts changes of the cores, of whatever kind; values computed before one are stale behind it
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
         [table] = self.tables
@@ -152,13 +153,13 @@ class CompressedGroup(TableGroup):
         values = expand(self.storage.slices(), trie)
         places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
         return _Expanded(
-            tick=self.tick, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
+            version=self.version, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
             bags=replace(bags, ids=places), space=slot_space(self.space, len(distinct)),
         )  # fmt: skip
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """As the lookup left it, or anew where the cores have changed since."""
-        if lease.token is None or lease.token.tick != self.tick:
+        if lease.token is None or lease.token.version != self.version:
             lease.token = self._expand(lease.bags)
         found: _Expanded = lease.token
         return found
@@ -187,6 +188,7 @@ class CompressedGroup(TableGroup):
         self.backend.update(sums, {}, found.space, found.bags, grad, _SUM, _NO_ROUNDING)
         slices = gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
         rule = self.optimizer.rule(self.tick)
+        self.version += 1
         for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
             update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
 
@@ -216,6 +218,7 @@ class CompressedGroup(TableGroup):
                     raise IndexError(
                         f"rows {start} to {start + len(rows.weight)} do not fit core {name!r} of {table.num_embeddings}"
                     )
+                self.version += 1
                 core.write(start, rows)
                 return
         super().write(name, start, rows)
