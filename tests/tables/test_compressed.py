@@ -351,6 +351,16 @@ def test_batches_without_ids(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_narrow_ids_are_ids(backend):
+    found = []
+    for kind in (torch.int64, torch.int32):
+        tables, batch = make(backend=backend), draw(1, "jagged")
+        tables(batch.ids.to(kind), batch.offsets).backward(gradient(batch, 1))
+        found.append(tables.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("wrong", [57, 59, -1, 2**40])
 @pytest.mark.parametrize("kind", ["one-hot", "jagged"])
 def test_ids_outside_the_table(backend, wrong, kind):
