@@ -98,16 +98,8 @@ def step(run: Run) -> Outcome:
                 ]
             )  # fmt: skip
     table = Table(
-        title=f"DLRM step, {sum(sizes):,} rows in 26 tables, D {DIM}, {len(trains)} of them tensor trains of rank {RANK}",
-        columns=[
-            "batch",
-            "row optimizer",
-            "MiB of rows",
-            "with cores",
-            "ms uncompressed",
-            "ms with cores",
-            "throughput",
-        ],
+        title=f"DLRM, {sum(sizes):,} rows in 26 tables, D {DIM}, {len(trains)} of them tensor trains of rank {RANK}",
+        columns=["batch", "row optimizer", "MiB", "with cores", "ms uncompressed", "ms with cores", "throughput"],
         rows=rows,
     )
     notes = [
