@@ -20,6 +20,7 @@ from benchmarks import (
     prepare,
     reader,
     schedule,
+    tensor_train,
     tensor_train_accuracy,
     tensor_train_step,
 )
@@ -44,6 +45,7 @@ def all_bars() -> list[Bar]:
         hot_cold,
         classify,
         schedule,
+        tensor_train,
         tensor_train_accuracy,
         tensor_train_step,
     )

@@ -48,6 +48,12 @@ ENVIRONMENTS = (
         newest=(3, 11),
         smoke="import nvtabular; from nvtabular import ops; print(nvtabular.__version__)",
     ),
+    Environment(
+        name="tltorch",
+        oldest=(3, 11),
+        newest=(3, 13),
+        smoke="import tltorch; from importlib.metadata import version; print(version('tensorly-torch'))",
+    ),
 )
 
 
