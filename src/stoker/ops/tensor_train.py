@@ -11,6 +11,7 @@ Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,15 @@ from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tensor_train_shape import TTShape
 
 __all__ = ["Level", "Trie", "build_trie", "digits_of", "expand", "gradients", "init_core", "rows_by_definition"]
+
+_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether the CPU's kernels take these."""
+    return _HAVE_NUMBA and all(
+        tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.int64) for tensor in tensors
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +67,43 @@ def build_trie(rows: Tensor, shape: TTShape) -> Trie:
     """The trie of ``rows`` [U] int64, which are distinct and ascending."""
     keys, found = rows, []
     for count in reversed(shape.rows[1:]):
-        above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
-        found.append((keys % count, inverse, children))
+        digit, inverse, above, children = _split(keys, count)
+        found.append((digit, inverse, children))
         keys = above
-    levels, places = [_level(keys, None, None, None)], torch.arange(len(keys), device=rows.device)
-    for digit, inverse, children in reversed(found):
-        level = _level(digit, inverse, children, places)
+    levels, places = [_level(keys, shape.rows[0], None, None, None)], torch.arange(len(keys), device=rows.device)
+    for radix, (digit, inverse, children) in zip(shape.rows[1:], reversed(found), strict=True):
+        level = _level(digit, radix, inverse, children, places)
         levels.append(level)
         places = level.by_prefix
     return Trie(shape, tuple(levels))
 
 
-def _level(digit: Tensor, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
-    ordered, order = torch.sort(digit, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    digits, counts = torch.unique_consecutive(ordered, return_counts=True)
-    start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+def _split(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Digits, number of the node above, and these nodes' keys and numbers of children."""
+    if _native(keys):
+        from stoker.ops.tensor_train_cpu import split_keys
+
+        return split_keys(keys, count)
+    above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
+    return keys % count, inverse, above, children
+
+
+def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
+    if _native(digit):
+        from stoker.ops.tensor_train_cpu import order_nodes
+
+        ordered, order, place, digits, start = order_nodes(digit, radix)
+    else:
+        ordered, order = torch.sort(digit, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+        digits, start = distinct.tolist(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
     return Level(
         digit=ordered,
         parent=None if inverse is None or above is None else above[inverse[order]],
-        digits=digits.tolist(),
-        start=start.tolist(),
+        digits=digits,
+        start=start,
         by_prefix=place,
         children=children,
     )
@@ -97,6 +122,12 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
     values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], shape.ranks[0])]
     for place, level in enumerate(trie.levels[1:], 1):
         above, core = values[-1], cores[place]
+        if _native(above, core):
+            from stoker.ops.tensor_train_cpu import node_values
+
+            made = node_values(above, core, level)
+            values.append(made.view(len(level.digit), above.shape[1] * shape.cols[place], -1))
+            continue
         nodes, (_, width, rank) = len(level.digit), above.shape
         inputs = above[level.parent].view(nodes * width, rank)
         made = inputs.new_empty(nodes * width, core.shape[2])
@@ -122,6 +153,13 @@ def gradients(
     found: list[tuple[Tensor, Tensor]] = []
     for place in range(len(cores) - 1, 0, -1):
         level, core, above = trie.levels[place], cores[place], values[place - 1]
+        if _native(above, core, grad):
+            from stoker.ops.tensor_train_cpu import back_through
+
+            back = grad.reshape(-1, core.shape[2])
+            slices, grad = back_through(above, core, level, trie.levels[place - 1], back)
+            found.append((_distinct(level), slices))
+            continue
         nodes, (_, width, rank) = len(level.digit), above.shape
         inputs = above[level.parent].view(nodes * width, rank)
         back = grad.reshape(nodes * width, core.shape[2])
