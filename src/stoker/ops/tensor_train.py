@@ -126,7 +126,8 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
             from stoker.ops.tensor_train_cpu import node_values
 
             made = node_values(above, core, level)
-            values.append(made.view(len(level.digit), above.shape[1] * shape.cols[place], -1))
+            columns = shape.cols[place]
+            values.append(made.view(len(level.digit), above.shape[1] * columns, core.shape[2] // columns))
             continue
         nodes, (_, width, rank) = len(level.digit), above.shape
         inputs = above[level.parent].view(nodes * width, rank)

@@ -45,7 +45,7 @@ def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, Tensor, Tensor, lis
 
 def _arrays(level: Level) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     assert level.parent is not None
-    return np.array(level.digits), np.array(level.start), level.parent.numpy()
+    return np.array(level.digits, np.int64), np.array(level.start, np.int64), level.parent.numpy()
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
