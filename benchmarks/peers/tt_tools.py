@@ -32,7 +32,7 @@ def left_by(case: str) -> str:
 
 def time_calls(call: Callable[[int], float], *, quick: bool) -> tuple[float, float, int]:
     """Median and least seconds of a call, which takes its own time, and how many there were."""
-    warm_up, measured, least = (0.1, 0.3, 2) if quick else (0.3, 1.0, 3)
+    warm_up, measured, least = (0.1, 0.3, 2) if quick else (0.2, 0.6, 3)
     begin, times, number = time.perf_counter(), [], 0
     while True:
         taken = call(number)
