@@ -60,7 +60,7 @@ def tile_product(
 ):
     """``out[i, j] = sum over k < count of left[offsets[first + i] + k] * right[k, j]``, i < height, j < 16 * vectors.
 
-    ``right`` and ``out`` begin at an element of a flat array and have a stride; ``height`` and ``vectors`` are literals.
+    ``right`` and ``out`` begin at an element of a flat array and have a stride; ``height``, ``vectors`` are literals.
     """
     i = types.intp
     signature = types.void(height, vectors, left, offsets, i, i, right, i, i, out, i, i)

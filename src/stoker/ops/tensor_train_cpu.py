@@ -40,7 +40,7 @@ def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, Tensor, Tensor, lis
     """Digits in order, the order, its inverse, and the distinct digits and where each begins."""
     ordered, order, by_prefix, distinct, start = kernels.order_level(digits.contiguous().numpy(), radix)
     made = (torch.from_numpy(part) for part in (ordered, order, by_prefix))
-    return (*made, distinct.tolist(), start.tolist())  # type: ignore[return-value]
+    return (*made, distinct.tolist(), start.tolist())
 
 
 def _arrays(level: Level) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:

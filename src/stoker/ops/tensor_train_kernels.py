@@ -79,7 +79,7 @@ def order_level(digits, radix):
 
 @njit(cache=True, nogil=True)
 def tasks_of(start, width, parent, rank):
-    """Blocks of at most BLOCK rows with one slice, [T, 3] (number of the digit, first row, last), and each row's offset.
+    """Blocks of at most BLOCK rows with one slice, [T, 3] (number of the digit, first row, last), each row's offset.
 
     Rows are the M = ``width`` rows of every node; the offset [P * M] is that of its K = ``rank`` values in the level
     before.
