@@ -97,7 +97,7 @@ def measure_footprint(run: Run) -> Outcome:
     )  # fmt: skip
     notes = [
         "Kaggle: all ids kept (33.8 M rows; EL-Rec prints 30.8 M rows)",
-        "Terabyte: MLPerf's tables (ids modulo 40 M), and the same in proportion for the 242.5 M rows that EL-Rec prints",
+        "Terabyte: MLPerf's tables (ids modulo 40 M), and in proportion for the 242.5 M rows that EL-Rec prints",
         f"Avazu: EL-Rec prints 8.9 M rows in 20 tables and not which; here {sum(AVAZU):,} rows, the columns' "
         "commonly given sizes with device_ip 6.7 M and device_id 2.7 M, so more than there",
         "a smaller table has fewer parameters to learn with: the accuracy bars tell what that costs",
