@@ -94,6 +94,10 @@ class Parts:
             if not parts["reuse"]:
                 values = expand(self.weights, trie)
         slices = gradients(self.weights, trie, values, trie.from_order(wanted))
+        if not parts["reuse"]:  # nodes of the first level repeat digits as well
+            (digits, found), level = slices[0], trie.levels[0]
+            group = torch.searchsorted(digits, level.digit)
+            slices[0] = digits, found.new_zeros(len(digits), *found.shape[1:]).index_add_(0, group, found)
         for weight, (digits, found) in zip(self.weights, slices, strict=True):
             flat = weight.view(len(weight), -1)
             update_slices(self.backend, flat, {}, digits, found.view(len(digits), -1), self.rule)
