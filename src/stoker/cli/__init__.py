@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "stoker.cli.plan",
     "profile": "stoker.cli.profile",
     "classify": "stoker.cli.classify",
+    "reorder": "stoker.cli.reorder",
     "replay": "stoker.cli.replay",
     "verify": "stoker.cli.verify",
     "trace": "stoker.cli.trace",

@@ -39,9 +39,13 @@ breaks off is named in the summary; with --max-bad or --strict it stops the run.
 stoker prepare criteo day_*.gz --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 stoker prepare shop.toml 'logs/*.parquet' --out data/shop
+stoker prepare globo clicks.parquet --reorder --out data/globo
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
-_STAGES = {"read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing"}
+_STAGES = {
+    "read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing",
+    "look": "reading again", "order": "ordering ids", "replace": "replacing ids",
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -62,6 +66,9 @@ def prepare(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
+    reorder: Annotated[
+        bool, typer.Option("--reorder", help="Make ids that are used together neighbours, as stoker reorder does.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their presets.")] = False,
@@ -81,7 +88,7 @@ def prepare(
         with _Bars(quiet=as_json) as bars:
             report = run_prepare(
                 chosen, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-                resume=resume, threads=threads, progress=bars,
+                resume=resume, reorder=reorder, threads=threads, progress=bars,
             )  # fmt: skip
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop

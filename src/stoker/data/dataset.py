@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stoker.data.features import FeatureSpec
 from stoker.data.shards import ShardInfo, atomic_file, hash_file, write_shard
-from stoker.data.split import Split
+from stoker.data.split import MadeBy, Split
 from stoker.errors import DataError, SchemaError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "FORMAT_VERSION",
     "LEFT_OVER",
     "LOCK",
+    "NEW_IDS",
     "SPLITS",
     "Dataset",
     "ShardInfo",
@@ -47,10 +48,11 @@ __all__ = [
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "valid", "test")
+NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
 BESIDE, LOCK = ".tmp", ".lock"  # end of the name of a dataset that is being made anew, and a file in it
 LEFT_OVER = (
-    "stoker classify leaves where it is killed or still running. Run the same stoker classify command again: it begins "
-    "anew and removes this directory."
+    "stoker classify or stoker reorder leaves where it is killed or still running. Run the same command again: it "
+    "begins anew and removes this directory."
 )
 _MANIFEST = "manifest.json"
 _NEEDED = ("format_version", "features", "schema_hash", "splits")
@@ -153,7 +155,13 @@ class Dataset:
         self.manifest = read_manifest(self.path)
         try:
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
-            self._made_by: Literal["prepare", "classify"] = "classify" if "hot_cold" in self.manifest else "prepare"
+            self._made_by: MadeBy = (
+                "classify"
+                if "hot_cold" in self.manifest
+                else "reorder"
+                if (self.reordered or {}).get("source")
+                else "prepare"
+            )
             self._splits = {
                 name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by)
                 for name, entry in self.manifest["splits"].items()
@@ -171,7 +179,7 @@ class Dataset:
 
     @property
     def schema_hash(self) -> str:
-        """sha256 of the schema the data was prepared by."""
+        """sha256 of the schema the data was prepared by and, where it was reordered, of the order of its ids."""
         return str(self.manifest["schema_hash"])
 
     @property
@@ -203,6 +211,39 @@ class Dataset:
         ``source`` then.
         """
         return self.manifest.get("hot_cold")
+
+    @property
+    def reordered(self) -> Mapping[str, Any] | None:
+        """Of a dataset whose ids :func:`stoker.reorder` gave another order, the manifest's record of it, else None.
+
+        ``tables`` tells for each what was done; ``settings`` how, ``hash`` identifies the order, and
+        ``source_schema_hash`` and ``source_data_hash`` the dataset that it was made of, which lay at ``source`` then
+        (None: it was prepared in that order at once).
+        """
+        return self.manifest.get("reordered")
+
+    @cached_property
+    def new_ids(self) -> dict[str, Tensor]:
+        """Of a reordered dataset, the id of each id of its source: table -> [num_embeddings] int64.
+
+        A row of a model that was trained on the source belongs at ``new_ids[table][row]``. Tables that kept their ids
+        are not in it.
+
+        Raises:
+            DataError: the dataset is not reordered, or the file is damaged.
+        """
+        if self.reordered is None:
+            raise DataError(f"{self.path} is not reordered. Do so with: stoker reorder {self.path} --out DIRECTORY")
+        path = self.path / NEW_IDS
+        try:
+            found: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read ({error}). Reorder the dataset again.") from error
+        for table, ids in found.items():
+            rows = self.schema.num_embeddings.get(table)
+            if ids.shape != (rows,) or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+                raise DataError(f"{path}: the ids of table {table} are no permutation. Reorder the dataset again.")
+        return found
 
     @property
     def hot(self) -> Split:

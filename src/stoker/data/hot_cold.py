@@ -94,7 +94,7 @@ def run_classify(
     if not overwrite and (there := _classified(data, profile, out)) is not None:
         return _report(there, started, reused=True)
     size = data.train.bytes
-    with rebuilt(data, out, split="train", size=size, overwrite=overwrite) as folder:
+    with rebuilt(data, out, splits=("train",), size=size, overwrite=overwrite) as folder:
         writer = _Writer(data, profile.hot_rows, folder, progress or _quiet, threads or cpu_count())
         hot, cold = writer.run()
         shards = [*hot.shards, *cold.shards]

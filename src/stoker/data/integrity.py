@@ -33,6 +33,8 @@ _AGAIN = {
     # Its other splits share their files with the source.
     "classify": "run the dataset's stoker classify command again with --overwrite, and stoker prepare before it if the "
     "source is damaged too",
+    "reorder": "run the dataset's stoker reorder command again with --overwrite, and stoker prepare before it if the "
+    "source is damaged too",
 }
 
 _good: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables

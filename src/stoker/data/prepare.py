@@ -11,17 +11,20 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from stoker.data.dataset import Dataset
 from stoker.data.fitting import Fitting
+from stoker.data.id_order import Reordering
 from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
+from stoker.data.rebuild import check_out
 from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
@@ -31,6 +34,8 @@ from stoker.errors import DataError
 from stoker.units import format_size, plural
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
+
+_REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,7 @@ def prepare(
     max_bad: str | float | None = None,
     overwrite: bool = False,
     resume: bool = True,
+    reorder: Reordering | bool = False,
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Dataset:
@@ -75,6 +81,8 @@ def prepare(
             such label. Given, a compressed file that breaks off stops the run; else it is a Python warning.
         overwrite: replace a dataset that is there.
         resume: go on where an interrupted run stopped; False starts from the beginning.
+        reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
+            does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
         threads: that parse and encode; None: one per core. Does not change a byte of the result.
         progress: called from the calling thread as work gets done.
 
@@ -89,7 +97,7 @@ def prepare(
     """
     report = run_prepare(
         recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-        resume=resume, threads=threads, progress=progress,
+        resume=resume, reorder=reorder, threads=threads, progress=progress,
     )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
@@ -106,11 +114,22 @@ def run_prepare(
     max_bad: str | float | None = None,
     overwrite: bool = False,
     resume: bool = True,
+    reorder: Reordering | bool = False,
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
+    if reorder is not False:
+        how = None if reorder is True else reorder
+        _refuse_inside(Path(out), expand([files] if isinstance(files, str | os.PathLike) else files)[0])
+        with _reordered(Path(out), how, overwrite=overwrite, threads=threads, progress=progress) as plain:
+            # A whole dataset there was left by a kill, perhaps of another command.
+            plain.report = run_prepare(
+                recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
+                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes,
+            )  # fmt: skip
+        return plain.report
     chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
@@ -143,21 +162,58 @@ def run_prepare(
         raise
 
 
+@dataclass(kw_only=True)
+class _Plain:
+    """A dataset on its way to be reordered, and in the end what was done in all."""
+
+    path: Path
+    report: PrepareReport = field(init=False)
+
+
+@contextmanager
+def _reordered(
+    out: Path, how: Reordering | None, *, overwrite: bool, threads: int | None,
+    progress: Callable[[Progress], None] | None,
+) -> Iterator[_Plain]:  # fmt: skip
+    """Reorder into ``out`` what the block prepares beside it."""
+    from stoker.data.reorder import run_reorder
+
+    def report(what: str, done: int, total: int) -> None:
+        if progress is not None:
+            stage, unit = _REORDERING[what]
+            progress(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    check_out(out, overwrite=overwrite)
+    plain = _Plain(path=out.with_name(out.name + ".plain"))
+    yield plain
+    try:
+        made = run_reorder(
+            plain.path, out, how=how, overwrite=overwrite, threads=threads, progress=report, keep_source=False
+        )
+    finally:
+        shutil.rmtree(plain.path, ignore_errors=True)
+    plain.report = replace(plain.report, path=out, seconds=plain.report.seconds + made.seconds)
+
+
 def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -> Path:
     """Where to build: ``target``, or beside it if a dataset lies there, which stays until the new one is whole.
 
     Raises:
         DataError: an input lies in ``target``, or something that may not be overwritten.
     """
-    inside = target.resolve()
-    for source in sources:
-        if source.resolve().is_relative_to(inside):
-            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
+    _refuse_inside(target, sources)
     recover(target)
     if not (target / "manifest.json").exists():
         return target
     check_replaceable(target, overwrite=overwrite)
     return target.with_name(target.name + ".new")
+
+
+def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
+    inside = target.resolve()
+    for source in sources:
+        if source.resolve().is_relative_to(inside):
+            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""A dataset made anew beside its source, with one split written and all else shared with the source."""
+"""A dataset made anew beside its source, with some splits and files written and all else shared with the source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,24 +16,27 @@ from stoker.data.shards import atomic_file, sync_folder
 from stoker.errors import DataError
 from stoker.units import format_size
 
-__all__ = ["rebuilt"]
+__all__ = ["check_out", "rebuilt"]
 
 _FREE = 2**20  # bytes of disk left for the manifest and the like
 
 
 @contextmanager
-def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool) -> Iterator[Path]:
+def rebuilt(
+    data: Dataset, out: Path, *, splits: Collection[str], files: Collection[str] = (), size: int, overwrite: bool
+) -> Iterator[Path]:
     """A working directory beside ``out`` that takes its place when the block ends, or is removed if it fails.
 
-    All files of ``data`` but the shards of ``split`` are in it, as hard links where the disk allows and as copies where
-    not. The block writes the shards and, last, the manifest. A process killed within leaves a directory ``out``.tmp,
-    which is no dataset and is removed by the next one.
+    All files of ``data`` but ``files`` and the shards of ``splits`` are in it, as hard links where the disk allows and
+    as copies where not. The block writes these and, last, the manifest. A process killed within leaves a directory
+    ``out``.tmp, which is no dataset and is removed by the next one.
 
     Args:
         data: the source.
         out: where the dataset is to be.
-        split: what the block writes.
-        size: bytes of it.
+        splits: whose shards the block writes.
+        files: other files that it writes.
+        size: bytes of both.
         overwrite: a dataset at ``out`` may be replaced.
 
     Raises:
@@ -52,7 +55,7 @@ def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool)
         stack.enter_context(_locked(folder, out))
         try:
             _clear(folder)
-            shared = _shared(data, split)
+            shared = _shared(data, splits, files)
             _check_room(folder, size + (0 if _same_disk(data.path, folder) else sum(shared.values())))
             for file in shared:
                 _link(data.path / file, folder / file)
@@ -80,10 +83,19 @@ def rebuilt(data: Dataset, out: Path, *, split: str, size: int, overwrite: bool)
 
 def _check(data: Dataset, out: Path, *, overwrite: bool) -> None:
     """Refuse an ``out`` that may not be made or replaced."""
-    recover(out)
     inside, source = out.resolve(), data.path.resolve()
     if source == inside or source.is_relative_to(inside) or inside.is_relative_to(source):
         raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    check_out(out, overwrite=overwrite)
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Refuse a directory where no dataset may be put, before the work whose result it is to hold.
+
+    Raises:
+        DataError: it holds something else, or a dataset and ``overwrite`` is False.
+    """
+    recover(out)
     if not out.exists():
         return
     if not out.is_dir():
@@ -118,11 +130,12 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _shared(data: Dataset, split: str) -> dict[str, int]:
+def _shared(data: Dataset, splits: Collection[str], files: Collection[str]) -> dict[str, int]:
     """Files that stay as they are, with their sizes in bytes."""
-    entries = [shard for name, other in data.splits.items() if name != split for shard in other.entry["shards"]]
+    entries = [shard for name, split in data.splits.items() if name not in splits for shard in split.entry["shards"]]
     found = {shard["file"]: int(shard["bytes"]) for shard in entries}
-    return found | {file: int(entry["bytes"]) for file, entry in data.manifest.get("files", {}).items()}
+    others = data.manifest.get("files", {}).items()
+    return found | {file: int(entry["bytes"]) for file, entry in others if file not in files}
 
 
 def _same_disk(source: Path, folder: Path) -> bool:

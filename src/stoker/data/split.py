@@ -22,7 +22,9 @@ from stoker.data.reader import BatchStream
 from stoker.data.shards import MappedShard, allow_open_files, open_shard
 from stoker.errors import DataError
 
-__all__ = ["Split"]
+__all__ = ["MadeBy", "Split"]
+
+MadeBy = Literal["prepare", "classify", "reorder"]  # the command that made a dataset
 
 
 class Split:
@@ -30,7 +32,7 @@ class Split:
 
     def __init__(
         self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str,
-        made_by: Literal["prepare", "classify"] = "prepare",
+        made_by: MadeBy = "prepare",
     ) -> None:  # fmt: skip
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards

@@ -30,10 +30,10 @@ _OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", ".w
 class Progress:
     """Passed to the ``progress`` callback: a stage and how much of it is done."""
 
-    stage: str  # read | derive | fit | write
+    stage: str  # read | derive | fit | write; of --reorder also look | order | replace
     done: int
     total: int
-    unit: str  # bytes | steps | rows
+    unit: str  # bytes | steps | rows | tables
 
 
 @dataclass(kw_only=True)

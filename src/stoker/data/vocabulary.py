@@ -18,7 +18,7 @@ from stoker.data import dictionary_kernels as kernels
 from stoker.data.shards import atomic_file
 from stoker.errors import DataError
 
-__all__ = ["TableBuilder", "Vocabulary", "read_vocabulary"]
+__all__ = ["TableBuilder", "Vocabulary", "read_vocabulary", "write_vocabulary"]
 
 Array = npt.NDArray[Any]
 _LOAD = 0.6
@@ -46,9 +46,8 @@ class Vocabulary:
         return np.concatenate([[self.unknown], self.frame["count"].to_numpy()]).astype(np.int64)
 
     def write(self, path: Path) -> None:
-        """Write ``frame`` as Parquet, atomically, the same bytes for the same vocabulary."""
-        with atomic_file(path) as file:
-            self.frame.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
+        """Write ``frame`` by :func:`write_vocabulary`."""
+        write_vocabulary(self.frame, path)
 
 
 class TableBuilder:
@@ -172,6 +171,12 @@ def _grown(array: Array, size: int) -> Array:
     larger = np.zeros(size, array.dtype)
     larger[: len(array)] = array
     return larger
+
+
+def write_vocabulary(frame: Any, path: Path) -> None:
+    """Write a Polars frame (value, count) as Parquet, atomically, the same bytes for the same vocabulary."""
+    with atomic_file(path) as file:
+        frame.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
 
 
 def read_vocabulary(path: str | Path) -> Any:
