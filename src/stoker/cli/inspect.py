@@ -211,6 +211,12 @@ def _verified(console: Console, found: dict[str, Any]) -> None:
         console.print(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", style="green")
 
 
+def _listed(names: list[str]) -> str:
+    if len(names) > 4:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more tables"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
 def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     _line(console, "dataset", found["path"])
     _line(console, "recipe", _recipe(found["recipe"]))
@@ -219,6 +225,9 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
         words = f"stoker classify, Stoker {parts['stoker_version']}, by profile {parts['profile_hash'][:16]}"
         _line(console, "made by", words)
         _line(console, "from", parts["source"])
+    if order := found["reordered"]:
+        words = f"stoker reorder, Stoker {order['stoker_version']}, {order['settings']['method']}, "
+        _line(console, "reordered", f"{words}{_listed(list(order['tables']))}, order {order['hash'][:16]}")
     _line(console, "prepared by" if parts else "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
     _line(console, "size", f"{format_size(found['bytes'])}, format {found['format_version']}")
     _line(console, "schema", found["schema_hash"][:16])

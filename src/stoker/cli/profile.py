@@ -139,7 +139,8 @@ def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
             named = ", ".join(beyond) if len(beyond) < 4 else f"{beyond[0]}, {beyond[1]} and {len(beyond) - 2} more"
             line(f"hot beyond the interval: {named}; rows whose counts tie just below the threshold fill the budget")
     if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
-        warning = f"ids of {', '.join(others)} do not follow the count (hash_buckets?): their first ids were taken"
+        named = ", ".join(others)
+        warning = f"ids of {named} do not follow the count (hash_buckets? reordered?): their first ids were taken"
         console.print(Text(warning, style="yellow"), soft_wrap=True)
     console.print(_curve(found))
     for path in written:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ import typer
 
 from stoker.cli.bars import Bars
 from stoker.cli.options import DataArgument, OneObject, option
-from stoker.errors import ConfigError
 
 __all__ = ["register"]
 
@@ -35,7 +33,7 @@ def reorder(
         option(
             _ORDER,
             "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many. "
-            "(default: 0.1)",
+            "(default: 0.01)",
         ),
     ] = None,
     spread: Annotated[
@@ -48,7 +46,7 @@ def reorder(
     window: Annotated[
         int | None, option(_ORDER, "Neighbouring training rows that are looked at as one batch. (default: 4096)")
     ] = None,
-    table: Annotated[
+    tables: Annotated[
         list[str] | None,
         option(_ORDER, "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"),
     ] = None,
@@ -74,15 +72,13 @@ def reorder(
     asked: dict[str, Any] = {
         "method": method, "hot": hot, "spread": spread, "window": window, "edges": edges, "seed": seed,
     }  # fmt: skip
-    if spread is not None and math.isnan(spread):
-        raise ConfigError("--spread is no number. Give a factor from 1 on, or inf.")
     from stoker.data.id_order import Reordering
     from stoker.data.reorder import BLOCK_IDS, run_reorder
     from stoker.units import format_duration
 
     how = Reordering(**{name: value for name, value in asked.items() if value is not None})
     with Bars(quiet=as_json) as bars:
-        report = run_reorder(dataset, out, how=how, tables=table, overwrite=overwrite, progress=bars)
+        report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
     if as_json:
         tables = {name: asdict(one) for name, one in report.tables.items()}
         typer.echo(json.dumps({**vars(report), "path": str(report.path), "tables": tables}))

@@ -29,6 +29,7 @@ from stoker.errors import ConfigError, DependencyError
 __all__ = ["METHODS", "Reordering", "blocks_of_shuffled", "blocks_of_windows", "new_ids"]
 
 Int64 = npt.NDArray[np.int64]
+_DRAWS = 32  # partners of an id in a window at most; more tell little of a small table
 METHODS = ("bisect", "communities", "first-use")
 
 
@@ -41,7 +42,7 @@ class Reordering:
     """
 
     method: Literal["bisect", "communities", "first-use"] = "bisect"
-    hot: float = 0.1  # ids that stay where they are, by frequency: the share of accesses they take; from 1 on, ids
+    hot: float = 0.01  # ids that stay where they are, by frequency: the share of accesses they take; from 1 on, ids
     spread: float = 2.0  # ids trade places where their counts differ by less than this factor; inf: all but hot ones
     window: int = 4096  # neighbouring training rows that are looked at as one batch
     edges: int = 8_000_000  # M at most, and E at most, per table
@@ -135,7 +136,7 @@ def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, I
     by_window = np.argsort(window, kind="stable")
     own, window = own[by_window], window[by_window]
     begin = np.searchsorted(window, np.arange(use.num_windows + 1))
-    draws = max(1, how.edges // max(1, len(own)))
+    draws = min(max(1, how.edges // max(1, len(own))), _DRAWS)
     generator = np.random.default_rng(how.seed)
     keys = []
     for _ in range(draws):

@@ -204,8 +204,8 @@ def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
     if found := sorted(name for name in named if sizes[name] >= _LEAST_ROWS):
         return found
     raise DataError(
-        f"no table of {data.path} has a vocabulary and at least {_LEAST_ROWS:,} rows: there is nothing to gain. Name "
-        "the tables to reorder to do so all the same.",
+        f"no table of {data.path} has a vocabulary and at least {_LEAST_ROWS:,} rows: there is nothing to gain. Pass "
+        "tables to reorder them all the same.",
         settings=("tables",),
     )
 

@@ -48,6 +48,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
         },
         "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
         "hot_cold": _describe_parts(dataset),
+        "reordered": _describe_order(dataset),
         "tables": [
             {
                 "table": table,
@@ -87,10 +88,18 @@ def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:
     return {**parts, **told, **{name: known.get(name) for name in ("source", "stoker_version")}}
 
 
+def _describe_order(dataset: Dataset) -> dict[str, Any] | None:
+    """How ids were numbered anew, where they were."""
+    known = dataset.reordered
+    if known is None:
+        return None
+    return {name: known[name] for name in ("tables", "settings", "hash", "source", "stoker_version")}
+
+
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
     total = int(counts.sum())
     known = counts[1:]
-    if bool((known[1:] > known[:-1]).any()):  # ids of a vocabulary follow the count, those of hash_buckets do not
+    if bool((known[1:] > known[:-1]).any()):  # those of hash_buckets, and reordered ones
         known = known.sort(descending=True).values
 
     def hot(share: float) -> float | None:
