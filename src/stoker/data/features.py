@@ -28,7 +28,8 @@ class Feature:
 class FeatureSpec:
     """Dense columns, features in batch order, and ``num_embeddings`` of every table.
 
-    Id 0 of every table is the out-of-vocabulary row; the others follow by falling training frequency.
+    Id 0 of every table is the out-of-vocabulary row; the others follow by falling training frequency, in a reordered
+    dataset by tiers of it.
     """
 
     dense: tuple[str, ...]

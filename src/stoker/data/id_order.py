@@ -5,10 +5,10 @@ communities of their co-occurrence graph. Three things differ here by default, e
 (docs/reorder.md):
 
 * Ids trade places only within **tiers** of about equal counts. Batches of shuffled rows need the fewest blocks of
-  neighbouring ids where ids follow their counts; in tiers that is lost by less than a hundredth.
+  neighbouring ids where ids follow their counts; in tiers they need about a hundredth more.
 * Within a tier ids are ordered by **recursive bisection** of ids against windows of the log. A batch pays for each
   block that it touches, and bisection lowers about that; modularity knows a handful of communities, each of them
-  larger than thousands of blocks.
+  hundreds of blocks wide.
 * The result is a **bijection** by construction: a permutation of the ids, never a hash of them.
 
 Legend: N ids of the table, H ids that stay, M pairs, E edges.
