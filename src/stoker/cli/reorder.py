@@ -80,8 +80,8 @@ def reorder(
     with Bars(quiet=as_json) as bars:
         report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
     if as_json:
-        each = {name: asdict(one) for name, one in report.tables.items()}
-        typer.echo(json.dumps({**vars(report), "path": str(report.path), "tables": each}))
+        told = {name: asdict(one) for name, one in report.tables.items()}
+        typer.echo(json.dumps({**vars(report), "path": str(report.path), "tables": told}))
         return
     what = "already reordered" if report.reused else f"reordered in {format_duration(report.seconds)}"
     typer.echo(f"{out}: {what}")

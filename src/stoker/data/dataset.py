@@ -51,8 +51,8 @@ SPLITS = ("train", "valid", "test")
 NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
 BESIDE, LOCK = ".tmp", ".lock"  # end of the name of a dataset that is being made anew, and a file in it
 LEFT_OVER = (
-    "stoker classify or stoker reorder leaves where it is killed or still running. Run the same command again: it "
-    "begins anew and removes this directory."
+    "stoker classify or stoker reorder leaves where it is killed or still running. Run the same stoker classify "
+    "command again, or stoker reorder command: it begins anew and removes this directory."
 )
 _MANIFEST = "manifest.json"
 _NEEDED = ("format_version", "features", "schema_hash", "splits")
