@@ -23,6 +23,7 @@ from benchmarks import (
     schedule,
     tensor_train,
     tensor_train_accuracy,
+    tensor_train_mix,
     tensor_train_step,
 )
 from benchmarks.harness import Bar, Result, Run, exit_code, judge, report, write_results
@@ -50,6 +51,7 @@ def all_bars() -> list[Bar]:
         tensor_train,
         tensor_train_accuracy,
         tensor_train_step,
+        tensor_train_mix,
     )
     return [bar for module in modules for bar in module.bars()]
 

@@ -37,7 +37,7 @@ from stoker.training.placing import place_run, slotted
 from stoker.training.scheduled import HotColdStream, ScheduledFeed
 from stoker.training.shuffle import ShuffleScheduler
 
-__all__ = ["bars"]
+__all__ = ["bars", "zipf_log"]
 
 BATCH = 2048
 FRACTION = 0.1  # of the bytes of all rows are fast memory
@@ -66,7 +66,7 @@ class Log:
         return len(self.classified.hot) / len(self.data.train)
 
 
-def _generated(run: Run) -> Dataset:
+def zipf_log(run: Run) -> Dataset:
     """Kaggle's 26 tables scaled to a million rows; synthetic."""
     rows = 400_000 if run.quick else 2_000_000
     out = CACHE / f"zipf_{rows}"
@@ -87,7 +87,7 @@ def _log(title: str, data: Dataset, dim: int, run: Run) -> Log:
 
 
 def _logs(run: Run) -> Iterator[Log]:
-    yield _log(f"Zipf {SKEW} (synthetic)", _generated(run), WIDE, run)
+    yield _log(f"Zipf {SKEW} (synthetic)", zipf_log(run), WIDE, run)
     if not run.quick:
         try:
             yield _log("Globo", globo(run), WIDE, run)
@@ -288,7 +288,7 @@ def _dense(model: RecModel) -> torch.optim.Optimizer:
 
 def throughput(run: Run) -> Outcome:
     """Samples/s of hot and cold batches, as often as the data has them, over the hybrid's, behind PCIe 3.0 x16."""
-    log = _log(f"Zipf {SKEW} (synthetic)", _generated(run), WIDE, run)
+    log = _log(f"Zipf {SKEW} (synthetic)", zipf_log(run), WIDE, run)
     timed, warm = (8, 3) if run.quick else (24, 6)
     streams = {
         kind: iter(_endless(part)) for kind, part in (("cold", log.classified.cold), ("hot", log.classified.hot))
