@@ -2,7 +2,8 @@
 
 Ids have Globo's skew: the counts of its articles or readers in falling order, stretched to the rows of the table. Each
 of the n counted ids becomes N / n rows that share its clicks evenly, so single rows are less popular than they were,
-which is against us. Row 0 is the most popular: frequency order.
+which is against us: few rows of a batch repeat. Row 0 is the most popular: frequency order. UNSTRETCHED leaves the counts
+as they are, on the first n rows of the table.
 
 Legend: N rows, D columns, B ids a batch, U distinct ones.
 """
@@ -24,10 +25,11 @@ from benchmarks.lookahead import globo
 from benchmarks.peers.tt_tools import LR, cores_of
 from stoker.ops.tensor_train_shape import TTShape, factorize
 
-__all__ = ["BATCH", "PUBLISHED_COLS", "Case", "check", "equal_rows"]
+__all__ = ["BATCH", "PUBLISHED_COLS", "UNSTRETCHED", "Case", "check", "equal_rows"]
 
 BATCH = 4096
 POOL = 64  # distinct batches
+UNSTRETCHED = "-clicks"  # behind the name of Globo's table
 PUBLISHED_COLS = {16: (2, 2, 4), 64: (4, 4, 4)}
 _TOLERANCE = 2e-5  # of the largest magnitude, for sums of up to 128 x 128 products in float32
 
@@ -88,10 +90,11 @@ def ids_file(of: str, rows: int, run: Run, *, permuted: bool = False) -> Path:
     if permuted:
         ids = rng.permutation(rows)[np.load(ids_file(of, rows, run))]
     else:
-        counts = np.sort(load_file(globo(run).path / "counts.safetensors")[of])[::-1]
+        counts = np.sort(load_file(globo(run).path / "counts.safetensors")[of.removesuffix(UNSTRETCHED)])[::-1]
         mass = np.cumsum(counts[counts > 0])
         drawn = np.searchsorted(mass, rng.integers(0, mass[-1], (POOL, BATCH)), side="right")
-        ids = ((drawn + rng.random(drawn.shape)) / len(mass) * rows).astype(np.int64).clip(max=rows - 1)
+        places = drawn if of.endswith(UNSTRETCHED) else (drawn + rng.random(drawn.shape)) / len(mass) * rows
+        ids = places.astype(np.int64).clip(max=rows - 1)
     np.save(path, ids)
     return path
 

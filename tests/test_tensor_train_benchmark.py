@@ -84,7 +84,8 @@ def test_the_reference_is_the_definition(small: Path, which: str) -> None:
 def worked(small: Path, script: str, options: dict[str, Any]) -> Path:
     results = small / "results"
     results.mkdir(exist_ok=True)
-    config = {"cases": [CASE.config(QUICK)], "permuted": CASE.config(QUICK, permuted=True)["ids"], "quick": True}
+    case = CASE.config(QUICK) | {"permuted": str(ids_file(CASE.of, CASE.rows, QUICK, permuted=True))}
+    config: dict[str, Any] = {"cases": [case], "quick": True}
     lines = work(Contestant(label=script, script=script, options=options), config | {"results": str(results)})
     assert {line["case"] for line in lines if line["event"] == "timed"} == {
         f"{CASE.name}, lookup",

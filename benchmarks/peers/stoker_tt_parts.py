@@ -19,7 +19,7 @@ versions(torch=torch.__version__, stoker=stoker.__version__)
 parts = {"aggregate": True, "reuse": True, "distinct": True, "permuted": False} | config["parts"]
 if parts["permuted"]:
     for given in config["cases"]:
-        given["ids"] = config["permuted"]
+        given["ids"] = given["permuted"]
 
 
 def chains(rows, shape):

@@ -10,6 +10,9 @@ from worker_tools import argument, versions
 config = argument()
 torch.set_num_threads(config["threads"])
 versions(torch=torch.__version__)
+if config.get("permuted_ids"):
+    for given in config["cases"]:
+        given["ids"] = given["permuted"]
 
 
 class Plain:
