@@ -2,8 +2,8 @@
 
 Ids have Globo's skew: the counts of its articles or readers in falling order, stretched to the rows of the table. Each
 of the n counted ids becomes N / n rows that share its clicks evenly, so single rows are less popular than they were,
-which is against us: few rows of a batch repeat. Row 0 is the most popular: frequency order. UNSTRETCHED leaves the counts
-as they are, on the first n rows of the table.
+which is against us: few rows of a batch repeat. Row 0 is the most popular: frequency order. UNSTRETCHED leaves the
+counts as they are, on the first n rows of the table.
 
 Legend: N rows, D columns, B ids a batch, U distinct ones.
 """
