@@ -472,3 +472,9 @@ def test_a_table_that_does_not_fit() -> None:
     for size in ((10, 4), (9, 5)):
         with pytest.raises(ConfigError, match="does not fit"):
             decompose(torch.zeros(size), shape)
+
+
+def test_a_cut_too_large_for_eigenvectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.ops.tensor_train_svd._LARGEST", 5)
+    with pytest.raises(ConfigError, match="cuts the table into 6 rows"):
+        decompose(torch.zeros(9, 4), TTShape((3, 3), (2, 2), (4,)))

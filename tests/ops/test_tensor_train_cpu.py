@@ -11,7 +11,7 @@ from stoker.ops import tensor_train
 from stoker.ops.tensor_train import Trie, build_trie, expand, gradients
 from stoker.ops.tensor_train_shape import TTShape
 
-pytest.importorskip("numba")
+pytest.importorskip("numba", reason="tests the kernels that Numba compiles, and numba is not installed here")
 
 SHAPES = (
     TTShape((7, 5, 6), (1, 1, 16), (16, 16)),

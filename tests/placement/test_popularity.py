@@ -440,7 +440,7 @@ def test_the_picture(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("sizes", [(3.0, 4.0, 5.3, 7.5, 26.6), (0.02, 1.0, 900.0), (4.0, 4.5), (1e-4, 1e5)])
 def test_labels_of_the_picture_do_not_run_into_each_other(data: Dataset, sizes: tuple[float, ...]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
     found = stoker.profile(data, budget="1MiB", sample=None)
     curve = [
         CurvePoint(threshold=1 / (9 + size), hot_bytes=int(size * 2**20), access_share=0.5, input_share=0.1)

@@ -104,3 +104,17 @@ def test_bfloat16_cores_are_refused(data: stoker.Dataset) -> None:
 def test_nothing_is_compressed_unless_asked_for(data: stoker.Dataset) -> None:
     assert TrainConfig(tt_rows=1).tensor_trains(data.schema) == {}
     assert np.all([".core" not in table.name for table in TrainConfig(tt_rows=1).stored_tables(data.schema)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tt_rank": 3}, "tt rank is ignored: no table has 1,000,000 rows"),
+        ({"tt_rows": 5, "tt_cores": 2}, "tt rows and tt cores are ignored: without a tt rank"),
+    ],
+)
+def test_settings_that_compress_nothing_are_told(
+    data: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, int], words: str
+) -> None:
+    stoker.train(data, out=tmp_path / "run", **{**SMALL, "display": "plain"}, steps=1, **settings)
+    assert words in " ".join(capsys.readouterr().err.split())

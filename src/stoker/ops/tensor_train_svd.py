@@ -10,6 +10,7 @@ from stoker.ops.tensor_train_shape import TTShape
 
 __all__ = ["decompose"]
 
+_LARGEST = 2**14  # rows of an unfolding
 _COLUMNS = 2**20  # of an unfolding that are multiplied in float64 at a time, over its rows
 
 
@@ -20,7 +21,7 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
     table. Rows behind the last one count as zeros.
 
     Raises:
-        ConfigError: the shape is not that of the table.
+        ConfigError: the shape is not that of the table, or a cut has too many rows for the eigenvectors.
     """
     count, dim = weight.shape
     if dim != shape.dim or count > shape.capacity:
@@ -49,6 +50,11 @@ def _leading(matrix: Tensor, rank: int) -> Tensor:
     From the eigenvectors of the matrix times its transpose, in float64: the left side is the small one.
     """
     size = len(matrix)
+    if size > _LARGEST:
+        raise ConfigError(
+            f"this tensor train cuts the table into {size:,} rows, and the eigenvectors of such a square would take "
+            f"{8 * size * size / 2**30:.0f} GiB and hours; at most {_LARGEST:,} are done. Take one more core."
+        )
     gram = torch.zeros(size, size, dtype=torch.float64, device=matrix.device)
     for part in matrix.split(max(1, _COLUMNS // size * 64), dim=1):
         wide = part.to(torch.float64)

@@ -80,6 +80,7 @@ class TTEmbeddingBag(nn.Module):
         seed: of the cores; None draws one from torch's generator, so ``torch.manual_seed`` decides and no two tables
             are alike.
         optimizer: a row optimizer (:mod:`stoker.optim`) that updates the cores inside backward.
+        backend: kernels of those updates: "auto", "reference", "cpu" (Numba) or "triton".
 
     Raises:
         ConfigError: an argument that cannot be honoured.
@@ -214,6 +215,9 @@ class TTEmbeddingBag(nn.Module):
 
         ``import_error`` of the result is the relative error ``|rows - weight| / |weight|`` (Frobenius). ``options`` are
         the other arguments of the constructor.
+
+        Raises:
+            ConfigError: an argument that cannot be honoured, or a cut too large to be decomposed.
         """
         count, dim = weight.shape
         shape = shape or factorize(count, dim, rank, cores)

@@ -129,7 +129,7 @@ def _train(
                 data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
-            for note in (*filter(None, warnings), *_without_effect(config, placement, total)):
+            for note in (*filter(None, warnings), *_without_effect(config, placement, total, len(model.tensor_train))):
                 shown.note(note)
             try:
                 clock = _fit(model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown)
@@ -329,10 +329,14 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
     }
 
 
-def _without_effect(config: TrainConfig, placement: Placement | None, total: int) -> Iterator[str]:
+def _without_effect(config: TrainConfig, placement: Placement | None, total: int, trains: int) -> Iterator[str]:
     """Settings that were given and change nothing."""
     if config.batch_order == "shuffled" and (said := _ignored(config, "swap_rate", "schedule_rows")):
         yield f"{said}: batches are shuffled, not hot and cold by the schedule"
+    if config.tt_rank is None and (said := _ignored(config, "tt_rows", "tt_cores")):
+        yield f"{said}: without a tt rank no table is a tensor train"
+    elif config.tt_rank is not None and not trains:
+        yield f"tt rank is ignored: no table has {config.tt_rows:,} rows. Give fewer tt rows to compress smaller ones"
     if placement is None:
         names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
         if said := _ignored(config, *names):
