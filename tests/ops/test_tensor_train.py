@@ -356,6 +356,7 @@ def test_a_shape_describes_itself() -> None:
         (TTShape((60, 60, 60), (2, 4, 2), (16, 16)), 0.05),
         (TTShape((200, 80, 50), (1, 1, 16), (32, 8)), 3.0),
         (TTShape((30, 30, 30, 30), (2, 2, 2, 2), (12, 20, 12)), 1.0),
+        (TTShape((5000, 1), (1, 16), (8,)), 0.1),
     ],
 )
 def test_fresh_rows_have_the_variance_asked_for(shape: TTShape, scale: float) -> None:
@@ -370,6 +371,18 @@ def test_fresh_rows_have_the_variance_asked_for(shape: TTShape, scale: float) ->
     asked = scale**2 / 3
     assert np.mean(squares) == pytest.approx(asked, rel=0.04)
     assert abs(np.mean(means)) < 0.03 * asked**0.5
+
+
+def test_what_is_common_to_all_rows_starts_with_variance_1() -> None:
+    """So that a row's own numbers move it as far as its own elements would."""
+    own = TTShape((4000, 1), (1, 64), (4,))
+    first, last = (init_core(0, "t", own, place, 0.3).double() for place in range(2))
+    assert last.square().mean().item() == pytest.approx(1, rel=0.15)
+    assert first.square().mean().item() == pytest.approx(0.3**2 / 3 / 4, rel=0.05)
+    assert own.own
+    assert not any(
+        TTShape(*shape).own for shape in (((9, 1), (2, 8), (4,)), ((1, 1), (1, 8), (4,)), ((9, 2), (1, 8), (4,)))
+    )
 
 
 def test_fresh_cores_are_a_function_of_seed_name_and_place() -> None:
@@ -472,6 +485,17 @@ def test_a_table_that_does_not_fit() -> None:
     for size in ((10, 4), (9, 5)):
         with pytest.raises(ConfigError, match="does not fit"):
             decompose(torch.zeros(size), shape)
+
+
+def test_rows_with_numbers_of_their_own_are_found_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.ops.tensor_train_svd._COLUMNS", 100)
+    shape = TTShape((20_001, 1), (1, 6), (3,))
+    cores = [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k, size in enumerate(shape.core_shapes)]
+    weight = dense_of(cores, shape, 20_000)
+    found = decompose(weight, shape)
+    assert (dense_of(found, shape, 20_000) - weight).norm() < 1e-5 * weight.norm()
+    assert not found[0][20_000:].any()
+    torch.testing.assert_close(found[1][0] @ found[1][0].T, 6 * torch.eye(3), rtol=0, atol=1e-4)  # scaled as fresh ones
 
 
 def test_a_cut_too_large_for_eigenvectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

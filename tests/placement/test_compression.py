@@ -52,6 +52,14 @@ def test_cores_come_out_of_the_budget() -> None:
         planned(tables, size_of(stored_tables(tables[:1], trains)), trains)
 
 
+def test_tables_that_are_compressed_already_are_not_proposed() -> None:
+    tables, already = tables_of(100_000, 20_000, 5_000), {"C0": TensorTrain(own=2)}
+    left = size_of(stored_tables(tables, already))
+    assert rows_to_compress(tables, left, STATE, 8, already=already) is None
+    assert rows_to_compress(tables, left - 1, STATE, 8, already=already) == 20_000
+    assert rows_to_compress(tables, left, STATE, 8) == 100_000
+
+
 def test_without_being_told_no_table_is_compressed() -> None:
     tables = tables_of(100_000, 20_000)
     assert not any(isinstance(each, TensorTrain) for each in planned(tables, size_of(tables) // 2, {}).values())

@@ -425,6 +425,8 @@ def test_calls_that_embedding_bag_refuses():
         ({"padding_idx": -ROWS - 1}, "padding_idx"),
         ({"shape": None, "rank": 0}, "rank"),
         ({"shape": None, "cores": 7}, "cores"),
+        ({"shape": None, "own": 0}, "0 numbers of its own"),
+        ({"shape": None, "own": DIM}, f"has {DIM} columns"),
         ({"shape": TTShape((5, 3), (2, 3), (4,))}, "57"),
         ({"shape": TTShape((9, 9), (2, 2), (4,))}, "81 x 4"),
         ({"std": 0.0}, "std"),
@@ -486,6 +488,26 @@ def test_a_dense_table_and_back():
     off = (torch.cat([rows for _, rows in made.dense()]) - weight).norm() / weight.norm()
     assert made.import_error == pytest.approx(off.item(), rel=1e-4)
     assert TTEmbeddingBag.from_dense(torch.zeros(9, 4)).import_error == 0.0
+
+
+@pytest.mark.parametrize("optimizer", [None, stoker.Adagrad(lr=0.1)])
+def test_rows_with_numbers_of_their_own(optimizer):
+    """A row is its own numbers times the common core, and what one row learns by its own moves no other."""
+    bag = TTEmbeddingBag(300, 6, mode="sum", own=2, seed=0, optimizer=optimizer)
+    assert [tuple(core.shape) for core in bag.cores] == [(300, 1, 2), (1, 2, 6)]
+    own, common = (core.detach().clone() for core in bag.cores)
+    ids = torch.tensor([4, 299, 4])
+    torch.testing.assert_close(bag(ids, torch.tensor([0, 1, 2])), own[ids, 0] @ common[0])
+    bag(ids, torch.tensor([0, 1, 2])).sum().backward()
+    if optimizer is None:
+        assert torch.equal(bag.cores[0].grad.flatten(1).abs().sum(1).nonzero().flatten(), torch.tensor([4, 299]))
+        torch.testing.assert_close(bag.cores[0].grad[4, 0], 2 * common[0].sum(1))
+    else:
+        moved = (bag.cores[0] != own).flatten(1).any(1)
+        assert torch.equal(moved.nonzero().flatten(), torch.tensor([4, 299]))
+    weight = torch.randn(50, 2) @ torch.randn(2, 6)
+    assert TTEmbeddingBag.from_dense(weight, own=2).import_error < 1e-5
+    assert TTEmbeddingBag.from_dense(weight, own=1).import_error > 1e-2
 
 
 def test_from_a_trained_embedding_bag():

@@ -89,11 +89,47 @@ def test_a_strategy_in_a_placement_is_part_of_the_model(data: stoker.Dataset) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"), [({"tt_rank": 0}, "tt_rank"), ({"tt_rank": 4, "tt_cores": 5}, "2 to 4")]
+    ("settings", "words"),
+    [
+        ({"tt_rank": 0}, "tt_rank"),
+        ({"tt_rank": 4, "tt_cores": 5}, "2 to 4"),
+        ({"tt_own": {"C1": 0}}, "tt_own: .* 0 numbers of its own"),
+    ],
 )
 def test_settings_out_of_range(settings: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TrainConfig(**settings)
+
+
+def test_rows_may_keep_numbers_of_their_own(data: stoker.Dataset, tmp_path: Path) -> None:
+    sizes = data.schema.num_embeddings
+    large = max(sizes, key=sizes.__getitem__)
+    other = sorted(sizes, key=sizes.__getitem__)[-2]
+    both = {**TRAINS, "tt_own": {other: 2}}
+    whole = stoker.train(data, out=tmp_path / "whole", **both)
+    stored = {table.name: (table.num_embeddings, table.embedding_dim) for table in whole.model.embeddings.stored}
+    assert stored[f"{other}.core1"] == (sizes[other], 2)
+    assert stored[f"{other}.core2"] == (1, 2 * 4)
+    assert f"{large}.core3" in stored
+    assert large not in stored
+    stoker.train(data, out=tmp_path / "parts", **{**both, "steps": 10})
+    stoker.train(resume=tmp_path / "parts", steps=20, display="quiet")
+    assert checkpoint_files(tmp_path / "parts", 20) == checkpoint_files(tmp_path / "whole", 20)
+    assert stoker.verify(tmp_path / "whole", steps=5).identical
+    all_of_them = {**SMALL, "steps": 2, "tt_own": dict.fromkeys(sizes, 1)}
+    stoker.train(data, out=tmp_path / "all", **all_of_them)
+    with pytest.raises(ConfigError, match="all tables of this run are tensor trains"):
+        stoker.verify(tmp_path / "all", steps=1)
+    alone = TrainConfig(embedding_dim=4, tt_own={large: 2}).tensor_trains(data.schema)
+    assert [train.shape.ranks for train in alone.values() if train.shape] == [(2,)]
+
+
+def test_own_numbers_that_cannot_be(data: stoker.Dataset) -> None:
+    name = next(iter(data.schema.num_embeddings))
+    with pytest.raises(ConfigError, match=f"'{name}x', which is not there. Did you mean '{name}'"):
+        TrainConfig(tt_own={f"{name}x": 2}).tensor_trains(data.schema)
+    with pytest.raises(ConfigError, match="has 4 columns, so rows with 4 numbers of their own save nothing"):
+        TrainConfig(embedding_dim=4, tt_own={name: 4}).tensor_trains(data.schema)
 
 
 def test_bfloat16_cores_are_refused(data: stoker.Dataset) -> None:
@@ -109,7 +145,8 @@ def test_nothing_is_compressed_unless_asked_for(data: stoker.Dataset) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tt_rank": 3}, "tt rank is ignored: no table has 1,000,000 rows"),
+        ({"tt_rank": 3}, "tt rank is ignored: no table of 1,000,000 rows or more gets smaller by rank 3"),
+        ({"tt_rank": 300, "tt_rows": 1}, "tt rank is ignored: no table of 1 rows or more gets smaller by rank 300"),
         ({"tt_rows": 5, "tt_cores": 2}, "tt rows and tt cores are ignored: without a tt rank"),
     ],
 )

@@ -42,6 +42,7 @@ __all__ = [
     "begin_at",
     "model_options",
     "option",
+    "own_numbers",
     "rerun_settings",
 ]
 
@@ -73,6 +74,14 @@ TTRank = Annotated[
 ]
 TTRows = Annotated[int | None, option(_MODEL, "Rows from which on a table is large. (default: 1000000)", "--tt-rows")]
 TTCores = Annotated[int | None, option(_MODEL, "Cores of each, 2 to 4. (default: 3)", "--tt-cores")]
+TTOwn = Annotated[
+    list[str] | None,
+    option(
+        _MODEL,
+        "TABLE=K: instead, K numbers of its own for each row and one core for all, as users need; may be repeated.",
+        "--tt-own",
+    ),
+]
 BatchSize = Annotated[int | None, option(_OPTIMIZER, "Examples. (default: 2048)")]
 RowOptimizer = Annotated[
     str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")
@@ -149,6 +158,17 @@ def model_options(bottom: str | None, top: str | None, hidden: str | None, other
         name: _sizes(value) for name, value in (("bottom", bottom), ("top", top), ("hidden", hidden)) if value
     }
     return options | dict(_name_value(text) for text in others or [])
+
+
+def own_numbers(texts: list[str]) -> dict[str, int]:
+    """``TABLE=K`` texts as a mapping."""
+    found = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        if not name or not value.isdecimal():
+            raise ConfigError(f"--tt-own {text!r} is not TABLE=K. Write for example --tt-own user=2.")
+        found[name] = int(value)
+    return found
 
 
 def _sizes(text: str) -> list[int]:

@@ -50,6 +50,7 @@ def plan(
     tt_rank: options.TTRank = None,
     tt_rows: options.TTRows = None,
     tt_cores: options.TTCores = None,
+    tt_own: options.TTOwn = None,
     batch_size: options.BatchSize = None,
     row_optimizer: options.RowOptimizer = None,
     device: options.Device = None,
@@ -81,6 +82,8 @@ def plan(
     settings = {name: value for name, value in given.items() if value is not None}
     if own := options.model_options(bottom, top, hidden, model_option):
         settings["model_options"] = own
+    if tt_own:
+        settings["tt_own"] = options.own_numbers(tt_own)
 
     import torch
 
@@ -128,7 +131,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     """The largest tables as tensor trains, as many as let the others lie on the device."""
     from stoker.optim import Constant
     from stoker.placement.compression import rows_to_compress
-    from stoker.tables import tables_for
+    from stoker.tables import TensorTrain, tables_for
     from stoker.training.placing import place_run
     from stoker.training.step_time import measure_step
     from stoker.units import parse_size
@@ -137,7 +140,8 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     optimizer = config.make_row_optimizer(Constant())
     rank = config.tt_rank or _TT_RANK
     budget = parse_size(config.device_memory or 2**62)
-    rows = rows_to_compress(tables, budget, optimizer.state, rank, config.tt_cores)
+    own = {name: TensorTrain(own=numbers) for name, numbers in config.tt_own.items()}
+    rows = rows_to_compress(tables, budget, optimizer.state, rank, config.tt_cores, own)
     if rows is None:
         return None
     settings = {"tt_rank": rank, "tt_rows": rows}

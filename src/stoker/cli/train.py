@@ -39,6 +39,7 @@ def train(
     tt_rank: options.TTRank = None,
     tt_rows: options.TTRows = None,
     tt_cores: options.TTCores = None,
+    tt_own: options.TTOwn = None,
     dense_dtype: Annotated[str | None, option(_MODEL, "Of the dense part: float32 or bfloat16.")] = None,
     compile: Annotated[bool | None, option(_MODEL, "Compile the dense part.", "--compile/--no-compile")] = None,
     batch_size: options.BatchSize = None,
@@ -101,7 +102,7 @@ def train(
     stoker train data/criteo --out runs/b --model dcn --dim 32 --epochs 2 --patience 3 --eval-every 1000
     stoker train --resume runs/a --epochs 3
     stoker train data/criteo --out runs/c --dim 64 --device-memory 4GiB
-    stoker train data/criteo --out runs/f --tt-rank 32
+    stoker train data/criteo --out runs/f --tt-rank 32 --tt-own C7=2
     stoker train data/criteo-hot --out runs/d --swap-rate 25
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """
@@ -111,6 +112,8 @@ def train(
     settings = {name: value for name, value in given.items() if value is not None}
     if chosen := options.model_options(bottom, top, hidden, model_option):
         settings["model_options"] = chosen
+    if tt_own:
+        settings["tt_own"] = options.own_numbers(tt_own)
 
     from stoker.training import train as run_training
 

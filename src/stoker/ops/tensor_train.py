@@ -12,6 +12,7 @@ Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -216,17 +217,21 @@ def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float
 
     An entry of a row is a sum of r_1 * ... * r_{d-1} products of d independent values, so each core needs the variance
     ``(variance of the row / prod(ranks)) ** (1 / d)``. Returns [n_k, r_{k-1}, m_k * r_k] float32.
+
+    Where rows have slices of their own (:attr:`TTShape.own`), those carry the variance and the common cores have 1: a
+    step on a row's own numbers then moves the row as far as it would move an uncompressed one.
     """
     before, width = shape.core_shapes[place][1:]
-    wide = scale_of(shape, scale)
+    wide = scale_of(shape, scale, place)
     made = init_rows(derive_key(key_seed, "init", name, "core", place), 0, shape.rows[place], before * width, wide)
     return made.view(shape.core_shapes[place])
 
 
-def scale_of(shape: TTShape, scale: float) -> float:
-    """Half-width of the uniform distribution of every core for rows as of one of half-width ``scale``."""
-    paths = 1.0
-    for rank in shape.ranks:
-        paths *= rank
-    variance = (scale**2 / 3 / paths) ** (1 / len(shape.rows))
+def scale_of(shape: TTShape, scale: float, place: int) -> float:
+    """Half-width of the uniform distribution of core ``place`` for rows as of one of half-width ``scale``."""
+    variance = scale**2 / 3 / math.prod(shape.ranks)
+    if shape.own:
+        variance = 1.0 if place else variance
+    else:
+        variance **= 1 / len(shape.rows)
     return float((3 * variance) ** 0.5)

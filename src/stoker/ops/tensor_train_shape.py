@@ -66,6 +66,11 @@ class TTShape:
         )
 
     @property
+    def own(self) -> bool:
+        """Whether every row has a slice of its own in the first of two cores, and the other is common to all rows."""
+        return len(self.rows) == 2 and self.rows[0] > self.rows[1] == self.cols[0] == 1
+
+    @property
     def num_parameters(self) -> int:
         """Values in all cores."""
         return sum(math.prod(core) for core in self.core_shapes)

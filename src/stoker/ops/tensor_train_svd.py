@@ -26,6 +26,8 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
     count, dim = weight.shape
     if dim != shape.dim or count > shape.capacity:
         raise ConfigError(f"a table of {count:,} x {dim} does not fit a tensor train {shape.rows} x {shape.cols}.")
+    if shape.own:
+        return _common(weight, shape)
     places = len(shape.rows)
     padded = weight.new_zeros(shape.capacity, dim)
     padded[:count] = weight
@@ -42,6 +44,25 @@ def decompose(weight: Tensor, shape: TTShape) -> list[Tensor]:
         left = rank
     last = rest.reshape(left, shape.rows[-1], shape.cols[-1]).permute(1, 0, 2)
     return [core.contiguous() for core in (*cores, last)]
+
+
+def _common(weight: Tensor, shape: TTShape) -> list[Tensor]:
+    """The same for rows with numbers of their own, from the right singular vectors: the columns are the small side.
+
+    The common core has the scale of a fresh one.
+    """
+    (rows, _, rank), dim = shape.core_shapes[0], shape.dim
+    gram = torch.zeros(dim, dim, dtype=torch.float64, device=weight.device)
+    for part in weight.split(_COLUMNS // dim + 1):
+        wide = part.to(torch.float64)
+        gram.addmm_(wide.t(), wide)
+    basis = torch.linalg.eigh(gram)[1][:, -rank:].flip(1) * dim**0.5
+    basis = torch.nn.functional.pad(basis, (0, rank - basis.shape[1]))
+    last = basis.t().to(weight.dtype).contiguous()
+    first = weight.new_zeros(rows, rank)
+    for start, part in zip(range(0, len(weight), _COLUMNS), weight.split(_COLUMNS), strict=True):
+        first[start : start + len(part)] = (part.to(torch.float64) @ basis).div_(dim).to(weight.dtype)
+    return [first.view(rows, 1, rank), last.view(1, rank, dim)]
 
 
 def _leading(matrix: Tensor, rank: int) -> Tensor:

@@ -12,7 +12,12 @@ __all__ = ["rows_to_compress"]
 
 
 def rows_to_compress(
-    tables: Sequence[TableConfig], budget: int, state: Mapping[str, str], rank: int, cores: int = 3
+    tables: Sequence[TableConfig],
+    budget: int,
+    state: Mapping[str, str],
+    rank: int,
+    cores: int = 3,
+    already: Mapping[str, TensorTrain] | None = None,
 ) -> int | None:
     """The fewest largest tables that have to become tensor trains for everything to lie on the device.
 
@@ -22,6 +27,7 @@ def rows_to_compress(
         state: of the row optimizer.
         rank: of the tensor trains.
         cores: of each.
+        already: tables that are compressed in any case, by name.
 
     Returns:
         The rows from which on a table is compressed. Where even all those that get smaller leave too much, these. None
@@ -31,7 +37,9 @@ def rows_to_compress(
     def size(several: Sequence[TableConfig]) -> int:
         return sum(table.num_embeddings * row_bytes(table, state) for table in several)
 
-    left, found = size(tables), None
+    already = already or {}
+    left, found = size(stored_tables(tables, already)), None
+    tables = [table for table in tables if table.name not in already]
     if left <= budget:
         return None
     train = TensorTrain(rank=rank, cores=cores)

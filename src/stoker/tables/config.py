@@ -183,7 +183,8 @@ class TensorTrain(Strategy):
 
     rank: int | tuple[int, ...] = 32  # of the products that a row is a sum of; or one between each two cores
     cores: int = 3  # 2 to 4
-    shape: TTShape | None = None  # instead of rank and cores
+    own: int | None = None  # instead of both: numbers that each row keeps for itself, beside one common core
+    shape: TTShape | None = None  # instead of all three
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[int]]) -> TensorTrain:
@@ -199,6 +200,8 @@ class TensorTrain(Strategy):
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int):
             object.__setattr__(self, "rank", tuple(self.rank))  # hashable, whatever JSON made of it
+        if self.own is not None and self.own < 1:
+            raise ConfigError(f"a row of a tensor train cannot have {self.own} numbers of its own; give at least 1.")
         if self.shape is None:
             factorize(1, 1, self.rank, self.cores)  # checks the numbers
 
@@ -206,7 +209,8 @@ class TensorTrain(Strategy):
         """Factors and ranks for ``table``.
 
         Raises:
-            ConfigError: a given shape that does not fit it, a type other than float32, or rows that start as zeros.
+            ConfigError: a given shape that does not fit it, as many own numbers as columns, a type other than float32,
+                or rows that start as zeros.
         """
         if table.scale == 0:
             raise ConfigError(
@@ -218,6 +222,13 @@ class TensorTrain(Strategy):
                 f"table {table.name!r} has dtype {table.dtype}, but tensor-train cores are float32. Leave one of them "
                 "out; cores are small already."
             )
+        if self.shape is None and self.own is not None:
+            if self.own >= table.embedding_dim:
+                raise ConfigError(
+                    f"table {table.name!r} has {table.embedding_dim} columns, so rows with {self.own} numbers of their "
+                    "own save nothing. Give fewer, or leave the table as it is."
+                )
+            return TTShape((table.num_embeddings, 1), (1, table.embedding_dim), (self.own,))
         if self.shape is None:
             return factorize(table.num_embeddings, table.embedding_dim, self.rank, self.cores)
         if self.shape.dim != table.embedding_dim or self.shape.capacity < table.num_embeddings:

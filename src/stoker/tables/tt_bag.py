@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, get_backend
 from stoker.ops.tensor_train import build_trie, expand, gradients, init_core
-from stoker.ops.tensor_train_shape import TTShape, factorize
+from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
@@ -75,6 +75,8 @@ class TTEmbeddingBag(nn.Module):
         device, dtype: of the cores.
         rank: of the products that a row is a sum of, or one between each two cores.
         cores: 2 to 4.
+        own: instead of both, numbers that each row keeps for itself, beside one core [own, D] common to all: for rows
+            that have little in common, such as users. D / own times smaller.
         shape: factors and ranks, instead of those of :func:`stoker.ops.tensor_train_shape.factorize`.
         std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
         seed: of the cores; None draws one from torch's generator, so ``torch.manual_seed`` decides and no two tables
@@ -102,6 +104,7 @@ class TTEmbeddingBag(nn.Module):
         *,
         rank: int | tuple[int, ...] = 32,
         cores: int = 3,
+        own: int | None = None,
         shape: TTShape | None = None,
         std: float = 1.0,
         seed: int | None = None,
@@ -130,7 +133,7 @@ class TTEmbeddingBag(nn.Module):
         table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
-        self.shape = TensorTrain(rank=rank, cores=cores, shape=shape).shape_of(table)
+        self.shape = TensorTrain(rank=rank, cores=cores, own=own, shape=shape).shape_of(table)
         self.optimizer, self.backend = optimizer, backend
         self.import_error: float | None = None  # of from_dense, relative
         self.tick = 0  # updates inside backward
@@ -208,8 +211,8 @@ class TTEmbeddingBag(nn.Module):
 
     @classmethod
     def from_dense(
-        cls, weight: Tensor, *, rank: int | tuple[int, ...] = 32, cores: int = 3, shape: TTShape | None = None,
-        **options: Any,
+        cls, weight: Tensor, *, rank: int | tuple[int, ...] = 32, cores: int = 3, own: int | None = None,
+        shape: TTShape | None = None, **options: Any,
     ) -> TTEmbeddingBag:  # fmt: skip
         """Compress a trained table [N, D] by TT-SVD (:func:`stoker.ops.tensor_train_svd.decompose`).
 
@@ -220,9 +223,8 @@ class TTEmbeddingBag(nn.Module):
             ConfigError: an argument that cannot be honoured, or a cut too large to be decomposed.
         """
         count, dim = weight.shape
-        shape = shape or factorize(count, dim, rank, cores)
         options = {"device": weight.device, "dtype": weight.dtype, **options}
-        made = cls(count, dim, shape=shape, **options)
+        made = cls(count, dim, rank=rank, cores=cores, own=own, shape=shape, **options)
         with torch.no_grad():
             for core, values in zip(made.cores, decompose(weight.detach(), made.shape), strict=True):
                 core.copy_(values)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from stoker.data.features import FeatureSpec
+from stoker.data.schema_check import near
 from stoker.device import resolve_device
 from stoker.errors import ConfigError
 from stoker.models import MODELS, RecModel
@@ -65,8 +66,9 @@ class TrainConfig:
     pooling: Literal["sum", "mean"] = "mean"  # of sequence features
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the tables
     tt_rank: int | None = None  # large tables as tensor trains of this rank: another, smaller model; None: as they are
-    tt_rows: int = 1_000_000  # rows from which on a table is large
+    tt_rows: int = 1_000_000  # rows from which on a table is large; one that would not get smaller stays as it is
     tt_cores: int = 3  # of each, 2 to 4
+    tt_own: Mapping[str, int] = field(default_factory=dict)  # table: numbers that each of its rows keeps for itself
     dense_dtype: Literal["float32", "bfloat16"] = "float32"  # of the dense part (bfloat16: autocast)
     compile: bool = False  # torch.compile for the dense part
 
@@ -133,11 +135,17 @@ class TrainConfig:
         _choice("backend", self.backend, get_args(BackendName))
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must not be negative.", settings=("seed",))
+        object.__setattr__(self, "tt_own", dict(self.tt_own))
         if self.tt_rank is not None:
             try:
                 TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
             except ConfigError as error:
                 raise ConfigError(f"tt_rank: {error}", settings=("tt_rank", "tt_cores")) from error
+        for own in self.tt_own.values():
+            try:
+                TensorTrain(own=own)
+            except ConfigError as error:
+                raise ConfigError(f"tt_own: {error}", settings=("tt_own",)) from error
         for name in ("embedding_dim", "batch_size", "tt_rows", "epochs", "schedule_rows", "keep_last", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
@@ -250,12 +258,30 @@ class TrainConfig:
         return optimizer
 
     def tensor_trains(self, spec: FeatureSpec) -> dict[str, TensorTrain]:
-        """The tables that are compressed, with their shapes."""
-        if self.tt_rank is None:
-            return {}
-        train = TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
-        large = [t for t in tables_for(spec, self.embedding_dim, dtype=self.dtype) if t.num_embeddings >= self.tt_rows]
-        return {table.name: TensorTrain(shape=train.shape_of(table)) for table in large}
+        """The tables that are compressed, with their shapes.
+
+        Raises:
+            ConfigError: a table that is not there, or cannot be compressed so.
+        """
+        tables = {table.name: table for table in tables_for(spec, self.embedding_dim, dtype=self.dtype)}
+        for name in self.tt_own:
+            if name not in tables:
+                raise ConfigError(
+                    f"tt_own names the table {name!r}, which is not there.{near(name, list(tables))} There are: "
+                    f"{', '.join(tables)}.", settings=("tt_own",),
+                )  # fmt: skip
+        chosen: dict[str, TensorTrain] = {}
+        for name, table in tables.items():
+            if name in self.tt_own:
+                chosen[name] = TensorTrain(own=self.tt_own[name])
+            elif self.tt_rank is not None and table.num_embeddings >= self.tt_rows:
+                chosen[name] = TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
+        shapes = {name: train.shape_of(tables[name]) for name, train in chosen.items()}
+        return {
+            name: TensorTrain(shape=shape)
+            for name, shape in shapes.items()
+            if name in self.tt_own or shape.num_parameters < tables[name].num_embeddings * self.embedding_dim
+        }
 
     def stored_tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
         """What lies in memory and in files: the tables of ``spec``, or their cores."""

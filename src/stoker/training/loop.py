@@ -335,8 +335,11 @@ def _without_effect(config: TrainConfig, placement: Placement | None, total: int
         yield f"{said}: batches are shuffled, not hot and cold by the schedule"
     if config.tt_rank is None and (said := _ignored(config, "tt_rows", "tt_cores")):
         yield f"{said}: without a tt rank no table is a tensor train"
-    elif config.tt_rank is not None and not trains:
-        yield f"tt rank is ignored: no table has {config.tt_rows:,} rows. Give fewer tt rows to compress smaller ones"
+    elif config.tt_rank is not None and trains == len(config.tt_own):
+        yield (
+            f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
+            "Give fewer tt rows to compress smaller tables, or a smaller rank"
+        )
     if placement is None:
         names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
         if said := _ignored(config, *names):
