@@ -110,7 +110,7 @@ CASES = {
         open=globo_sessions,
         settings={**_DLRM, "batch_size": 1024, "epochs": 1, "dense_lr": 1e-3},
         plain={"row_lr": 0.05},
-        compressed={"row_lr": 0.05, "tt_own": {"user": 2}},
+        compressed={"row_lr": 0.05, "tt_own": {"user": 1}},
     ),
 }
 
