@@ -519,6 +519,51 @@ def test_from_a_trained_embedding_bag():
     assert source.weight.grad is None
 
 
+def test_positions_of_arguments_are_those_of_embedding_bag():
+    weight = torch.randn(40, 6)
+    given = (40, 6, None, 2.0, False, "sum", False, weight, True, 3)
+    plain, bag = nn.EmbeddingBag(*given), TTEmbeddingBag(*given, rank=10**6)
+    ids, offsets = torch.tensor([3, 4, 9, 4]), torch.tensor([0, 3, 4])
+    torch.testing.assert_close(bag(ids, offsets), plain(ids, offsets), rtol=1e-4, atol=1e-5)
+    assert bag.import_error < 1e-5
+    with pytest.raises(ConfigError, match=r"\(40, 6\), but 41 rows of 6"):
+        TTEmbeddingBag(41, 6, _weight=weight)
+
+
+def test_from_pretrained_takes_what_embedding_bag_takes():
+    weight = torch.randn(40, 6)
+    ids, offsets = torch.tensor([3, 4, 9, 4]), torch.tensor([0, 3])
+    plain = nn.EmbeddingBag.from_pretrained(weight, mode="sum", padding_idx=3)
+    frozen = TTEmbeddingBag.from_pretrained(weight, mode="sum", padding_idx=3, rank=10**6)
+    torch.testing.assert_close(frozen(ids, offsets), plain(ids, offsets), rtol=1e-4, atol=1e-5)
+    assert not any(core.requires_grad for core in frozen.cores)
+    assert not frozen(ids, offsets).requires_grad
+    free = TTEmbeddingBag.from_pretrained(weight, freeze=False, own=2)
+    free(ids, offsets).sum().backward()
+    assert all(core.grad is not None for core in free.cores)
+    with pytest.raises(ConfigError, match="frozen cores take no optimizer"):
+        TTEmbeddingBag.from_pretrained(weight, optimizer=stoker.SGD(lr=0.1))
+
+
+def test_reset_parameters_starts_anew():
+    bag = make(optimizer=stoker.Adam(lr=0.1), seed=5)
+    fresh = copy.deepcopy(bag.state_dict())
+    bag(torch.tensor([3, 4, 5]), torch.tensor([0])).sum().backward()
+    assert any(not torch.equal(value, fresh[name]) for name, value in bag.state_dict().items())
+    bag.reset_parameters(5)
+    assert all(torch.equal(value, fresh[name]) for name, value in bag.state_dict().items())
+    bag.reset_parameters()
+    assert not torch.equal(bag.cores[0], fresh["cores.0"])
+
+
+def test_there_is_no_weight():
+    with pytest.raises(AttributeError, match=r"cores are its parameters, dense\(\) gives rows"):
+        _ = make().weight
+    assert not hasattr(make(), "weight")
+    with pytest.raises(AttributeError, match="no attribute 'wight'"):
+        _ = make().wight
+
+
 def test_it_says_what_it_is():
     said = repr(TTEmbeddingBag(10**6, 64, rank=16))
     assert "1.00 M x 64" in said

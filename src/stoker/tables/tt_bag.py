@@ -70,6 +70,7 @@ class TTEmbeddingBag(nn.Module):
         max_norm, norm_type, scale_grad_by_freq: as in ``nn.EmbeddingBag``, but must be left as they are.
         mode: "sum" or "mean".
         sparse: taken for its place in the list; gradients are as large as the cores, which are small.
+        _weight: [N, D] a table to start from, compressed as by :meth:`from_dense`.
         include_last_offset: whether ``offsets`` ends with the number of ids.
         padding_idx: an id that counts as absent.
         device, dtype: of the cores.
@@ -97,6 +98,7 @@ class TTEmbeddingBag(nn.Module):
         scale_grad_by_freq: bool = False,
         mode: str = "mean",
         sparse: bool = False,
+        _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
@@ -128,24 +130,49 @@ class TTEmbeddingBag(nn.Module):
         dtype = dtype or (torch.get_default_dtype() if optimizer is None else torch.float32)
         if optimizer is not None and dtype != torch.float32:
             raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
-        if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
         self.shape = TensorTrain(rank=rank, cores=cores, own=own, shape=shape).shape_of(table)
-        self.optimizer, self.backend = optimizer, backend
-        self.import_error: float | None = None  # of from_dense, relative
+        self.optimizer, self.backend, self.std = optimizer, backend, std
+        self.import_error: float | None = None  # of a table it was made from, relative
         self.tick = 0  # updates inside backward
-        made = [
-            init_core(seed, "tt", self.shape, place, std * 3**0.5).to(device=device, dtype=dtype)
-            for place in range(len(self.shape.rows))
-        ]
+        made = [torch.empty(size, device=device, dtype=dtype) for size in self.shape.core_shapes]
         self.cores = nn.ParameterList([nn.Parameter(core, requires_grad=optimizer is None) for core in made])
         for place, core in enumerate(made):
             for name, kind in {} if optimizer is None else optimizer.state.items():
                 size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
                 self.register_buffer(f"state_{place}_{name}", torch.zeros(size, dtype=torch.float32, device=device))
+        if _weight is None:
+            self.reset_parameters(seed)
+        else:
+            self._import(_weight.detach())
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fresh cores, and no optimizer state; ``seed`` as for the constructor."""
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        for place, core in enumerate(self.cores):
+            core.copy_(init_core(seed, "tt", self.shape, place, self.std * 3**0.5))
+        for state in self.buffers():
+            state.zero_()
+        self.tick, self.import_error = 0, None
+
+    @torch.no_grad()
+    def _import(self, weight: Tensor) -> None:
+        if weight.shape != (self.num_embeddings, self.embedding_dim):
+            raise ConfigError(
+                f"the table given is {tuple(weight.shape)}, but {self.num_embeddings:,} rows of {self.embedding_dim} "
+                "columns are asked for."
+            )
+        for core, values in zip(self.cores, decompose(weight, self.shape), strict=True):
+            core.copy_(values)
+        off = sum(
+            float((rows - weight[start : start + len(rows)]).double().square().sum()) for start, rows in self.dense()
+        )
+        total = float(weight.double().square().sum())
+        self.import_error = (off / total) ** 0.5 if total else 0.0
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool, as ``nn.EmbeddingBag`` does.
@@ -224,17 +251,36 @@ class TTEmbeddingBag(nn.Module):
         """
         count, dim = weight.shape
         options = {"device": weight.device, "dtype": weight.dtype, **options}
-        made = cls(count, dim, rank=rank, cores=cores, own=own, shape=shape, **options)
-        with torch.no_grad():
-            for core, values in zip(made.cores, decompose(weight.detach(), made.shape), strict=True):
-                core.copy_(values)
-            off = sum(
-                float((rows - weight[start : start + len(rows)]).double().square().sum())
-                for start, rows in made.dense()
-            )
-        total = float(weight.detach().double().square().sum())
-        made.import_error = (off / total) ** 0.5 if total else 0.0
+        return cls(count, dim, rank=rank, cores=cores, own=own, shape=shape, _weight=weight, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
+        padding_idx: int | None = None, **options: Any,
+    ) -> TTEmbeddingBag:  # fmt: skip
+        """:meth:`from_dense` with the arguments of ``nn.EmbeddingBag.from_pretrained``; ``freeze``: cores stand still.
+
+        Raises:
+            ConfigError: as for :meth:`from_dense`, or an optimizer for frozen cores.
+        """
+        if freeze and options.get("optimizer") is not None:
+            raise ConfigError("frozen cores take no optimizer. Give freeze=False, or leave the optimizer out.")
+        made = cls.from_dense(
+            embeddings, max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, mode=mode,
+            sparse=sparse, include_last_offset=include_last_offset, padding_idx=padding_idx, **options,
+        )  # fmt: skip
+        if freeze:
+            made.requires_grad_(False)
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "a TTEmbeddingBag has no weight: its rows are products of its cores and never exist together. cores "
+                "are its parameters, dense() gives rows in chunks, from_dense and from_pretrained start from a table."
+            )
+        return super().__getattr__(name)
 
     @torch.no_grad()
     def dense(self, chunk_rows: int = 2**16) -> Iterator[tuple[int, Tensor]]:
