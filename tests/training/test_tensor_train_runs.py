@@ -12,6 +12,7 @@ import torch
 from small_runs import ROWS, SMALL, assert_same_run, checkpoint_files, records
 
 import stoker
+from stoker.cli.options import own_numbers
 from stoker.errors import CheckpointError, ConfigError
 from stoker.placement.placement import row_bytes
 from stoker.tables import Cached, TensorTrain
@@ -155,3 +156,10 @@ def test_settings_that_compress_nothing_are_told(
 ) -> None:
     stoker.train(data, out=tmp_path / "run", **{**SMALL, "display": "plain"}, steps=1, **settings)
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_own_numbers_on_the_command_line() -> None:
+    assert own_numbers(["user=2", "a=b=1"]) == {"user": 2, "a=b": 1}
+    for text in ("user", "user=", "=2", "user=two", "user=-1"):
+        with pytest.raises(ConfigError, match="is not TABLE=K. Write for example --tt-own user=2"):
+            own_numbers([text])
