@@ -1,4 +1,4 @@
-"""Optimizers for embedding rows, and learning-rate schedules that are pure functions of the step.
+"""Optimizers for embedding rows.
 
 A row optimizer is a value: the tables read it and update rows in place during backward. Its arithmetic is
 defined once, in :mod:`stoker.ops.reference`; all constants are rounded to float32 before use.
@@ -7,97 +7,14 @@ defined once, in :mod:`stoker.ops.reference`; all constants are rounded to float
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from stoker.errors import ConfigError
 from stoker.ops.rule import RowRule
+from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
-__all__ = [
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "Constant",
-    "CosineDecay",
-    "PolynomialDecay",
-    "RowOptimizer",
-    "RowWiseAdagrad",
-    "Schedule",
-    "StepDecay",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
-    """A factor on the learning rate as a function of the step, so that resuming needs no state."""
-
-    kind: ClassVar[str]
-    warmup: int = 0  # steps over which the factor rises linearly from 1/warmup to 1
-
-    def factor(self, step: int) -> float:
-        """The factor at ``step``, counted from 0."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return self.decay(step - self.warmup)
-
-    @abstractmethod
-    def decay(self, step: int) -> float:
-        """The factor ``step`` steps after the warm-up."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {"kind": self.kind, **asdict(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
-    """No decay after the warm-up."""
-
-    kind: ClassVar[str] = "constant"
-
-    def decay(self, step: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolynomialDecay(Schedule):
-    """Falls from 1 to ``end`` as ``(1 - step/steps) ** power`` (power 1 is linear, 2 is MLPerf DLRM's)."""
-
-    kind: ClassVar[str] = "polynomial"
-    start: int = 0  # steps after the warm-up before the decay begins
-    steps: int  # length of the decay
-    power: float = 2.0
-    end: float = 0.0  # final factor
-
-    def decay(self, step: int) -> float:
-        share = min(max(step - self.start, 0) / self.steps, 1.0)
-        return float(self.end + (1.0 - self.end) * (1.0 - share) ** self.power)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineDecay(Schedule):
-    """Falls from 1 to ``end`` along half a cosine over ``steps``."""
-
-    kind: ClassVar[str] = "cosine"
-    steps: int
-    end: float = 0.0
-
-    def decay(self, step: int) -> float:
-        share = min(step / self.steps, 1.0)
-        return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * share))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepDecay(Schedule):
-    """Multiplies by ``gamma`` every ``every`` steps."""
-
-    kind: ClassVar[str] = "step"
-    every: int
-    gamma: float = 0.1
-
-    def decay(self, step: int) -> float:
-        return float(self.gamma ** (step // self.every))
+__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer", "RowWiseAdagrad"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +60,13 @@ class RowOptimizer:
         """Inverse of :meth:`to_dict`."""
         values = dict(values)
         schedule = dict(values.pop("schedule"))
-        kinds: dict[str, type[Schedule]] = {c.kind: c for c in (Constant, PolynomialDecay, CosineDecay, StepDecay)}
         optimizers = {c.kind: c for c in (SGD, Adagrad, RowWiseAdagrad, Adam)}
         kind = values.pop("kind")
         if kind not in optimizers:
             raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {sorted(optimizers)}.")
         if "betas" in values:
             values["betas"] = tuple(values["betas"])
-        return optimizers[kind](schedule=kinds[schedule.pop("kind")](**schedule), **values)
+        return optimizers[kind](schedule=SCHEDULES[schedule.pop("kind")](**schedule), **values)
 
 
 @dataclass(frozen=True, kw_only=True)

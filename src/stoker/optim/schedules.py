@@ -1,0 +1,131 @@
+"""Learning-rate schedules: factors on the rate that are pure functions of the step, so resuming needs no state."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from stoker.errors import ConfigError
+
+__all__ = ["SCHEDULES", "Constant", "CosineDecay", "OneCycle", "PolynomialDecay", "Schedule", "StepDecay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
+    """A factor on the learning rate as a function of the step, so that resuming needs no state."""
+
+    kind: ClassVar[str]
+    warmup: int = 0  # steps over which the factor rises linearly from 1/warmup to 1
+
+    def factor(self, step: int) -> float:
+        """The factor at ``step``, counted from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return self.decay(step - self.warmup)
+
+    @abstractmethod
+    def decay(self, step: int) -> float:
+        """The factor ``step`` steps after the warm-up."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """No decay after the warm-up."""
+
+    kind: ClassVar[str] = "constant"
+
+    def decay(self, step: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolynomialDecay(Schedule):
+    """Falls from 1 to ``end`` as ``(1 - step/steps) ** power`` (power 1 is linear, 2 is MLPerf DLRM's)."""
+
+    kind: ClassVar[str] = "polynomial"
+    start: int = 0  # steps after the warm-up before the decay begins
+    steps: int  # length of the decay
+    power: float = 2.0
+    end: float = 0.0  # final factor
+
+    def decay(self, step: int) -> float:
+        share = min(max(step - self.start, 0) / self.steps, 1.0)
+        return float(self.end + (1.0 - self.end) * (1.0 - share) ** self.power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineDecay(Schedule):
+    """Falls from 1 to ``end`` along half a cosine over ``steps``."""
+
+    kind: ClassVar[str] = "cosine"
+    steps: int
+    end: float = 0.0
+
+    def decay(self, step: int) -> float:
+        share = min(step / self.steps, 1.0)
+        return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDecay(Schedule):
+    """Multiplies by ``gamma`` every ``every`` steps."""
+
+    kind: ClassVar[str] = "step"
+    every: int
+    gamma: float = 0.1
+
+    def decay(self, step: int) -> float:
+        return float(self.gamma ** (step // self.every))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(Schedule):
+    """Rises from ``1 / div`` to 1 along half a cosine, then falls to ``1 / final_div`` along another (Smith 2018).
+
+    Shape and defaults are fastai's; momentum stays as it is. ``warmup`` does not apply: the cycle brings its own.
+
+    Raises:
+        ConfigError: a share outside (0, 1), divisors below 1, or a warm-up beside the cycle's.
+    """
+
+    kind: ClassVar[str] = "one-cycle"
+    steps: int  # length of the cycle
+    share: float = 0.25  # of the steps that rise
+    div: float = 25.0
+    final_div: float = 1e5
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share < 1.0:
+            raise ConfigError(f"OneCycle(share={self.share}): the rise must take a share between 0 and 1 of the steps.")
+        if not (1.0 <= self.div < math.inf and 1.0 <= self.final_div < math.inf):
+            raise ConfigError(
+                f"OneCycle(div={self.div}, final_div={self.final_div}): the rate is divided by them, so both must be "
+                "at least 1."
+            )
+        if self.warmup:
+            raise ConfigError(
+                f"OneCycle(warmup={self.warmup}): the cycle begins with a warm-up of its own. Leave it out."
+            )
+
+    def decay(self, step: int) -> float:
+        # The last step of the cycle, not the one after it, has the least rate.
+        at = min(step / max(1, self.steps - 1), 1.0)
+        if at < self.share:
+            return _half_cosine(1.0 / self.div, 1.0, at / self.share)
+        return _half_cosine(1.0, 1.0 / self.final_div, (at - self.share) / (1.0 - self.share))
+
+
+def _half_cosine(begin: float, end: float, share: float) -> float:
+    return end + (begin - end) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+#: by kind
+SCHEDULES: dict[str, type[Schedule]] = {
+    schedule.kind: schedule for schedule in (Constant, PolynomialDecay, CosineDecay, StepDecay, OneCycle)
+}
