@@ -61,12 +61,27 @@ def train(
     row_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of touched rows.")] = None,
     row_clip_value: Annotated[float | None, option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
     row_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
-    dense_optimizer: Annotated[str | None, option(_OPTIMIZER, "sgd, adagrad or adam. (default: adam)")] = None,
+    dense_optimizer: Annotated[str | None, option(_OPTIMIZER, "sgd, adagrad, adam or lamb. (default: adam)")] = None,
     dense_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the dense part.")] = None,
     dense_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of the dense part.")] = None,
     dense_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of the dense gradient.")] = None,
+    max_trust: Annotated[float | None, option(_OPTIMIZER, "Of lamb: largest trust ratio. (default: 10)")] = None,
+    lr_scaling: Annotated[
+        str | None,
+        option(
+            _OPTIMIZER,
+            "Of learning rates with the batch size: none, sqrt, linear or cowclip (rows keep theirs). (default: none)",
+        ),
+    ] = None,
+    base_batch_size: Annotated[
+        int | None, option(_OPTIMIZER, "Examples that the learning rates are meant for. (default: 2048)")
+    ] = None,
     schedule: Annotated[
-        str | None, option(_OPTIMIZER, "constant, linear, cosine, polynomial or step. (default: constant)")
+        str | None,
+        option(_OPTIMIZER, "constant, linear, cosine, polynomial, step or one-cycle. (default: constant)"),
+    ] = None,
+    cycle_rise: Annotated[
+        float | None, option(_OPTIMIZER, "Share of the steps that one-cycle rises. (default: 0.25)")
     ] = None,
     warmup: Annotated[int | None, option(_OPTIMIZER, "Steps of linear warm-up. (default: 0)")] = None,
     decay_steps: Annotated[int | None, option(_OPTIMIZER, "Steps of decay. (default: to the end)")] = None,

@@ -22,6 +22,8 @@ from stoker.optim import (
     Adam,
     Constant,
     CosineDecay,
+    DenseLAMB,
+    OneCycle,
     PolynomialDecay,
     RowOptimizer,
     RowWiseAdagrad,
@@ -31,6 +33,7 @@ from stoker.optim import (
 from stoker.tables import Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.tensor_train import stored_tables
 from stoker.training.model_options import check_options, own_options
+from stoker.training.scaling import RULES, Scaling
 from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "TrainConfig"]
@@ -40,9 +43,11 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
+    "lamb": DenseLAMB,
 }
 _ROW_LR = {"sgd": 0.1, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3}
-_DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3}
+_DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
+_SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "one-cycle")
 
 
 def _choice(name: str, value: str, choices: Any) -> None:
@@ -86,11 +91,16 @@ class TrainConfig:
     row_weight_decay: float = 0.0  # L2, on touched rows
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient
-    dense_optimizer: Literal["sgd", "adagrad", "adam"] = "adam"
-    dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad, 1e-3 for adam
-    dense_weight_decay: float = 0.0  # L2
+    dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"] = "adam"
+    dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad and lamb, 1e-3 for adam
+    dense_weight_decay: float = 0.0  # L2; of lamb decoupled from its moments
     dense_clip_norm: float | None = None  # largest norm over all dense gradients
-    schedule: Literal["constant", "linear", "cosine", "polynomial", "step"] = "constant"  # of both learning rates
+    max_trust: float = 10.0  # of lamb: largest trust ratio
+    lr_scaling: Literal["none", "sqrt", "linear", "cowclip"] = "none"  # of rates with batch_size / base_batch_size
+    base_batch_size: int = 2048  # examples; the batch size that the learning rates are meant for
+    # Of both learning rates.
+    schedule: Literal["constant", "linear", "cosine", "polynomial", "step", "one-cycle"] = "constant"
+    cycle_rise: float = 0.25  # share of the steps in which one-cycle rises
     warmup: int = 0  # steps of linear warm-up
     decay_steps: int | None = None  # length of the decay, or steps between two drops; None means to the end, or a third
 
@@ -123,7 +133,21 @@ class TrainConfig:
         _choice("model", self.model, MODELS)
         _choice("row_optimizer", self.row_optimizer, _ROW_OPTIMIZERS)
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
-        _choice("schedule", self.schedule, ("constant", "linear", "cosine", "polynomial", "step"))
+        _choice("schedule", self.schedule, _SCHEDULES)
+        _choice("lr_scaling", self.lr_scaling, RULES)
+        if not 0 < self.cycle_rise < 1:
+            raise ConfigError(
+                f"cycle_rise is {self.cycle_rise}; it is a share of the steps, between 0 and 1.",
+                settings=("cycle_rise",),
+            )
+        if self.schedule == "one-cycle" and self.warmup:
+            raise ConfigError(
+                f"warmup is {self.warmup}, but one-cycle begins with a warm-up of its own. Leave warmup out, or set "
+                "cycle_rise, the share of the steps that it takes.",
+                settings=("schedule", "warmup"),
+            )
+        if not 0 < self.max_trust < math.inf:
+            raise ConfigError(f"max_trust is {self.max_trust}; it must be finite and above 0.", settings=("max_trust",))
         _choice("metric", self.metric, ("auc", "log_loss"))
         _choice("batch_order", self.batch_order, ("auto", "shuffled", "hot-cold"))
         object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
@@ -146,7 +170,16 @@ class TrainConfig:
                 TensorTrain(own=own)
             except ConfigError as error:
                 raise ConfigError(f"tt_own: {error}", settings=("tt_own",)) from error
-        for name in ("embedding_dim", "batch_size", "tt_rows", "epochs", "schedule_rows", "keep_last", "log_every"):
+        for name in (
+            "embedding_dim",
+            "batch_size",
+            "base_batch_size",
+            "tt_rows",
+            "epochs",
+            "schedule_rows",
+            "keep_last",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
         _choice("spill", self.spill, ("parts", "refuse"))
@@ -231,27 +264,39 @@ class TrainConfig:
                 return PolynomialDecay(warmup=self.warmup, steps=length, power=2.0)
             case "cosine":
                 return CosineDecay(warmup=self.warmup, steps=length)
+            case "one-cycle":
+                return OneCycle(steps=self.decay_steps or total_steps, share=self.cycle_rise)
             case "step":
                 return StepDecay(warmup=self.warmup, every=self.decay_steps or max(1, total_steps // 3))
             case _:
                 return Constant(warmup=self.warmup)
 
+    @property
+    def scaling(self) -> Scaling:
+        """Factors on learning rates and weight decay for this batch size."""
+        return Scaling.of(self.lr_scaling, self.batch_size / self.base_batch_size)
+
     def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
-        """The row optimizer."""
+        """The row optimizer, its rate scaled to the batch size."""
+        scaling = self.scaling
+        lr = _ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
         return _ROW_OPTIMIZERS[self.row_optimizer](
-            lr=_ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr,
+            lr=lr * scaling.row_lr,
             schedule=schedule,
-            weight_decay=self.row_weight_decay,
+            weight_decay=self.row_weight_decay * scaling.row_weight_decay,
             clip_value=self.row_clip_value,
             clip_norm=self.row_clip_norm,
         )
 
     def make_dense_optimizer(self, model: RecModel) -> torch.optim.Optimizer:
-        """The optimizer of the dense part, in one fused kernel a step."""
-        lr = _DENSE_LR[self.dense_optimizer] if self.dense_lr is None else self.dense_lr
+        """The optimizer of the dense part, in one fused kernel a step but for LAMB; its rate scaled to the batch."""
+        lr = (_DENSE_LR[self.dense_optimizer] if self.dense_lr is None else self.dense_lr) * self.scaling.dense_lr
         kind: Any = _DENSE_OPTIMIZERS[self.dense_optimizer]
-        fused = self.dense_optimizer != "adagrad" or model.device.type == "cpu"
-        options = {"fused": True} if fused else {"foreach": True}
+        if self.dense_optimizer == "lamb":
+            options: dict[str, Any] = {"max_trust": self.max_trust}
+        else:
+            fused = self.dense_optimizer != "adagrad" or model.device.type == "cpu"
+            options = {"fused": True} if fused else {"foreach": True}
         optimizer: torch.optim.Optimizer = kind(
             model.dense_parameters(), lr=lr, weight_decay=self.dense_weight_decay, **options
         )

@@ -346,12 +346,21 @@ def _without_effect(config: TrainConfig, placement: Placement | None, total: int
             yield f"{said}: without a limit on device memory all rows lie there"
     elif config.lookahead == 0 and not config.foresight:
         yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
+    if config.lr_scaling == "none" and (said := _ignored(config, "base_batch_size")):
+        yield f"{said}: without lr scaling the learning rates do not follow the batch size"
+    if config.schedule != "one-cycle" and (said := _ignored(config, "cycle_rise")):
+        yield f"{said}: only the schedule one-cycle has a rise"
+    if "lamb" not in (config.row_optimizer, config.dense_optimizer) and (said := _ignored(config, "max_trust")):
+        yield f"{said}: only lamb has a trust ratio"
     if config.warmup >= total:
         yield (
             f"the warm-up of {plural(config.warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
             "the learning rates never reach their full value"
         )
-    elif config.schedule in ("linear", "cosine", "polynomial") and config.warmup + (config.decay_steps or 0) > total:
+    elif (
+        config.schedule in ("linear", "cosine", "polynomial", "one-cycle")
+        and config.warmup + (config.decay_steps or 0) > total
+    ):
         yield (
             f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
             f"{total:,}: the decay does not come to its end"

@@ -1,0 +1,92 @@
+"""One cycle, and learning rates that follow the batch size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker import Adam, OneCycle, TrainConfig, optim
+from stoker.errors import ConfigError
+
+
+def combined_cosine(step: int, steps: int, share: float, div: float, final_div: float) -> float:
+    """fastai's fit_one_cycle: two SchedCos, put together at ``share``."""
+
+    def cosine(start: float, end: float, at: float) -> float:
+        return start + (1 + math.cos(math.pi * (1 - at))) * (end - start) / 2
+
+    at = min(step / max(1, steps - 1), 1.0)
+    if at < share:
+        return cosine(1 / div, 1.0, at / share)
+    return cosine(1.0, 1 / final_div, (at - share) / (1 - share))
+
+
+@given(
+    steps=st.integers(1, 500), share=st.floats(0.01, 0.99), div=st.floats(1, 100), final=st.floats(1, 1e6),
+    step=st.integers(0, 600),
+)  # fmt: skip
+def test_one_cycle_has_its_shape(steps, share, div, final, step):
+    cycle = OneCycle(steps=steps, share=share, div=div, final_div=final)
+    assert cycle.factor(step) == pytest.approx(combined_cosine(step, steps, share, div, final), rel=1e-9, abs=1e-12)
+    assert 0 < cycle.factor(step) <= 1 + 1e-12
+
+
+def test_one_cycle_begins_peaks_and_ends_where_it_says():
+    cycle = OneCycle(steps=101)
+    assert cycle.factor(0) == pytest.approx(1 / 25)
+    assert cycle.factor(25) == pytest.approx(1.0)
+    assert cycle.factor(100) == cycle.factor(5000) == pytest.approx(1e-5)
+    factors = [cycle.factor(step) for step in range(101)]
+    assert factors == sorted(factors[:26]) + sorted(factors[26:], reverse=True)
+
+
+def test_one_cycle_comes_back_from_a_checkpoint():
+    optimizer = Adam(lr=0.1, schedule=OneCycle(steps=7, share=0.4))
+    assert optim.RowOptimizer.from_dict(optimizer.to_dict()) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"share": 0.0}, "share"), ({"share": 1.0}, "share"), ({"div": 0.5}, "divided"), ({"warmup": 3}, "of its own")],
+)
+def test_a_cycle_that_is_none(options, words):
+    with pytest.raises(ConfigError, match=words):
+        OneCycle(steps=10, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "dense", "decay"),
+    [("none", 1, 1, 1), ("sqrt", 4, 4, 1), ("linear", 16, 16, 1), ("cowclip", 1, 4, 16)],
+)
+def test_rates_follow_the_batch_size(rule, rows, dense, decay):
+    given = {"row_lr": 0.03, "row_weight_decay": 1e-5, "row_optimizer": "adam"}
+    config = TrainConfig(batch_size=16 * 512, base_batch_size=512, lr_scaling=rule, **given)
+    made = config.make_row_optimizer(optim.Constant())
+    assert made.lr == pytest.approx(0.03 * rows)
+    assert made.weight_decay == pytest.approx(1e-5 * decay)
+    assert config.scaling.dense_lr == dense
+    same = TrainConfig(batch_size=512, base_batch_size=512, lr_scaling=rule, **given)
+    assert same.make_row_optimizer(optim.Constant()).lr == 0.03
+
+
+def test_default_rates_are_scaled_too():
+    config = TrainConfig(batch_size=8192, lr_scaling="linear")
+    assert config.make_row_optimizer(optim.Constant()).lr == pytest.approx(4 * 0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr_scaling": "cubic"}, "lr_scaling 'cubic'"),
+        ({"base_batch_size": 0}, "at least 1"),
+        ({"schedule": "one-cycle", "warmup": 5}, "warm-up of its own"),
+        ({"cycle_rise": 1.0}, "between 0 and 1"),
+        ({"max_trust": 0.0}, "above 0"),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        TrainConfig(**settings)

@@ -1,0 +1,72 @@
+"""Runs with the means for large batches: they go on to the bit, lie anywhere, and refuse what makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import HALF, ROWS, SMALL, assert_same_run, checkpoint_files, records
+
+import stoker
+from stoker.errors import ConfigError
+from stoker.testing import make_dataset
+
+RUN: dict[str, Any] = {**SMALL, "steps": 20, "save_every": 10, "log_every": 1}
+MEANS: dict[str, dict[str, Any]] = {
+    "dense lamb, one cycle": {"dense_optimizer": "lamb", "schedule": "one-cycle", "dense_weight_decay": 0.01},
+    "scaled": {"lr_scaling": "sqrt", "base_batch_size": 8, "row_optimizer": "adam", "warmup": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
+    return make_dataset(tmp_path_factory.mktemp("large") / "d", rows=1500, num_embeddings=ROWS)
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_run_goes_on_to_the_bit_from_anywhere(data: stoker.Dataset, tmp_path: Path, means: str) -> None:
+    given = {**RUN, **MEANS[means]}
+    stoker.train(data, out=tmp_path / "whole", **given)
+    # The length of the run is part of a schedule, so it is stopped by a checkpoint that is taken away.
+    stoker.train(data, out=tmp_path / "parts", device_memory=HALF, **given)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    for path in (tmp_path / "parts/checkpoints/step_000000020").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    stoker.train(resume=tmp_path / "parts", device_memory="all", display="quiet")
+    assert checkpoint_files(tmp_path / "parts", 20) == checkpoint_files(tmp_path / "whole", 20)
+    assert stoker.verify(tmp_path / "parts", steps=10, begin=10).identical
+
+
+def test_one_cycle_and_scaling_reach_both_rates(data: stoker.Dataset, tmp_path: Path) -> None:
+    stoker.train(
+        data, out=tmp_path / "run", **RUN, schedule="one-cycle", lr_scaling="cowclip", base_batch_size=2, row_lr=0.5,
+        dense_lr=0.01,
+    )  # fmt: skip
+    lines = records(tmp_path / "run", "train")
+    assert max(line["row_lr"] for line in lines) == pytest.approx(0.5, rel=0.02)
+    assert max(line["dense_lr"] for line in lines) == pytest.approx(0.04, rel=0.02)
+    assert lines[0]["row_lr"] == pytest.approx(0.5 / 25)
+    assert lines[-1]["row_lr"] == pytest.approx(0.5 / 1e5)
+
+
+def test_the_rule_of_scaling_cannot_change_in_a_run(data: stoker.Dataset, tmp_path: Path) -> None:
+    stoker.train(data, out=tmp_path / "run", **RUN)
+    with pytest.raises(ConfigError, match="lr_scaling='none'"):
+        stoker.train(resume=tmp_path / "run", lr_scaling="sqrt", display="quiet")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"base_batch_size": 64}, "base batch size is ignored: without lr scaling"),
+        ({"cycle_rise": 0.5}, "cycle rise is ignored: only the schedule one-cycle"),
+        ({"max_trust": 2.0}, "max trust is ignored: only lamb"),
+    ],
+)
+def test_settings_without_effect_are_told(
+    data: stoker.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], words: str
+) -> None:
+    stoker.train(data, out=tmp_path / "run", **{**RUN, "display": "plain", "steps": 1}, **settings)
+    assert words in " ".join(capsys.readouterr().err.split())
