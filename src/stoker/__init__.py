@@ -35,6 +35,7 @@ _HOME = {
     "HostPipelined": "stoker.tables",
     "HotCold": "stoker.tables",
     "HotProfile": "stoker.placement.hot_profile",
+    "LAMB": "stoker.optim",
     "OneCycle": "stoker.optim",
     "Placement": "stoker.placement.placement",
     "PolynomialDecay": "stoker.optim",

@@ -15,6 +15,15 @@ from stoker.testing import make_dataset
 RUN: dict[str, Any] = {**SMALL, "steps": 20, "save_every": 10, "log_every": 1}
 MEANS: dict[str, dict[str, Any]] = {
     "dense lamb, one cycle": {"dense_optimizer": "lamb", "schedule": "one-cycle", "dense_weight_decay": 0.01},
+    "row lamb": {"row_optimizer": "lamb", "row_lr": 0.1, "row_weight_decay": 0.01},
+    "row lamb, bfloat16": {"row_optimizer": "lamb", "row_lr": 0.1, "dtype": "bfloat16", "max_trust": 3.0},
+    "row lamb, tensor train": {
+        "row_optimizer": "lamb",
+        "row_lr": 0.1,
+        "tt_rank": 3,
+        "tt_rows": 500,
+        "backend": "reference",
+    },
     "scaled": {"lr_scaling": "sqrt", "base_batch_size": 8, "row_optimizer": "adam", "warmup": 5},
 }
 

@@ -84,7 +84,7 @@ TTOwn = Annotated[
 ]
 BatchSize = Annotated[int | None, option(_OPTIMIZER, "Examples. (default: 2048)")]
 RowOptimizer = Annotated[
-    str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad or adam. (default: rowwise_adagrad)")
+    str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad, adam or lamb. (default: rowwise_adagrad)")
 ]
 
 _FOR = "For rows and their optimizer state, such as 4GiB"

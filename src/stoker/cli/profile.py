@@ -34,7 +34,7 @@ def profile(
     dim: Annotated[int, option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim")] = 16,
     dtype: Annotated[str, option(_ROWS, "Of the tables: float32 or bfloat16.")] = "float32",
     optimizer: Annotated[
-        str, option(_ROWS, "Its state lies with the row: sgd, adagrad, rowwise_adagrad or adam.")
+        str, option(_ROWS, "Its state lies with the row: sgd, adagrad, rowwise_adagrad, adam or lamb.")
     ] = "rowwise_adagrad",
     sample: Annotated[str | None, option(_SAMPLE, "Share of the training rows to read. (default: 5%)")] = None,
     exact: Annotated[bool, option(_SAMPLE, "Take the vocabulary's counts of all rows instead.", "--exact")] = False,

@@ -40,7 +40,7 @@ def replay(
     dim: Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim")] = 16,
     dtype: Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.")] = "float32",
     optimizer: Annotated[
-        str, option("Rows", "Its state travels with a row: sgd, adagrad, rowwise_adagrad or adam.")
+        str, option("Rows", "Its state travels with a row: sgd, adagrad, rowwise_adagrad, adam or lamb.")
     ] = "rowwise_adagrad",
     as_json: OneObject = False,
 ) -> None:

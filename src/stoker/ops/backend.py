@@ -48,6 +48,18 @@ class Rounding:
     tables: Tensor | None = None  # [C] int64, table of the row in each slot; None where addresses are rows
     rows: Tensor | None = None  # [C] int64, that row's number within its table
 
+    def bits(self, distinct: Tensor, dim: int, space: AddressSpace) -> Tensor:
+        """The random bits [U, D] int64 of the rows at ``distinct`` [U]."""
+        if self.tables is not None and self.rows is not None:
+            table, local = self.tables[distinct], self.rows[distinct]
+        else:
+            first = torch.from_numpy(space.first_row).to(distinct.device)
+            table = torch.searchsorted(first, distinct, right=True) - 1
+            local = distinct - first[table]
+        keys = torch.tensor(self.keys, dtype=torch.int64, device=distinct.device)[table]
+        counter = local.unsqueeze(1) * dim + torch.arange(dim, device=distinct.device)
+        return reference.counter_bits(keys.unsqueeze(1), counter)
+
 
 class Backend(ABC):
     """Forward and fused backward of a group. Subclasses equal :class:`ReferenceBackend` to the bit on one device."""
@@ -119,15 +131,5 @@ class ReferenceBackend(Backend):
         distinct, total = reference.distinct_gradients(
             rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
         )
-        bits = None
-        if weight.dtype == torch.bfloat16:
-            if rounding.tables is not None and rounding.rows is not None:
-                table, local = rounding.tables[distinct], rounding.rows[distinct]
-            else:
-                first = torch.from_numpy(space.first_row).to(weight.device)
-                table = torch.searchsorted(first, distinct, right=True) - 1
-                local = distinct - first[table]
-            keys = torch.tensor(rounding.keys, dtype=torch.int64, device=weight.device)[table]
-            counter = local.unsqueeze(1) * dim + torch.arange(dim, device=weight.device)
-            bits = reference.counter_bits(keys.unsqueeze(1), counter)
+        bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
         reference.update_rows(weight, state, distinct, total, rule, rounding=bits)

@@ -16,16 +16,19 @@ from stoker.ops.rule import RowRule
 __all__ = [
     "addresses",
     "bag_lengths",
+    "clipped",
     "counter_bits",
     "derive_key",
     "distinct_gradients",
     "dot_interaction",
     "exact_sqrt",
+    "f32",
     "init_rows",
     "lookup",
     "per_sample_weight_gradient",
     "row_norm_squared",
     "stochastic_round",
+    "stored",
     "update_rows",
 ]
 
@@ -194,8 +197,21 @@ def _quotient(number: float, values: Tensor) -> Tensor:
     return torch.full_like(values, number) / values
 
 
-def _f32(value: float) -> float:
+def f32(value: float) -> float:
+    """Rounded to float32."""
     return float(torch.tensor(value, dtype=torch.float32))
+
+
+def clipped(g: Tensor, rule: RowRule) -> Tensor:
+    """The gradients [U, D] of distinct rows, clipped."""
+    if rule.clip_value != math.inf:
+        g = g.clamp(-f32(rule.clip_value), f32(rule.clip_value))
+    if rule.clip_norm != math.inf:
+        limit = f32(rule.clip_norm)
+        norm = exact_sqrt(row_norm_squared(g))
+        scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
+        g = g * scale.unsqueeze(1)
+    return g
 
 
 def update_rows(
@@ -212,17 +228,10 @@ def update_rows(
     ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights. Formulas: :mod:`stoker.optim`.
     """
     w = weight[rows].to(torch.float32)
-    g = grad
-    if rule.clip_value != math.inf:
-        g = g.clamp(-_f32(rule.clip_value), _f32(rule.clip_value))
-    if rule.clip_norm != math.inf:
-        limit = _f32(rule.clip_norm)
-        norm = exact_sqrt(row_norm_squared(g))
-        scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
-        g = g * scale.unsqueeze(1)
+    g = clipped(grad, rule)
     if rule.weight_decay:
-        g = g + w * _f32(rule.weight_decay)
-    lr, eps = _f32(rule.lr), _f32(rule.eps)
+        g = g + w * f32(rule.weight_decay)
+    lr, eps = f32(rule.lr), f32(rule.eps)
     if rule.kind == "sgd":
         w = w - g * lr
     elif rule.kind == "adagrad":
@@ -230,24 +239,30 @@ def update_rows(
         state["sum"][rows] = total
         w = w - (g * lr) / (exact_sqrt(total) + eps)
     elif rule.kind == "rowwise_adagrad":
-        mean = row_norm_squared(g) * _f32(1.0 / weight.shape[1])
+        mean = row_norm_squared(g) * f32(1.0 / weight.shape[1])
         total = state["sum"][rows] + mean
         state["sum"][rows] = total
         w = w - g * _quotient(lr, exact_sqrt(total) + eps).unsqueeze(1)
     elif rule.kind == "adam":
-        m = state["exp_avg"][rows] * _f32(rule.beta1) + g * _f32(1.0 - rule.beta1)
-        v = state["exp_avg_sq"][rows] * _f32(rule.beta2) + (g * g) * _f32(1.0 - rule.beta2)
+        m = state["exp_avg"][rows] * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
+        v = state["exp_avg_sq"][rows] * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
         state["exp_avg"][rows] = m
         state["exp_avg_sq"][rows] = v
-        step = _f32(rule.lr / rule.bias1)
-        w = w - (m * step) / (exact_sqrt(v) * _f32(1.0 / math.sqrt(rule.bias2)) + eps)
+        step = f32(rule.lr / rule.bias1)
+        w = w - (m * step) / (exact_sqrt(v) * f32(1.0 / math.sqrt(rule.bias2)) + eps)
+    elif rule.kind == "lamb":
+        raise ValueError("a row's step under lamb depends on its whole table: see stoker.ops.lamb")
     else:
         raise ValueError(f"row rule {rule.kind!r} is unknown")
-    if weight.dtype == torch.bfloat16:
-        assert rounding is not None, "bfloat16 rows need random bits"
-        weight[rows] = stochastic_round(w, rounding)
-    else:
-        weight[rows] = w
+    weight[rows] = stored(w, weight.dtype, rounding)
+
+
+def stored(values: Tensor, dtype: torch.dtype, rounding: Tensor | None) -> Tensor:
+    """New float32 rows [U, D] as they are kept."""
+    if dtype != torch.bfloat16:
+        return values
+    assert rounding is not None, "bfloat16 rows need random bits"
+    return stochastic_round(values, rounding)
 
 
 def dot_interaction(dense: Tensor, embedded: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["RowRule"]
 class RowRule(NamedTuple):
     """One update's constants. Every back end rounds each to float32 before use.
 
-    ``kind`` is one of "sgd", "adagrad", "rowwise_adagrad", "adam".
+    ``kind`` is one of "sgd", "adagrad", "rowwise_adagrad", "adam", "lamb" (:mod:`stoker.ops.lamb`).
     """
 
     kind: str
@@ -24,3 +24,5 @@ class RowRule(NamedTuple):
     weight_decay: float = 0.0
     clip_value: float = math.inf
     clip_norm: float = math.inf
+    min_trust: float = 0.0  # of lamb
+    max_trust: float = math.inf

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal
 
 from stoker.errors import ConfigError
 from stoker.ops.rule import RowRule
+from stoker.optim.lamb_options import check_lamb
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer", "RowWiseAdagrad"]
+__all__ = ["LAMB", "ROW_OPTIMIZERS", "SGD", "Adagrad", "Adam", "RowOptimizer", "RowWiseAdagrad"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,12 @@ class RowOptimizer:
         """Inverse of :meth:`to_dict`."""
         values = dict(values)
         schedule = dict(values.pop("schedule"))
-        optimizers = {c.kind: c for c in (SGD, Adagrad, RowWiseAdagrad, Adam)}
         kind = values.pop("kind")
-        if kind not in optimizers:
-            raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {sorted(optimizers)}.")
+        if kind not in ROW_OPTIMIZERS:
+            raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {sorted(ROW_OPTIMIZERS)}.")
         if "betas" in values:
             values["betas"] = tuple(values["betas"])
-        return optimizers[kind](schedule=SCHEDULES[schedule.pop("kind")](**schedule), **values)
+        return ROW_OPTIMIZERS[kind](schedule=SCHEDULES[schedule.pop("kind")](**schedule), **values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +130,45 @@ class Adam(RowOptimizer):
                 bias2=1.0 - beta2 ** (tick + 1),
             )
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMB(RowOptimizer):
+    """LAMB (You et al. 2020, Algorithm 2) where a layer is a table: ``w -= lr * trust * u`` for each touched row.
+
+    u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row. The
+    trust ratio is the norm of the whole table over that of u, within bounds; rows that are not touched have u = 0. It
+    is 1 where one of the norms is 0. Both are exact sums (:mod:`stoker.ops.lamb`), so they do not depend on where rows
+    lie. The first update after a table was made or loaded reads all its rows once.
+    """
+
+    kind: ClassVar[str] = "lamb"
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"exp_avg": "row", "exp_avg_sq": "row"}
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    min_trust: float = 0.0
+    max_trust: float | None = 10.0  # None: no bound
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
+
+    def rule(self, tick: int) -> RowRule:
+        beta1, beta2 = self.betas
+        return (
+            super()
+            .rule(tick)
+            ._replace(
+                eps=self.eps,
+                beta1=beta1,
+                beta2=beta2,
+                bias1=1.0 - beta1 ** (tick + 1),
+                bias2=1.0 - beta2 ** (tick + 1),
+                min_trust=self.min_trust,
+                max_trust=math.inf if self.max_trust is None else self.max_trust,
+            )
+        )
+
+
+#: by kind
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {each.kind: each for each in (SGD, Adagrad, RowWiseAdagrad, Adam, LAMB)}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from stoker.data.dataset import Dataset
 from stoker.errors import ConfigError, DependencyError
-from stoker.optim import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
+from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.id_trace import IdTrace, array_steps, dataset_space, dataset_steps, record
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables.config import DTYPES, Cached
@@ -31,7 +31,6 @@ STRATEGIES = (
     "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "hot-cold",
     "host-pipelined", "belady",
 )  # fmt: skip
-_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
 
 Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
@@ -96,9 +95,9 @@ def row_size(dim: int, dtype: str = "float32", optimizer: str | RowOptimizer = "
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown. Choose one of {', '.join(sorted(DTYPES))}.")
     kind = optimizer if isinstance(optimizer, str) else optimizer.kind
-    if kind not in _OPTIMIZERS:
-        raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {', '.join(sorted(_OPTIMIZERS))}.")
-    state = sum(4 * dim if shape == "row" else 4 for shape in _OPTIMIZERS[kind].state.values())
+    if kind not in ROW_OPTIMIZERS:
+        raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {', '.join(sorted(ROW_OPTIMIZERS))}.")
+    state = sum(4 * dim if shape == "row" else 4 for shape in ROW_OPTIMIZERS[kind].state.values())
     return dim * DTYPES[dtype].itemsize + state
 
 

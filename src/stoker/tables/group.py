@@ -12,6 +12,7 @@ from stoker.ops.reference import derive_key
 from stoker.ops.space import make_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
+from stoker.tables.layers import Layers
 from stoker.tables.lease import Lease
 from stoker.tables.parts import by_examples, by_rows
 from stoker.tables.replicas import Replicas
@@ -57,6 +58,7 @@ class TableGroup:
         )
         self.storage: Storage = self._make_storage(optimizer, device)
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
+        self.layers = Layers()  # norms of the tables, for optimizers that need them
         self.replicas: Replicas | None = None  # ranks whose rows are updated together
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
@@ -117,10 +119,13 @@ class TableGroup:
 
         if lease is not None and lease.over:  # a second backward through the same graph
             lease = self.acquire(bags)
-        if lease is None:
+        if rule.kind == "lamb":
+            self.layers.update(self, bags, grad, lease, rule, keys)
+        elif lease is None:
             by_rows(work, self.storage, self.space, bags)
         else:
             work(lease)
+        if lease is not None:
             lease.release(changed=True)
         self.tick += 1
 
@@ -138,6 +143,7 @@ class TableGroup:
         """Change the optimizer; its state starts anew unless the kind stays the same."""
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
+        self.layers.forget()
         if not same:
             self.storage.reset_state(dict(optimizer.state))
             self.tick = 0
@@ -160,6 +166,7 @@ class TableGroup:
             raise IndexError(
                 f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows"
             )
+        self.layers.forget()
         self.storage.write(begin + start, rows)
 
     def to(self, device: torch.device) -> None:

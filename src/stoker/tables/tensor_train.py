@@ -27,6 +27,7 @@ from stoker.ops.tensor_train_shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
+from stoker.tables.layers import update_core
 from stoker.tables.lease import Lease
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
@@ -237,6 +238,9 @@ def update_slices(
         grad: [n, width].
         rule: the step.
     """
+    if rule.kind == "lamb":
+        update_core(weight, state, digits, grad, rule)
+        return
     count, width = weight.shape
     piece = math.gcd(width, _PIECE)
     whole = rule.kind == "rowwise_adagrad" or rule.clip_norm != math.inf  # needs a slice in one piece

@@ -17,16 +17,13 @@ from stoker.errors import ConfigError
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import (
-    SGD,
-    Adagrad,
-    Adam,
+    ROW_OPTIMIZERS,
     Constant,
     CosineDecay,
     DenseLAMB,
     OneCycle,
     PolynomialDecay,
     RowOptimizer,
-    RowWiseAdagrad,
     Schedule,
     StepDecay,
 )
@@ -38,14 +35,13 @@ from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "TrainConfig"]
 
-_ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {kind.kind: kind for kind in (SGD, Adagrad, RowWiseAdagrad, Adam)}
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "lamb": DenseLAMB,
 }
-_ROW_LR = {"sgd": 0.1, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3}
+_ROW_LR = {"sgd": 0.1, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3, "lamb": 0.02}
 _DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
 _SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "one-cycle")
 
@@ -86,9 +82,10 @@ class TrainConfig:
     swap_rate: float = 50.0  # of that schedule at the start, R in percent of a kind's batches
     schedule_rows: int = 8192  # first validation rows whose loss drives it
 
-    row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam"] = "rowwise_adagrad"
-    row_lr: float | None = None  # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam
-    row_weight_decay: float = 0.0  # L2, on touched rows
+    row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lamb"] = "rowwise_adagrad"
+    # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam, 0.02 for lamb.
+    row_lr: float | None = None
+    row_weight_decay: float = 0.0  # L2, on touched rows; of lamb decoupled from its moments
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient
     dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"] = "adam"
@@ -131,7 +128,7 @@ class TrainConfig:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
         object.__setattr__(self, "model_options", options)  # equal to what comes back from JSON
         _choice("model", self.model, MODELS)
-        _choice("row_optimizer", self.row_optimizer, _ROW_OPTIMIZERS)
+        _choice("row_optimizer", self.row_optimizer, ROW_OPTIMIZERS)
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
         _choice("schedule", self.schedule, _SCHEDULES)
         _choice("lr_scaling", self.lr_scaling, RULES)
@@ -280,12 +277,14 @@ class TrainConfig:
         """The row optimizer, its rate scaled to the batch size."""
         scaling = self.scaling
         lr = _ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
-        return _ROW_OPTIMIZERS[self.row_optimizer](
+        more: dict[str, Any] = {"max_trust": self.max_trust} if self.row_optimizer == "lamb" else {}
+        return ROW_OPTIMIZERS[self.row_optimizer](
             lr=lr * scaling.row_lr,
             schedule=schedule,
             weight_decay=self.row_weight_decay * scaling.row_weight_decay,
             clip_value=self.row_clip_value,
             clip_norm=self.row_clip_norm,
+            **more,
         )
 
     def make_dense_optimizer(self, model: RecModel) -> torch.optim.Optimizer:

@@ -1,0 +1,180 @@
+"""LAMB on rows: Adam's direction of every touched row, then a step as long as its table is (You et al. 2020).
+
+The trust ratio needs two norms of a whole table: of its rows, and of the directions of the rows that a batch touches.
+A float sum would depend on its order, and with it on where rows lie and in how many parts a batch is worked on. So the
+squared norm of each row is computed in float64, in one fixed order, split into integers at 2^-40 and 2^-80, and the
+integers are added, which may be done in any order. The sum of a table is then a function of its rows, to the bit: what
+is kept by adding the changes of touched rows equals what a fresh look at all rows gives, and needs no place in a
+checkpoint.
+
+Legend: U distinct rows of a batch, D columns, L ids, T tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.ops.backend import Backend, Bags, Rounding
+from stoker.ops.distinct import distinct_rows
+from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f32, row_norm_squared, stored
+from stoker.ops.rule import RowRule
+from stoker.ops.space import AddressSpace, slot_space
+
+__all__ = ["Touched", "direct", "gradients", "move", "squares", "touched", "trust_ratios"]
+
+_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
+_LIMB = 40  # bits of each fraction
+_MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
+_ROWS = 2**22  # whose integers are added at a time: the sum stays below 2^62
+_CHUNK = 2**16  # elements worked on at a time: they stay in the cache
+
+
+def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[int]:
+    """The sum of squares of each of T tables, in units of 2^-80; exact to that but for the rounding of each row.
+
+    Args:
+        rows: [U, D] float32 or bfloat16.
+        table: [U] int64, the table of each row; None: all of the first.
+        tables: T.
+    """
+    totals = [0] * tables
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        limbs = torch.zeros(3, tables, dtype=torch.int64, device=rows.device)
+        size = max(1, _CHUNK // max(1, rows.shape[1]))
+        norms = torch.cat(
+            [row_norm_squared(part[at : at + size].to(torch.float64)) for at in range(0, len(part), size)]
+        )
+        rest = torch.nan_to_num(norms, nan=_MOST, posinf=_MOST).clamp(max=_MOST)
+        for limb in limbs:
+            whole = rest.floor()
+            rest = (rest - whole) * 2.0**_LIMB  # exact: the bits that are left, moved up
+            if table is None:
+                limb[0] = whole.to(torch.int64).sum()
+            else:
+                limb.index_add_(0, table[start : start + _ROWS], whole.to(torch.int64))
+        for index, (high, middle, low) in enumerate(limbs.T.tolist()):
+            totals[index] += (high << 2 * _LIMB) + (middle << _LIMB) + low
+    return totals
+
+
+def trust_ratios(weights: Sequence[int], directions: Sequence[int], rule: RowRule) -> list[float]:
+    """The ratio of the norms of each table, from their squares, within the rule's bounds; 1 where one is 0."""
+    unit = 1 << 2 * _LIMB
+    found = []
+    for weight, direction in zip(weights, directions, strict=True):
+        ratio = 1.0
+        if weight > 0 and direction > 0:
+            # Quotients of integers and roots are correctly rounded everywhere.
+            ratio = math.sqrt(weight / unit) / math.sqrt(direction / unit)
+            ratio = min(max(ratio, rule.min_trust), rule.max_trust)
+        found.append(ratio)
+    return found
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The distinct rows of a batch."""
+
+    rows: Tensor  # [U] int64 addresses
+    table: Tensor  # [U] int64, the table of each
+    which: Tensor  # as the ids: the number of each lookup's row
+
+
+def touched(bags: Bags, space: AddressSpace) -> Touched:
+    """The distinct rows of a batch, wherever they lie: in slots the table is known from the feature only."""
+    ids, device = bags.ids, bags.ids.device
+    if device.type == "cpu":
+        found, which = distinct_rows(bags, space)
+        rows, which = torch.from_numpy(found), which.to(torch.int64)
+    else:
+        rows, which = torch.unique(addresses(ids, space.bases.to(device), bags.offsets), return_inverse=True)
+        which = which.view(ids.shape)
+    table_of = torch.tensor(space.table_of, dtype=torch.int64, device=device)
+    if bags.offsets is None:
+        of_lookup = table_of.expand(ids.shape).reshape(-1)
+    else:
+        lengths = bag_lengths(bags.offsets)
+        feature = torch.arange(len(lengths), device=device) % len(table_of)
+        of_lookup = torch.repeat_interleave(table_of[feature], lengths)
+    table = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    table[which.reshape(-1)] = of_lookup  # every lookup of a row says the same
+    return Touched(rows, table, which)
+
+
+def gradients(backend: Backend, found: Touched, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
+    """The gradient of each distinct row [U, D] float32, summed in order of occurrence by the back end's own kernel."""
+    dim = grad.shape[2]
+    sums = torch.zeros(len(found.rows), dim, dtype=torch.float32, device=grad.device)
+    small = slot_space(space, len(found.rows))
+    ids = found.which.to(torch.int32)
+    backend.update(sums, {}, small, Bags(ids, bags.offsets, bags.weights, bags.mean), grad, _SUM, Rounding(()))
+    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
+
+
+def direct(weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor | None, rule: RowRule) -> Tensor:
+    """The directions [U, D] float32 of distinct ``rows`` [U]; no weight changes.
+
+    Args:
+        weight: [C, D] float32 or bfloat16.
+        state: the moments, each [C, D].
+        rows: [U] int64.
+        grad: [U, D] float32, with which the moments move first; None: they have moved.
+        rule: constants.
+    """
+    dim = weight.shape[1]
+    out = torch.empty(len(rows), dim, dtype=torch.float32, device=weight.device)
+    size = max(1, _CHUNK // dim)
+    step, root, eps = f32(1.0 / rule.bias1), f32(1.0 / math.sqrt(rule.bias2)), f32(rule.eps)
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        m, v = state["exp_avg"][some], state["exp_avg_sq"][some]
+        if grad is not None:
+            g = clipped(grad[start : start + size], rule)
+            m = m * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
+            v = v * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
+            state["exp_avg"][some], state["exp_avg_sq"][some] = m, v
+        u = (m * step) / (exact_sqrt(v) * root + eps)
+        if rule.weight_decay:
+            u = u + weight[some].to(torch.float32) * f32(rule.weight_decay)
+        out[start : start + size] = u
+    return out
+
+
+def move(
+    weight: Tensor,
+    rows: Tensor,
+    table: Tensor,
+    directions: Tensor,
+    ratios: Sequence[float],
+    rule: RowRule,
+    random: Callable[[Tensor], Tensor],
+) -> list[int]:
+    """Step along the ``directions`` [U, D], and return by how much the sum of squares of each of T tables has grown.
+
+    Args:
+        weight: [C, D] float32 or bfloat16.
+        rows: [U] int64, distinct.
+        table: [U] int64, the table of each.
+        directions: [U, D] float32.
+        ratios: [T] trust ratio of each table.
+        rule: constants.
+        random: random bits [n, D] int64 for rows [n], asked for where they are bfloat16.
+    """
+    tables = len(ratios)
+    scales = torch.tensor([f32(rule.lr * ratio) for ratio in ratios], dtype=torch.float32, device=weight.device)
+    before = squares(weight[rows], table, tables)
+    size = max(1, _CHUNK // weight.shape[1])
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        scale = scales[table[start : start + size]].unsqueeze(1)
+        new = weight[some].to(torch.float32) - directions[start : start + size] * scale
+        bits = random(some) if weight.dtype == torch.bfloat16 else None
+        weight[some] = stored(new, weight.dtype, bits)
+    after = squares(weight[rows], table, tables)
+    return [now - then for now, then in zip(after, before, strict=True)]

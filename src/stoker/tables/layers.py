@@ -1,0 +1,118 @@
+"""Tables as the layers of LAMB: the norm of each, and an update in two passes over the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stoker.ops import Bags
+from stoker.ops.lamb import Touched, direct, gradients, move, squares, touched, trust_ratios
+from stoker.ops.rule import RowRule
+from stoker.tables.lease import Lease
+from stoker.tables.parts import by_rows
+
+if TYPE_CHECKING:
+    from stoker.tables.group import TableGroup
+
+__all__ = ["Layers", "update_core"]
+
+_READ = 2**25  # bytes of rows looked at together
+
+
+class Layers:
+    """The sum of squares of each table of a group, exact (:mod:`stoker.ops.lamb`).
+
+    It is a function of the rows: kept up to date by the changes of touched rows, found again from all of them after
+    they were replaced. So it need not be stored, and no placement, order of work or restart can change it.
+    """
+
+    def __init__(self) -> None:
+        self._squares: list[int] | None = None
+
+    def forget(self) -> None:
+        """Rows were replaced: look at all of them before the next update."""
+        self._squares = None
+
+    def squares(self, group: TableGroup) -> list[int]:
+        """Of each table, in units of 2^-80."""
+        if self._squares is None:
+            chunk = max(1, _READ // (4 * group.dim))
+            self._squares = [
+                sum(squares(rows.weight)[0] for _, rows in group.read(table.name, chunk)) for table in group.tables
+            ]
+        return self._squares
+
+    def update(
+        self, group: TableGroup, bags: Bags, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
+    ) -> None:
+        """One step. A first pass moves the moments and measures, a second moves the rows.
+
+        Args:
+            group: whose tables these are.
+            bags: the batch.
+            grad: [B, F, D].
+            lease: on its rows; None: it has too many for the slots, and each pass works on them in parts.
+            rule: constants.
+            keys: of the random bits, see :meth:`Lease.rounding`.
+        """
+        squares_of = self.squares(group)
+        storage, backend = group.storage, group.backend
+        lengths = [0] * len(squares_of)
+
+        def measure(lease: Lease) -> tuple[Touched, Tensor]:
+            found = touched(lease.bags, lease.space)
+            summed = gradients(backend, found, lease.space, lease.bags, grad)
+            directions = direct(storage.weight, storage.state, found.rows, summed, rule)
+            _add(lengths, squares(directions, found.table, len(lengths)))
+            return found, directions
+
+        def measure_part(lease: Lease) -> None:
+            measure(lease)
+
+        def step(lease: Lease, found: Touched, directions: Tensor, ratios: list[float]) -> None:
+            rounding = lease.rounding(keys)
+
+            def random(rows: Tensor) -> Tensor:
+                return rounding.bits(rows, group.dim, lease.space)
+
+            _add(squares_of, move(storage.weight, found.rows, found.table, directions, ratios, rule, random))
+
+        def step_again(lease: Lease) -> None:
+            found = touched(lease.bags, lease.space)
+            directions = direct(storage.weight, storage.state, found.rows, None, rule)  # the moments have moved
+            step(lease, found, directions, ratios)
+
+        try:
+            if lease is not None:
+                found, directions = measure(lease)
+                step(lease, found, directions, trust_ratios(squares_of, lengths, rule))
+            else:
+                by_rows(measure_part, storage, group.space, bags)
+                ratios = trust_ratios(squares_of, lengths, rule)
+                by_rows(step_again, storage, group.space, bags)
+        except BaseException:
+            self.forget()
+            raise
+
+
+def update_core(weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule) -> None:
+    """The same for a core of a tensor train, a layer of its own that lies on the device.
+
+    Args:
+        weight: [n_k, width] float32, the core.
+        state: its moments.
+        digits: [n] int64, distinct slices.
+        grad: [n, width].
+        rule: constants.
+    """
+    directions = direct(weight, state, digits, grad, rule)
+    ratios = trust_ratios(squares(weight), squares(directions), rule)
+    move(weight, digits, torch.zeros_like(digits), directions, ratios, rule, torch.zeros_like)
+
+
+def _add(totals: list[int], more: Sequence[int]) -> None:
+    for index, value in enumerate(more):
+        totals[index] += value
