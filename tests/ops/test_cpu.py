@@ -25,6 +25,8 @@ OPTIMIZERS = [
     optim.Adam(lr=0.1),
     optim.SGD(lr=0.1, weight_decay=0.01, clip_value=0.5, clip_norm=1.0),
     optim.Adam(lr=0.1, clip_norm=0.7),
+    optim.Adam(lr=0.1, cow_clip=(0.3, 0.1)),
+    optim.RowWiseAdagrad(lr=0.1, cow_clip=(0.0, 0.05), clip_value=1.0, clip_norm=2.0, weight_decay=0.01),
 ]
 
 

@@ -178,7 +178,9 @@ def test_lookup(dim: int, dtype: torch.dtype, layout: str, index: torch.dtype, b
     DTYPES,
     LAYOUTS,
     st.sampled_from(sorted(STATE)),
-    st.sampled_from([{}, {"clip_value": 0.5}, {"clip_norm": 1.5}, {"weight_decay": 0.1}]),
+    st.sampled_from(
+        [{}, {"clip_value": 0.5}, {"clip_norm": 1.5}, {"weight_decay": 0.1}, {"cow_ratio": 0.3, "cow_floor": 0.1}]
+    ),
     st.integers(0, 40),
     st.integers(1, 5),
 )
@@ -208,6 +210,7 @@ def test_update_with_all_options_and_low_precision_gradient(kind: str) -> None:
     space = space_of(4, 50)
     weight, state = make_table(space, 48, torch.float32, g), make_state(space, 48, kind, g)
     rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, weight_decay=0.01, clip_value=1.0, clip_norm=2.0)
+    rule = rule._replace(cow_ratio=0.5, cow_floor=1e-3)
     grad = torch.randn(30, 3, 48, generator=g).to(torch.bfloat16).to(DEVICE)
     both_update(weight, state, space, make_bags(space, 30, "sum", torch.int64, g), grad, rule)
 

@@ -87,7 +87,7 @@ def launches(*, full: bool) -> None:
 
 
 def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
-    extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0}]
+    extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
     for kind, names in _STATE.items():
         state = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
         for extra in [*extras, {}] if full else extras:

@@ -96,7 +96,7 @@ def test_what_is_not_finite_counts_as_much_as_anything_can():
 
 LAMBS = [
     LAMB(lr=0.1), LAMB(lr=0.3, weight_decay=0.1), LAMB(lr=0.1, clip_norm=0.5, max_trust=None),
-    LAMB(lr=0.2, betas=(0.5, 0.9), min_trust=0.3, max_trust=0.5, clip_value=0.3),
+    LAMB(lr=0.2, betas=(0.5, 0.9), min_trust=0.3, max_trust=0.5, clip_value=0.3, cow_clip=(0.5, 0.1)),
 ]  # fmt: skip
 
 

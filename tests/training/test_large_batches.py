@@ -24,6 +24,7 @@ MEANS: dict[str, dict[str, Any]] = {
         "tt_rows": 500,
         "backend": "reference",
     },
+    "cow clip": {"row_optimizer": "adam", "row_cow_clip": (1.0, 1e-3), "lr_scaling": "cowclip", "base_batch_size": 8},
     "scaled": {"lr_scaling": "sqrt", "base_batch_size": 8, "row_optimizer": "adam", "warmup": 5},
 }
 
@@ -58,6 +59,17 @@ def test_one_cycle_and_scaling_reach_both_rates(data: stoker.Dataset, tmp_path: 
     assert max(line["dense_lr"] for line in lines) == pytest.approx(0.04, rel=0.02)
     assert lines[0]["row_lr"] == pytest.approx(0.5 / 25)
     assert lines[-1]["row_lr"] == pytest.approx(0.5 / 1e5)
+
+
+def test_cow_clip_and_tensor_trains_are_refused_together(data: stoker.Dataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no ids to count"):
+        stoker.train(data, out=tmp_path / "run", **RUN, row_cow_clip=(1.0, 1e-5), tt_rank=3, tt_rows=500)
+
+
+@pytest.mark.parametrize("clip", [(0.0, 0.0), (1.0, -1.0), (1.0,)])
+def test_cow_clip_out_of_range(clip: Any) -> None:
+    with pytest.raises(ConfigError, match="cow_clip"):
+        stoker.TrainConfig(row_cow_clip=clip)
 
 
 def test_the_rule_of_scaling_cannot_change_in_a_run(data: stoker.Dataset, tmp_path: Path) -> None:

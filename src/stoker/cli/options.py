@@ -40,6 +40,7 @@ __all__ = [
     "Threads",
     "Top",
     "begin_at",
+    "cow_clip",
     "model_options",
     "option",
     "own_numbers",
@@ -143,6 +144,15 @@ def begin_at(text: str | None) -> int | Literal["start"] | None:
         return int(text.replace(",", "").replace("_", ""))
     except ValueError as error:
         raise ConfigError(f"--from {text!r} is neither a step nor start. Write for example --from 1000.") from error
+
+
+def cow_clip(text: str) -> tuple[float, float]:
+    """What ``--row-cow-clip`` means."""
+    try:
+        ratio, floor = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--row-cow-clip {text!r} is not r,zeta. Write for example --row-cow-clip 1,1e-5.") from error
+    return ratio, floor
 
 
 def rerun_settings(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,9 @@ def train(
     row_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of touched rows.")] = None,
     row_clip_value: Annotated[float | None, option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
     row_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
+    row_cow_clip: Annotated[
+        str | None, option(_OPTIMIZER, "CowClip of the rows' gradients: r,zeta, such as 1,1e-5.", metavar="R,ZETA")
+    ] = None,
     dense_optimizer: Annotated[str | None, option(_OPTIMIZER, "sgd, adagrad, adam or lamb. (default: adam)")] = None,
     dense_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the dense part.")] = None,
     dense_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of the dense part.")] = None,
@@ -125,6 +128,8 @@ def train(
     for name in ("dataset", "out", "resume", "json_lines", "bottom", "top", "hidden", "model_option"):
         given.pop(name)
     settings = {name: value for name, value in given.items() if value is not None}
+    if row_cow_clip is not None:
+        settings["row_cow_clip"] = options.cow_clip(row_cow_clip)
     if chosen := options.model_options(bottom, top, hidden, model_option):
         settings["model_options"] = chosen
     if tt_own:

@@ -6,6 +6,7 @@ address space of the group's tables.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -132,4 +133,5 @@ class ReferenceBackend(Backend):
             rows, bags.offsets, bags.weights, grad.reshape(-1, dim), mean=bags.mean
         )
         bits = rounding.bits(distinct, dim, space) if weight.dtype == torch.bfloat16 else None
-        reference.update_rows(weight, state, distinct, total, rule, rounding=bits)
+        counts = None if rule.cow_ratio == math.inf else torch.unique(rows, return_counts=True)[1]
+        reference.update_rows(weight, state, distinct, total, rule, rounding=bits, counts=counts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.ops import cpu_kernels as kernels
 from stoker.ops.arena import Arena
 from stoker.ops.backend import Backend, Bags, Rounding
-from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, DECAY
+from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
@@ -86,6 +86,7 @@ class _Scratch:
                 np.empty((threads, size), dtype=np.int32),  # slots: that row's place in the buffer
                 np.empty((threads, size), dtype=np.int64),  # places: where the n-th row stands among the keys
                 np.empty((threads, elements), dtype=np.float32),  # buffer: summed gradients
+                np.empty((threads, size), dtype=np.int32),  # how often each row occurs
             )
 
 
@@ -154,6 +155,7 @@ class CpuBackend(Backend):
             (CLIP_VALUE if rule.clip_value != math.inf else 0)
             | (CLIP_NORM if rule.clip_norm != math.inf else 0)
             | (DECAY if rule.weight_decay else 0)
+            | (COW if rule.cow_ratio != math.inf else 0)
         )
         weighted = bags.weights is not None
         mean = bags.mean and bags.offsets is not None
@@ -183,6 +185,8 @@ class CpuBackend(Backend):
                 rule.lr / rule.bias1,
                 1.0 / math.sqrt(rule.bias2),
                 rule.eps,
+                rule.cow_ratio,
+                rule.cow_floor,
             ],
             dtype=np.float32,
         )

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from stoker.ops.llvm_rows import (
+    COW,
     fetch_add,
     prefetch,
     row_accumulate,
@@ -180,10 +181,12 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
             all_slots,
             all_places,
             all_buffers,
+            all_counts,
             cursor,
         ) = arguments(p)
         me = thread_index(p)
         keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
+        counts = all_counts[me]
         features = len(table_features)
         batch = (len(offsets) - 1 if jagged else len(ids)) // features
         ahead = examples_ahead
@@ -228,6 +231,8 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                         while keys[h] != row and keys[h] >= 0:
                             h = (h + 1) & mask
                         if keys[h] == row:
+                            if flags & COW:
+                                counts[slots[h]] += 1
                             row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
                         else:
                             keys[h] = row
@@ -242,6 +247,8 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                             elif rule == ROWWISE_ADAGRAD:
                                 prefetch(state, first + row)
                             row_accumulate(dim, scaled, 1, buffer, count * dim, grad, source, one)
+                            if flags & COW:
+                                counts[count] = 1
                             count += 1
             salt = rounding[table]
             for u in range(count):
@@ -253,7 +260,23 @@ def update_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, rule: int,
                 if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
                     local = row_in_slot[row]
                 if flags:
-                    row_condition(dim, flags, buffer, g, weight, at, constants[3], constants[4], constants[5])
+                    occurs = np.int64(0)
+                    if flags & COW:
+                        occurs = np.int64(counts[u])
+                    row_condition(
+                        dim,
+                        flags,
+                        buffer,
+                        g,
+                        weight,
+                        at,
+                        constants[3],
+                        constants[4],
+                        constants[5],
+                        occurs,
+                        constants[13],
+                        constants[14],
+                    )
                 if rule == SGD:
                     row_sgd(dim, weight, at, buffer, g, lr, salt, local * dim)
                 elif rule == ADAGRAD:

@@ -85,6 +85,11 @@ class Touched:
     table: Tensor  # [U] int64, the table of each
     which: Tensor  # as the ids: the number of each lookup's row
 
+    @property
+    def counts(self) -> Tensor:
+        """[U] int64, how often each row occurs."""
+        return torch.bincount(self.which.reshape(-1), minlength=len(self.rows))
+
 
 def touched(bags: Bags, space: AddressSpace) -> Touched:
     """The distinct rows of a batch, wherever they lie: in slots the table is known from the feature only."""
@@ -117,7 +122,14 @@ def gradients(backend: Backend, found: Touched, space: AddressSpace, bags: Bags,
     return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
 
 
-def direct(weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor | None, rule: RowRule) -> Tensor:
+def direct(
+    weight: Tensor,
+    state: dict[str, Tensor],
+    rows: Tensor,
+    grad: Tensor | None,
+    rule: RowRule,
+    counts: Tensor | None = None,
+) -> Tensor:
     """The directions [U, D] float32 of distinct ``rows`` [U]; no weight changes.
 
     Args:
@@ -126,6 +138,7 @@ def direct(weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor 
         rows: [U] int64.
         grad: [U, D] float32, with which the moments move first; None: they have moved.
         rule: constants.
+        counts: [U] int64, how often each row occurs; needed for CowClip.
     """
     dim = weight.shape[1]
     out = torch.empty(len(rows), dim, dtype=torch.float32, device=weight.device)
@@ -135,7 +148,8 @@ def direct(weight: Tensor, state: dict[str, Tensor], rows: Tensor, grad: Tensor 
         some = rows[start : start + size]
         m, v = state["exp_avg"][some], state["exp_avg_sq"][some]
         if grad is not None:
-            g = clipped(grad[start : start + size], rule)
+            w = weight[some].to(torch.float32)
+            g = clipped(grad[start : start + size], rule, w, None if counts is None else counts[start : start + size])
             m = m * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
             v = v * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
             state["exp_avg"][some], state["exp_avg_sq"][some] = m, v

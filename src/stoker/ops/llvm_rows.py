@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 __all__ = [
     "CLIP_NORM",
     "CLIP_VALUE",
+    "COW",
     "DECAY",
     "fetch_add",
     "prefetch",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 # Flags of row_condition.
-CLIP_VALUE, CLIP_NORM, DECAY = 1, 2, 4
+CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WIDEST = 64  # elements handled as one vector
@@ -289,10 +290,13 @@ def row_init(typingctx, dim, out, out_at, key, counter, scale):
 
 
 @intrinsic(prefer_literal=True)
-def row_condition(typingctx, dim, flags, grad, grad_at, row, row_at, clip_value, clip_norm, decay):
-    """Clip and decay the gradient of a row in place, as reference.update_rows does; ``flags`` is a literal."""
+def row_condition(
+    typingctx, dim, flags, grad, grad_at, row, row_at, clip_value, clip_norm, decay, count, cow_ratio, cow_floor
+):
+    """Clip and decay the gradient of a row in place, as reference.update_rows does; ``flags`` is a literal, ``count``
+    how often the row occurs."""
     f32 = types.float32
-    signature = types.void(dim, flags, grad, types.intp, row, types.intp, f32, f32, f32)
+    signature = types.void(dim, flags, grad, types.intp, row, types.intp, f32, f32, f32, types.int64, f32, f32)
 
     def codegen(context, b, signature, args):
         flags = signature.args[1].literal_value
@@ -305,6 +309,13 @@ def row_condition(typingctx, dim, flags, grad, grad_at, row, row_at, clip_value,
         if flags & CLIP_NORM:
             norm = _sqrt(b, _norm_squared(b, parts))
             scale = b.select(b.fcmp_ordered(">", norm, args[7]), b.fdiv(args[7], norm), ir.Constant(_F32, 1.0))
+            parts = [part * scale for part in parts]
+        if flags & COW:
+            own = b.fmul(_sqrt(b, _norm_squared(b, [row.load(start, width) for start, width in chunks])), args[10])
+            limit = b.select(b.fcmp_ordered(">", own, args[11]), own, args[11])
+            limit = b.fmul(b.sitofp(args[9], _F32), limit)
+            norm = _sqrt(b, _norm_squared(b, parts))
+            scale = b.select(b.fcmp_ordered(">", norm, limit), b.fdiv(limit, norm), ir.Constant(_F32, 1.0))
             parts = [part * scale for part in parts]
         for (start, width), part in zip(chunks, parts, strict=True):
             if flags & DECAY:

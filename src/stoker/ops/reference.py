@@ -202,8 +202,15 @@ def f32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def clipped(g: Tensor, rule: RowRule) -> Tensor:
-    """The gradients [U, D] of distinct rows, clipped."""
+def clipped(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
+    """The gradients [U, D] of distinct rows, clipped.
+
+    Args:
+        g: [U, D] float32.
+        rule: constants.
+        w: [U, D] float32, the rows themselves.
+        counts: [U] int64, how often each occurs in the batch; needed for CowClip.
+    """
     if rule.clip_value != math.inf:
         g = g.clamp(-f32(rule.clip_value), f32(rule.clip_value))
     if rule.clip_norm != math.inf:
@@ -211,6 +218,12 @@ def clipped(g: Tensor, rule: RowRule) -> Tensor:
         norm = exact_sqrt(row_norm_squared(g))
         scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
         g = g * scale.unsqueeze(1)
+    if rule.cow_ratio != math.inf:
+        assert counts is not None, "CowClip counts occurrences"
+        allowed = exact_sqrt(row_norm_squared(w)) * f32(rule.cow_ratio)
+        limits = counts.to(torch.float32) * torch.where(allowed > f32(rule.cow_floor), allowed, f32(rule.cow_floor))
+        norm = exact_sqrt(row_norm_squared(g))
+        g = g * torch.where(norm > limits, limits / norm, torch.ones_like(norm)).unsqueeze(1)
     return g
 
 
@@ -222,13 +235,15 @@ def update_rows(
     rule: RowRule,
     *,
     rounding: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> None:
     """Update ``weight[rows]`` and its state in place; ``rows`` [U] are distinct, ``grad`` [U, D] their gradients.
 
-    ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights. Formulas: :mod:`stoker.optim`.
+    ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights, ``counts`` [U] int64 how often each row
+    occurs and needed for CowClip. Formulas: :mod:`stoker.optim`.
     """
     w = weight[rows].to(torch.float32)
-    g = clipped(grad, rule)
+    g = clipped(grad, rule, w, counts)
     if rule.weight_decay:
         g = g + w * f32(rule.weight_decay)
     lr, eps = f32(rule.lr), f32(rule.eps)

@@ -24,5 +24,7 @@ class RowRule(NamedTuple):
     weight_decay: float = 0.0
     clip_value: float = math.inf
     clip_norm: float = math.inf
+    cow_ratio: float = math.inf  # of CowClip: r; infinity where rows are not clipped so
+    cow_floor: float = 0.0  # and zeta
     min_trust: float = 0.0  # of lamb
     max_trust: float = math.inf

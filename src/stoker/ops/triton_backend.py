@@ -216,6 +216,7 @@ class TritonBackend(Backend):
                 CLIP_VALUE=rule.clip_value != math.inf,
                 CLIP_NORM=rule.clip_norm != math.inf,
                 DECAY=rule.weight_decay != 0,
+                COW=rule.cow_ratio != math.inf,
                 LONG=_LONG,
                 ROWS=tile,
                 BLOCK=block,
@@ -347,6 +348,8 @@ def _constants(rule: RowRule, dim: int) -> tuple[float, ...]:
         rule.beta2,
         1.0 - rule.beta2,
         1.0 / math.sqrt(rule.bias2) if adam else 1.0,
+        0.0 if rule.cow_ratio == math.inf else rule.cow_ratio,
+        rule.cow_floor,
     )
     return tuple(float(np.float32(value)) for value in values)
 

@@ -166,6 +166,8 @@ def update_kernel(
     beta2,
     rest2,
     unbias,
+    cow_ratio,
+    cow_floor,
     F: tl.constexpr,
     D: tl.constexpr,
     RULE: tl.constexpr,
@@ -175,6 +177,7 @@ def update_kernel(
     CLIP_VALUE: tl.constexpr,
     CLIP_NORM: tl.constexpr,
     DECAY: tl.constexpr,
+    COW: tl.constexpr,
     LONG: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -224,6 +227,12 @@ def update_kernel(
         # Where the norm is within bounds the quotient is not used: keep it from dividing by zero.
         over = norm > clip_norm
         g = g * tl.where(over, tl.div_rn(clip_norm, tl.where(over, norm, 1.0)), 1.0)[:, None]
+    if COW:
+        own = tl.sqrt_rn(_norm_squared(w, ROWS, BLOCK)) * cow_ratio
+        limit = (end - begin).to(tl.float32) * tl.where(own > cow_floor, own, cow_floor)
+        norm = tl.sqrt_rn(_norm_squared(g, ROWS, BLOCK))
+        over = norm > limit
+        g = g * tl.where(over, tl.div_rn(limit, tl.where(over, norm, 1.0)), 1.0)[:, None]
     if DECAY:
         g = g + w * decay
     if RULE == _SGD:

@@ -23,7 +23,8 @@ class RowOptimizer:
     """What all row optimizers share.
 
     Order within one update of a distinct row, with G the sum of its gradients in order of occurrence:
-    clip each element of G, clip the norm of G, add ``weight_decay * w``, then the optimizer's own step.
+    clip each element of G, clip the norm of G, clip it by CowClip, add ``weight_decay * w``, then the optimizer's own
+    step.
     """
 
     kind: ClassVar[str]
@@ -35,12 +36,26 @@ class RowOptimizer:
     weight_decay: float = 0.0  # L2, added to the gradient of touched rows only
     clip_value: float | None = None  # largest absolute value of an element of G
     clip_norm: float | None = None  # largest Euclidean norm of G
+    # CowClip's (r, zeta) (Zheng et al. 2022): the norm of G is at most count * max(r * |w|, zeta), where count is how
+    # often the row occurs in the batch. The paper takes r = 1, and zeta from 1e-5 to 1e-3.
+    cow_clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay", "clip_value", "clip_norm"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{type(self).__name__}({name}={value}) must be finite and not negative.")
+
+        if self.cow_clip is not None:
+            if len(self.cow_clip) != 2 or not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
+                raise ConfigError(
+                    f"{type(self).__name__}(cow_clip={self.cow_clip}) must be two numbers (r, zeta), finite and not "
+                    "negative, such as (1.0, 1e-5)."
+                )
+            if not any(self.cow_clip):
+                raise ConfigError(
+                    f"{type(self).__name__}(cow_clip={self.cow_clip}) would clip every gradient to 0. Raise r or zeta."
+                )
 
     def rule(self, tick: int) -> RowRule:
         """The constants of the update at ``tick`` (updates done so far, counted from 0)."""
@@ -50,6 +65,8 @@ class RowOptimizer:
             weight_decay=self.weight_decay,
             clip_value=math.inf if self.clip_value is None else self.clip_value,
             clip_norm=math.inf if self.clip_norm is None else self.clip_norm,
+            cow_ratio=math.inf if self.cow_clip is None else self.cow_clip[0],
+            cow_floor=0.0 if self.cow_clip is None else self.cow_clip[1],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,8 +81,9 @@ class RowOptimizer:
         kind = values.pop("kind")
         if kind not in ROW_OPTIMIZERS:
             raise ConfigError(f"row optimizer {kind!r} is unknown. Choose one of {sorted(ROW_OPTIMIZERS)}.")
-        if "betas" in values:
-            values["betas"] = tuple(values["betas"])
+        for name in ("betas", "cow_clip"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
         return ROW_OPTIMIZERS[kind](schedule=SCHEDULES[schedule.pop("kind")](**schedule), **values)
 
 

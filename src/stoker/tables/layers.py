@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,8 @@ class Layers:
         def measure(lease: Lease) -> tuple[Touched, Tensor]:
             found = touched(lease.bags, lease.space)
             summed = gradients(backend, found, lease.space, lease.bags, grad)
-            directions = direct(storage.weight, storage.state, found.rows, summed, rule)
+            counts = None if rule.cow_ratio == math.inf else found.counts
+            directions = direct(storage.weight, storage.state, found.rows, summed, rule, counts)
             _add(lengths, squares(directions, found.table, len(lengths)))
             return found, directions
 

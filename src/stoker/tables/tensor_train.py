@@ -32,7 +32,7 @@ from stoker.tables.lease import Lease
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
 
-__all__ = ["CompressedGroup", "TensorTrainCores", "core_tables", "stored_tables", "update_slices"]
+__all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _NO_ROUNDING = Rounding(())
@@ -139,12 +139,17 @@ class CompressedGroup(TableGroup):
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
         [table] = self.tables
         assert isinstance(self.strategy, TensorTrain)
+        check_cores(optimizer, f"table {table.name!r}")
         shape = self.strategy.shape_of(table)
         storage = TensorTrainCores(shape, table.num_embeddings, dict(optimizer.state), device)
         for place, core in enumerate(storage.cores):
             core.weight.copy_(init_core(self.seed, table.name, shape, place, table.scale).view_as(core.weight))
         self.stored = core_tables(table, shape)
         return storage
+
+    def set_optimizer(self, optimizer: RowOptimizer) -> None:
+        check_cores(optimizer, f"table {self.tables[0].name!r}")
+        super().set_optimizer(optimizer)
 
     def _expand(self, bags: Bags) -> _Expanded:
         shape = self.storage.shape
@@ -223,6 +228,16 @@ class CompressedGroup(TableGroup):
                 core.write(start, rows)
                 return
         super().write(name, start, rows)
+
+
+def check_cores(optimizer: RowOptimizer, what: str) -> None:
+    """Refuse an optimizer that slices of cores cannot have."""
+    if optimizer.cow_clip is not None:
+        raise ConfigError(
+            f"{what} is a tensor train, whose cores have no ids to count, so CowClip cannot clip them. Leave "
+            "cow_clip out, or clip the norm of a slice's gradient with clip_norm.",
+            settings=("row_cow_clip", "tt_rank"),
+        )
 
 
 def update_slices(

@@ -19,7 +19,7 @@ from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.tensor_train import update_slices
+from stoker.tables.tensor_train import check_cores, update_slices
 from stoker.units import format_count
 
 __all__ = ["TTEmbeddingBag"]
@@ -134,6 +134,8 @@ class TTEmbeddingBag(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
         self.shape = TensorTrain(rank=rank, cores=cores, own=own, shape=shape).shape_of(table)
+        if optimizer is not None:
+            check_cores(optimizer, "TTEmbeddingBag")
         self.optimizer, self.backend, self.std = optimizer, backend, std
         self.import_error: float | None = None  # of a table it was made from, relative
         self.tick = 0  # updates inside backward

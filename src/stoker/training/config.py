@@ -88,6 +88,7 @@ class TrainConfig:
     row_weight_decay: float = 0.0  # L2, on touched rows; of lamb decoupled from its moments
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient
+    row_cow_clip: tuple[float, float] | None = None  # CowClip's (r, zeta), such as (1.0, 1e-5)
     dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"] = "adam"
     dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad and lamb, 1e-3 for adam
     dense_weight_decay: float = 0.0  # L2; of lamb decoupled from its moments
@@ -127,6 +128,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
         object.__setattr__(self, "model_options", options)  # equal to what comes back from JSON
+        if self.row_cow_clip is not None:
+            object.__setattr__(self, "row_cow_clip", tuple(self.row_cow_clip))
         _choice("model", self.model, MODELS)
         _choice("row_optimizer", self.row_optimizer, ROW_OPTIMIZERS)
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
@@ -221,6 +224,11 @@ class TrainConfig:
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} is {value}; it must be finite and not negative.", settings=(name,))
 
+        try:
+            self.make_row_optimizer(Constant())
+        except ConfigError as error:
+            raise ConfigError(f"row_optimizer: {error}", settings=("row_optimizer", "row_cow_clip")) from error
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
@@ -284,6 +292,7 @@ class TrainConfig:
             weight_decay=self.row_weight_decay * scaling.row_weight_decay,
             clip_value=self.row_clip_value,
             clip_norm=self.row_clip_norm,
+            cow_clip=self.row_cow_clip,
             **more,
         )
 
