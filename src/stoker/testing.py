@@ -31,6 +31,7 @@ def make_dataset(
     seed: int = 0,
     shard_rows: int = 2**20,
     id_type: str = "int32",
+    group_rows: int | None = None,
 ) -> Dataset:
     """Write a dataset whose labels can be learnt, and open it.
 
@@ -47,6 +48,8 @@ def make_dataset(
         seed: same seed, same bytes.
         shard_rows: rows per shard.
         id_type: ``"int32"`` or ``"int64"``.
+        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.data.split.Split.groups>`) on average, which lie
+            scattered over the split; None: a dataset without groups. The rows themselves do not depend on it.
     """
     from stoker.data.dataset import Dataset, hash_schema, write_counts, write_manifest
     from stoker.data.features import Feature, FeatureSpec
@@ -79,6 +82,14 @@ def make_dataset(
             splits[name]["positives"] += int(shard["labels"].sum())
             if name == "train":
                 _count(counts, shard, spec)
+    grouped: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    if group_rows is not None:
+        grouped["groups"] = {"column": "group", "count": 0, "cut": 0}
+        for name, split in splits.items():
+            if split["rows"]:
+                files |= _group(path, name, split, group_rows, seed)
+                grouped["groups"]["count"] += split["groups"]["count"]
     schema = {"made_by": "stoker.testing", **spec.to_dict()}
     write_manifest(
         path,
@@ -91,12 +102,28 @@ def make_dataset(
             "features": spec.to_dict(),
             "dense_stats": {},
             "splits": splits,
-            "files": {"counts.safetensors": write_counts(path, counts)},
+            "files": {"counts.safetensors": write_counts(path, counts), **files},
             "sources": [],
             "quarantined": 0,
+            **grouped,
         },
     )
     return Dataset(path)
+
+
+def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -> dict[str, Any]:
+    """Write the groups of a split, note them in its entry, and give the entry of the file."""
+    from safetensors.numpy import load_file
+
+    from stoker.data.groups import GroupWriter, group_file, write_group_file
+
+    rows, groups = split["rows"], max(1, split["rows"] // mean)
+    names = np.random.default_rng([seed, *name.encode()]).integers(0, groups, rows)
+    labels = np.concatenate([load_file(path / shard["file"])["labels"] for shard in split["shards"]])
+    writer = GroupWriter(groups)
+    written = write_group_file(path / group_file(name), rows, [writer.add(names, labels)])
+    split["groups"] = {**writer.summary(), "file": group_file(name)}
+    return {group_file(name): written}
 
 
 def _shard(

@@ -251,6 +251,8 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
             for name, split in found["splits"].items()
         ],
     )
+    if groups := found["groups"]:
+        _show_groups(console, groups, found["splits"])
     if parts:
         hot, cold = parts["hot"], parts["cold"]
         share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
@@ -290,6 +292,26 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
             ],
         )
     _verified(console, found)
+
+
+def _show_groups(console: Console, groups: dict[str, Any], splits: dict[str, Any]) -> None:
+    cut = f"; {groups['cut']:,} have rows in several splits" if groups["cut"] else ", each whole in one split"
+    _table(
+        console,
+        f"Groups by {groups['column']}: {groups['count']:,}{cut}",
+        ["split", "groups", "rows on average", "at most", "with a positive"],
+        [
+            [
+                name,
+                f"{of['count']:,}",
+                f"{of['mean']:.1f}",
+                f"{of['largest']:,}",
+                _percent(of["with_positive"] / of["count"]),
+            ]
+            for name, split in splits.items()
+            if (of := split.get("groups"))
+        ],
+    )
 
 
 def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:

@@ -213,6 +213,8 @@ def _show(report: PrepareReport) -> None:
         )
     else:
         console.print("no bad lines")
+    if groups := report.groups:
+        console.print(f"{plural(groups['count'], 'group')} by column {groups['column']}", highlight=False)
     for text in report.warnings:
         console.print(f"warning: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
 

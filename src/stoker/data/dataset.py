@@ -162,8 +162,9 @@ class Dataset:
                 if (self.reordered or {}).get("source")
                 else "prepare"
             )
+            files = self.manifest.get("files", {})
             self._splits = {
-                name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by)
+                name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by, files)
                 for name, entry in self.manifest["splits"].items()
             }
         except (KeyError, TypeError, AttributeError, SchemaError) as error:
@@ -211,6 +212,15 @@ class Dataset:
         ``source`` then.
         """
         return self.manifest.get("hot_cold")
+
+    @property
+    def groups(self) -> Mapping[str, Any] | None:
+        """Of a dataset prepared with ``group``, the manifest's record of it, else None.
+
+        ``column`` is the raw column, ``count`` the number of groups over all splits and ``cut`` that of groups with
+        rows in more than one. :attr:`Split.groups <stoker.data.split.Split.groups>` has the numbers of the rows.
+        """
+        return self.manifest.get("groups")
 
     @property
     def reordered(self) -> Mapping[str, Any] | None:

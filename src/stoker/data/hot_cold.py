@@ -28,6 +28,7 @@ from torch import Tensor
 import stoker
 from stoker.data.dataset import Dataset, write_manifest, write_shard
 from stoker.data.gather import make_gather
+from stoker.data.groups import GroupWriter, group_file, write_group_file
 from stoker.data.hot_mask import make_hot_mask
 from stoker.data.integrity import ShardChecks
 from stoker.data.ordered import ordered_map
@@ -94,16 +95,24 @@ def run_classify(
     if not overwrite and (there := _classified(data, profile, out)) is not None:
         return _report(there, started, reused=True)
     size = data.train.bytes
-    with rebuilt(data, out, splits=("train",), size=size, overwrite=overwrite) as folder:
+    grouped = [group_file("train")] if "groups" in data.train.entry else []
+    with rebuilt(data, out, splits=("train",), files=grouped, size=size, overwrite=overwrite) as folder:
         writer = _Writer(data, profile.hot_rows, folder, progress or _quiet, threads or cpu_count())
         hot, cold = writer.run()
         shards = [*hot.shards, *cold.shards]
+        groups, files = writer.write_groups() if grouped else ({}, {})
         manifest = {
             **data.manifest,
             "splits": {
                 **data.manifest["splits"],
-                "train": {"rows": hot.rows + cold.rows, "positives": hot.positives + cold.positives, "shards": shards},
+                "train": {
+                    "rows": hot.rows + cold.rows,
+                    "positives": hot.positives + cold.positives,
+                    "shards": shards,
+                    **groups,
+                },
             },
+            **({"files": {**data.manifest["files"], **files}} if files else {}),
             "hot_cold": {
                 "hot_rows_of_train": hot.rows,
                 "hot_positives": hot.positives,
@@ -223,6 +232,7 @@ class _Writer:
         self.split, self.folder, self.progress, self.threads = data.train, folder, progress, threads
         self.mask = make_hot_mask(data.schema, hot_rows)
         self.features = len(data.schema.features)
+        self.hot_bits: dict[int, npt.NDArray[np.uint8]] = {}  # of each shard of the source, a bit a row
 
     def run(self) -> tuple[_Pile, _Pile]:
         """The shards of both kinds, written.
@@ -265,9 +275,28 @@ class _Writer:
         shard, first = self.split.shards[number], self.split.starts[number]
         self.checks.before(first, first + shard.rows)
         hot = self.mask(shard)
+        if "groups" in self.split.entry:
+            self.hot_bits[number] = np.packbits(hot)
         parts = tuple(self._take(first + np.flatnonzero(which)) for which in (hot, ~hot))
         shard.release()
         return parts
+
+    def write_groups(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write the groups of the rows in their new order; the entries of the split and of the file."""
+        groups, split = self.split.groups, self.split
+        assert groups is not None
+        writer = GroupWriter(int(split.entry["groups"]["count"]))
+
+        def numbers() -> Iterator[npt.NDArray[np.int32]]:
+            for wanted in (True, False):
+                for number, shard in enumerate(split.shards):
+                    hot = np.unpackbits(self.hot_bits[number], count=shard.rows).astype(np.bool_)
+                    chosen = np.flatnonzero(hot == wanted)
+                    yield writer.add(groups[split.starts[number] + chosen], shard.labels[chosen])
+
+        file = group_file("train")
+        written = write_group_file(self.folder / file, split.rows, numbers())
+        return {"groups": {**writer.summary(), "file": file}}, {file: written}
 
     def _take(self, rows: npt.NDArray[np.int64]) -> Part:
         tensors = self.gather(rows, _fresh)

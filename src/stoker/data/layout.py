@@ -33,7 +33,8 @@ class Layout:
     missing) when something is fitted; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
     and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
     dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
-    and for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary.
+    for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; and for groups
+    ``codes.group`` [n] with its dictionary.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -58,7 +59,8 @@ class Layout:
             "last_touch",
         ):
             self.split = Field(column=schema.split.column, kind="string", required=True)
-        optional = [item for item in (self.time, self.split) if item is not None]
+        self.group = None if schema.group is None else Field(column=schema.group, kind="string", required=True)
+        optional = [item for item in (self.time, self.split, self.group) if item is not None]
         everything = [self.label, *self.dense, *self.feature_fields, *optional]
         self.fields: list[Field] = list(dict.fromkeys(everything))
 
@@ -95,6 +97,10 @@ class Layout:
             self._encode(index, column, flat, out)
             out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
         self._split_arrays(block, file, out)
+        if self.group is not None:
+            groups = np.empty(block.rows, np.uint32)
+            block_dictionary_of_texts(block.columns[self.group], groups, out, "group")
+            out["codes.group"] = groups
         return out
 
     def _labels(self, block: Block) -> npt.NDArray[np.float32]:

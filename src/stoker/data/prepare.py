@@ -19,6 +19,7 @@ from typing import Any
 
 from stoker.data.dataset import Dataset
 from stoker.data.fitting import Fitting
+from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
 from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.publish import publish
@@ -52,7 +53,8 @@ class PrepareReport:
     peak_memory: int  # bytes, of this process since it began
     reused: int  # steps that an interrupted run had finished
     dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
-    warnings: list[str] = field(default_factory=list)  # files that break off, or were named twice
+    warnings: list[str] = field(default_factory=list)  # files that break off or were named twice; groups that were cut
+    groups: dict[str, Any] | None = None  # column, count, cut (groups with rows in several splits)
 
 
 def prepare(
@@ -284,8 +286,14 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
         peak_memory=_peak_memory(),
         reused=task.reused,
         dropped=sum(part.rows for part in fitting.parts) - sum(written.values()),
-        warnings=list(task.limit.broken),
+        warnings=[*task.limit.broken, *_cut_groups(task.schema, manifest)],
+        groups=manifest.get("groups"),
     )
+
+
+def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
+    text = cut_warning(schema, manifest["groups"]) if "groups" in manifest else None
+    return [] if text is None else [text]
 
 
 def _finished(task: Task) -> int:

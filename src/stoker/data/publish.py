@@ -15,6 +15,7 @@ from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
+from stoker.data.group_numbers import write_groups
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
@@ -101,6 +102,9 @@ class _Publisher:
         lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
         return 4 * (1 + len(self.schema.dense)) + lengths + (8 if self._wide else 4) * ids / rows
 
+    def _group_bytes(self, rows: int) -> int:
+        return 4 * rows if self.layout.group is not None else 0
+
     def _shard_rows(self) -> int:
         """The power of two that keeps a shard within its bytes."""
         rows, per_row = SHARD_ROWS, self._row_bytes()
@@ -109,7 +113,8 @@ class _Publisher:
         return rows
 
     def _check_room(self) -> None:
-        whole = int(int(self.fitting.sizes[:, :3].sum()) * self._row_bytes())
+        rows = int(self.fitting.sizes[:, :3].sum())
+        whole = int(rows * self._row_bytes()) + self._group_bytes(rows)
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
         needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
         if needed > free - _FREE:
@@ -151,6 +156,11 @@ class _Publisher:
             for name, record in sorted(self.fitting.tables.items())
             if "vocab" in record
         }
+        grouped: dict[str, Any] = {}
+        if self.layout.group is not None:
+            grouped["groups"], of_splits, written = write_groups(self.fitting, self.out)
+            files |= written
+            splits = {name: entry | self._groups_of(of_splits, name) for name, entry in splits.items()}
         features = FeatureSpec(
             dense=tuple(column.name for column in self.schema.dense),
             features=tuple(column.feature() for column in self.layout.features),
@@ -170,9 +180,14 @@ class _Publisher:
             "files": files,
             "sources": self._sources(),
             "quarantined": bad,
+            **grouped,
         }
         stored.write_manifest(self.out, manifest)
         return manifest
+
+    @staticmethod
+    def _groups_of(of_splits: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+        return {"groups": of_splits[name]} if name in of_splits else {}
 
     def _sources(self) -> list[dict[str, Any]]:
         # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -268,6 +268,7 @@ class Schema:
     split: SplitRule = field(default_factory=SplitRule)
     source: SourceFormat = field(default_factory=SourceFormat)
     timestamp: Timestamp | None = None
+    group: str | None = None  # raw column whose equal rows make one list to rank, e.g. a session or an impression
     negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
     seed: int = 0  # of that choice
     name: str = "custom"
@@ -285,6 +286,11 @@ class Schema:
             fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
         if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:
             fail("split", "rule", f"{self.split.rule!r} needs a [timestamp] with its column")
+        if self.group == "":
+            fail("schema", "group", "is empty. Name the raw column, or leave it out")
+        if self.group is not None and self.split.rule == "hash" and self.split.column is None:
+            # By row number the rule would cut nearly every list; by the group it never does.
+            object.__setattr__(self, "split", replace(self.split, column=self.group))
         self._check_shared_tables()
 
     def _check_shared_tables(self) -> None:

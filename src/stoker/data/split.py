@@ -13,10 +13,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stoker.data.features import FeatureSpec
+from stoker.data.groups import map_groups
 from stoker.data.integrity import ShardChecks, check_ids
 from stoker.data.reader import BatchStream
 from stoker.data.shards import MappedShard, allow_open_files, open_shard
@@ -32,7 +35,7 @@ class Split:
 
     def __init__(
         self, path: Path, name: str, entry: Mapping[str, Any], schema: FeatureSpec, schema_hash: str,
-        made_by: MadeBy = "prepare",
+        made_by: MadeBy = "prepare", files: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.entry = entry  # the manifest's record: rows, positives, shards
@@ -40,6 +43,7 @@ class Split:
         self.schema_hash = schema_hash
         self.made_by = made_by  # the command that makes it again
         self._path = path
+        self._files = dict(files or {})  # the manifest's, by name
         self.starts = [
             0,
             *accumulate(int(shard["rows"]) for shard in entry["shards"]),
@@ -59,7 +63,7 @@ class Split:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which a worker process opens for itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "shards"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("shards", "groups")}
 
     @property
     def positives(self) -> int:
@@ -75,6 +79,24 @@ class Split:
     def data_hash(self) -> str:
         """Identifies the very rows: sha256 over the shards' checksums."""
         return hashlib.sha256("".join(shard["sha256"] for shard in self.entry["shards"]).encode()).hexdigest()
+
+    @cached_property
+    def groups(self) -> npt.NDArray[np.int32] | None:
+        """[n] the list that each row belongs to: dense numbers from 0 in order of first appearance in the split.
+
+        Mapped read-only; row i of it is row i of :meth:`batches` without a seed. None where the dataset was prepared
+        without ``group``, and for the hot and cold parts of a classified dataset.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        entry = self.entry.get("groups")
+        if entry is None:
+            return None
+        file = str(entry["file"])
+        if file not in self._files:
+            raise DataError(f"{self._path / 'manifest.json'} does not list {file}. Prepare the dataset again.")
+        return map_groups(self._path / file, self.rows, self._files[file])
 
     @cached_property
     def shards(self) -> list[MappedShard]:

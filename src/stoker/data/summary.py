@@ -47,6 +47,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
             source["file"]: source["breaks_off"] for source in manifest.get("sources", []) if "breaks_off" in source
         },
         "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
+        "groups": dict(dataset.groups) if dataset.groups is not None else None,
         "hot_cold": _describe_parts(dataset),
         "reordered": _describe_order(dataset),
         "tables": [
@@ -74,6 +75,15 @@ def _describe_split(split: Split) -> dict[str, Any]:
         "share": split.positives / len(split) if len(split) else None,
         "shards": len(split.entry["shards"]),
         "bytes": split.bytes,
+        **({"groups": _describe_groups(split)} if "groups" in split.entry else {}),
+    }
+
+
+def _describe_groups(split: Split) -> dict[str, Any]:
+    entry = split.entry["groups"]
+    return {
+        **{name: entry[name] for name in ("count", "largest", "with_positive")},
+        "mean": len(split) / entry["count"],
     }
 
 

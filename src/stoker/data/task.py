@@ -23,7 +23,7 @@ __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 WORK_VERSION = 3  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", ".work", *SPLITS)
+_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "groups", ".work", *SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
