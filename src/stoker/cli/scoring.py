@@ -23,6 +23,9 @@ _LOOKAHEAD = 64  # batches
 Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint.")]
 SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
 Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
+Places = Annotated[
+    int | None, typer.Option("--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1)
+]
 BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
 
 
@@ -37,6 +40,7 @@ def evaluate(
     data: Data = None,
     split: SplitName = "test",
     rows: Rows = None,
+    k: Places = None,
     batch_size: BatchSize = None,
     device_memory: Budget = None,
     host_memory: HostMemory = None,
@@ -57,7 +61,8 @@ def evaluate(
 
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
     loaded, chosen, size = _open(run, data, split, device, backend, threads, memory, batch_size)
-    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD))
+    places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
+    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
         return

@@ -14,7 +14,7 @@ from stoker.cli.options import option
 if TYPE_CHECKING:
     from stoker.training import TrainResult
 
-__all__ = ["metrics_table", "register"]
+__all__ = ["metric_names", "metrics_table", "register"]
 
 _MODEL, _OPTIMIZER, _RUN = "Model", "Optimization", "Run"
 
@@ -90,7 +90,11 @@ def train(
     decay_steps: Annotated[int | None, option(_OPTIMIZER, "Steps of decay. (default: to the end)")] = None,
     eval_every: Annotated[int | None, option(_RUN, "Steps between evaluations. (default: an epoch)")] = None,
     valid_rows: Annotated[int | None, option(_RUN, "First so many validation rows only.")] = None,
-    metric: Annotated[str | None, option(_RUN, "What is best: auc or log_loss. (default: auc)")] = None,
+    metric: Annotated[
+        str | None,
+        option(_RUN, "What is best: auc, log_loss; with groups also mrr, ndcg, hr, group_auc. (default: auc)"),
+    ] = None,
+    ranking_k: Annotated[int | None, option(_RUN, "Places of a list that ndcg and hr look at. (default: 10)")] = None,
     patience: Annotated[int | None, option(_RUN, "Evaluations without a better metric before stopping.")] = None,
     save_every: Annotated[int | None, option(_RUN, "Steps between checkpoints. (default: eval-every)")] = None,
     keep_last: Annotated[int | None, option(_RUN, "Checkpoints kept beside the best. (default: 2)")] = None,
@@ -152,6 +156,13 @@ _NAMES = {
     "accuracy": "accuracy",
     "calibration": "calibration",
 }
+_RANKING_NAMES = {"mrr": "MRR", "ndcg": "nDCG@{k}", "hr": "hit rate@{k}", "group_auc": "group AUC"}
+
+
+def metric_names(k: int | str | None) -> dict[str, str]:
+    """Metric -> how it is called, ranking metrics at ``k`` among them; None: without those."""
+    ranking = {} if k is None else {name: words.format(k=k) for name, words in _RANKING_NAMES.items()}
+    return _NAMES | ranking
 
 
 def metrics_table(columns: dict[str, dict[str, float | None]], title: str | None = None) -> Any:
@@ -162,10 +173,14 @@ def metrics_table(columns: dict[str, dict[str, float | None]], title: str | None
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right")
-    for name, words in _NAMES.items():
+    k = next((int(k) for metrics in columns.values() if (k := metrics.get("ranking_k"))), None)
+    for name, words in metric_names(k).items():
         values = [metrics.get(name) for metrics in columns.values()]
         table.add_row(words, *("-" if value is None else f"{value:.4f}" for value in values))
     table.add_row("rows", *(f"{int(metrics.get('rows') or 0):,}" for metrics in columns.values()))
+    if k is not None:
+        lists = (f"{int(metrics.get('ranked_groups') or 0):,}" for metrics in columns.values())
+        table.add_row("lists with a positive", *lists)
     return table
 
 

@@ -29,6 +29,7 @@ from stoker.optim import (
 )
 from stoker.tables import Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.tensor_train import stored_tables
+from stoker.training.metrics import DECIDING
 from stoker.training.model_options import check_options, own_options
 from stoker.training.scaling import RULES, Scaling
 from stoker.units import parse_size
@@ -104,7 +105,9 @@ class TrainConfig:
 
     eval_every: int | None = None  # steps; None means at the end of every epoch
     valid_rows: int | None = None  # the first so many rows of the validation split; None means all
-    metric: Literal["auc", "log_loss"] = "auc"  # what decides which checkpoint is best
+    # What decides which checkpoint is best; all but the first two need a dataset with groups.
+    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"] = "auc"
+    ranking_k: int = 10  # places of a list that ndcg and hr look at
     patience: int | None = None  # evaluations in a row without a better metric before stopping; None means never
     save_every: int | None = None  # steps; None means at every evaluation
     keep_last: int = 2  # checkpoints kept beside the best one
@@ -148,7 +151,7 @@ class TrainConfig:
             )
         if not 0 < self.max_trust < math.inf:
             raise ConfigError(f"max_trust is {self.max_trust}; it must be finite and above 0.", settings=("max_trust",))
-        _choice("metric", self.metric, ("auc", "log_loss"))
+        _choice("metric", self.metric, DECIDING)
         _choice("batch_order", self.batch_order, ("auto", "shuffled", "hot-cold"))
         object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
         if not 1 <= self.swap_rate <= 100:
@@ -179,6 +182,7 @@ class TrainConfig:
             "schedule_rows",
             "keep_last",
             "log_every",
+            "ranking_k",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))

@@ -67,7 +67,14 @@ def _decided(values: dict[str, Any]) -> str:
 
 def _metrics(values: dict[str, Any]) -> str:
     names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
-    return "  ".join(f"{name} {values[name]:.4f}" for name in names if values.get(name) is not None)
+    k = values.get("ranking_k")
+    words = {name: name for name in names} | {
+        "mrr": "mrr",
+        "ndcg": f"ndcg@{k}",
+        "hr": f"hr@{k}",
+        "group_auc": "group_auc",
+    }
+    return "  ".join(f"{word} {values[name]:.4f}" for name, word in words.items() if values.get(name) is not None)
 
 
 class JsonLines(Display):

@@ -21,6 +21,7 @@ from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
 from stoker.training.metrics import StreamingMetrics
+from stoker.training.ranking import RankingMetrics
 
 if TYPE_CHECKING:
     from stoker.data.split import Split
@@ -98,8 +99,10 @@ def evaluate(
     rows: int | None = None,
     stop: Callable[[], bool] | None = None,
     lookahead: int | None = None,
+    k: int = 10,
 ) -> dict[str, float]:
-    """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`).
+    """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
+    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.ranking.RankingMetrics`).
 
     Args:
         model: the model; nothing of it changes.
@@ -109,15 +112,26 @@ def evaluate(
         stop: asked before every batch; when it says yes, metrics of the rows so far are returned.
         lookahead: batches looked ahead where rows come and go (:func:`stoker.stage`), which is faster and gives the
             same numbers; None fetches rows on demand, as there must be one stage at a time.
+        k: places of a list that nDCG and hit rate look at.
+
+    Raises:
+        ConfigError: k below 1. DataError: damaged rows or groups.
     """
     metrics = StreamingMetrics()
+    ranking = None if split.groups is None else RankingMetrics(k=k)
+    done = 0
     with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
         for batch in batches:
             if stop is not None and stop():
                 break
             assert batch.labels is not None
-            metrics.update(model(batch), batch.labels)
-    return metrics.compute()
+            logits = model(batch)
+            metrics.update(logits, batch.labels)
+            if ranking is not None:
+                assert split.groups is not None
+                ranking.update(logits, batch.labels, split.groups[done : done + len(batch)])
+            done += len(batch)
+    return metrics.compute() | ({} if ranking is None else ranking.compute())
 
 
 def _batches(
@@ -142,7 +156,8 @@ def predict(
     rows: int | None = None,
     lookahead: int | None = None,
 ) -> int:
-    """Write scores to a file: row (int64, position in the split), label (float32), score (float32).
+    """Write scores to a file: row (int64, position in the split), label (float32), score (float32); where the split has
+    groups, also group (int32, :attr:`Split.groups <stoker.data.split.Split.groups>`).
 
     The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
 
@@ -165,20 +180,21 @@ def predict(
     check_scores_file(out)
     import pyarrow as pa
 
-    schema = pa.schema([("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())])
+    columns = [("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())]
+    schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
     done = 0
 
     def table(batches: list[tuple[Tensor | None, Tensor]], start: int) -> Any:
         scores = torch.cat([score for _, score in batches]).numpy()
         labels = [label for label, _ in batches if label is not None]
-        return pa.table(
-            {
-                "row": pa.array(range(start, start + len(scores)), pa.int64()),
-                "label": pa.array(torch.cat(labels).numpy()) if labels else pa.nulls(len(scores), pa.float32()),
-                "score": pa.array(scores),
-            },
-            schema=schema,
-        )
+        values = {
+            "row": pa.array(range(start, start + len(scores)), pa.int64()),
+            "label": pa.array(torch.cat(labels).numpy()) if labels else pa.nulls(len(scores), pa.float32()),
+            "score": pa.array(scores),
+        }
+        if split.groups is not None:
+            values["group"] = pa.array(split.groups[start : start + len(scores)])
+        return pa.table(values, schema=schema)
 
     with (
         atomic_file(out) as file,

@@ -61,7 +61,7 @@ def finish(
     best = _go_to_best(model, data, config, progress, run, shown)
     test: dict[str, float | None] = {}
     if split := data.splits.get("test"):
-        test = finite(evaluate(model, split, lookahead=config.lookahead))
+        test = finite(evaluate(model, split, lookahead=config.lookahead, k=config.ranking_k))
         record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
         log.write(record)
         shown.record(record)
@@ -110,7 +110,9 @@ def _go_to_best(
             shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}")
             best = next(iter(run.evaluated(config.metric)), None) or {
                 "step": progress.step,
-                "valid": finite(evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead)),
+                "valid": finite(
+                    evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead, k=config.ranking_k)
+                ),
             }
         else:
             break

@@ -33,6 +33,7 @@ from stoker.training.log import RunLog
 from stoker.training.metrics import deciding
 from stoker.training.placing import Epochs, moved, movement, place_run, tidy
 from stoker.training.progress import Clock, Diverged, Progress, explain
+from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
 from stoker.training.room import check_disk, check_memory
 from stoker.training.rundir import RunDirectory, open_dataset
@@ -129,7 +130,10 @@ def _train(
                 data.train.check(partial(shown.work, "checking shards"))
             if config.dense_dtype == "bfloat16" and device.type == "cpu" and not has_bf16_products():
                 shown.note("this processor has no bfloat16 products: a float32 dense part would be faster")
-            for note in (*filter(None, warnings), *_without_effect(config, placement, total, len(model.tensor_train))):
+            ignored = _without_effect(
+                config, placement, total, len(model.tensor_train), grouped=data.groups is not None
+            )
+            for note in (*filter(None, warnings), *ignored):
                 shown.note(note)
             try:
                 clock = _fit(model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown)
@@ -178,6 +182,13 @@ def _opened(
             "data with a split that has some.",
             settings=("patience",),
         )
+    valid = data.splits.get("valid")
+    if config.metric in RANKING and valid and valid.groups is None:
+        raise ConfigError(
+            f"metric {config.metric!r} is over lists of rows, but {data.path} was prepared without group, so it has no "
+            'lists. Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
+            settings=("metric",),
+        )
     return data, config
 
 
@@ -220,10 +231,14 @@ def _fit(
             improved = False
             if due and valid and progress.evaluated < step and stop.number is None:
                 clock.pause()
-                metrics = finite(evaluate(model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None))
+                metrics = finite(
+                    evaluate(
+                        model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None, k=config.ranking_k
+                    )
+                )
                 if stop.number is None:
                     if progress.latest is None and deciding(metrics, config.metric) != config.metric:
-                        shown.note("all validation labels are the same: without an AUC, log loss says what is best")
+                        shown.note(_undefined(config.metric))
                     improved = progress.judge(metrics, config.metric)
                     _record(log, shown, "valid", feed.step / epoch, step, **metrics)
                 clock.go()
@@ -306,6 +321,13 @@ def _fit(
                 clock.go()
 
 
+def _undefined(metric: str) -> str:
+    if metric == "group_auc":
+        return "no list of validation rows has both labels: without a group AUC, log loss says what is best"
+    name = "an AUC" if metric == "auc" else f"an {metric}" if metric == "mrr" else f"a {metric}"
+    return f"all validation labels are the same: without {name}, log loss says what is best"
+
+
 def _each(feed: Epochs | Stage | ScheduledFeed) -> Generator[Batch, None, None]:
     """The batches as a generator, which can be closed: that ends the threads behind a stage."""
     yield from feed
@@ -329,7 +351,9 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
     }
 
 
-def _without_effect(config: TrainConfig, placement: Placement | None, total: int, trains: int) -> Iterator[str]:
+def _without_effect(
+    config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
+) -> Iterator[str]:
     """Settings that were given and change nothing."""
     if config.batch_order == "shuffled" and (said := _ignored(config, "swap_rate", "schedule_rows")):
         yield f"{said}: batches are shuffled, not hot and cold by the schedule"
@@ -340,6 +364,8 @@ def _without_effect(config: TrainConfig, placement: Placement | None, total: int
             f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
             "Give fewer tt rows to compress smaller tables, or a smaller rank"
         )
+    if not grouped and (said := _ignored(config, "ranking_k")):
+        yield f"{said}: the dataset was prepared without group, so it has no lists"
     if placement is None:
         names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
         if said := _ignored(config, *names):

@@ -14,8 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["StreamingMetrics", "auc", "deciding", "merit"]
+from stoker.training.ranking import RANKING
 
+__all__ = ["DECIDING", "StreamingMetrics", "auc", "deciding", "merit"]
+
+#: What may say which checkpoint is best.
+DECIDING = ("auc", "log_loss", *RANKING)
 _BINS = 2**21  # the top bits of an ordered float32: sign, exponent and 12 bits of the fraction
 _SHIFT = 32 - 21
 _PIECE = 2**20  # rows ordered at a time while counting
@@ -50,21 +54,25 @@ def _bin_of(scores: Scores) -> npt.NDArray[np.int64]:
 
 
 def merit(values: Mapping[str, float | None], metric: str) -> float:
-    """How good an evaluation is by ``"auc"`` or ``"log_loss"``: the larger the better, -inf where it is undefined.
+    """How good an evaluation is by one of :data:`DECIDING`: the larger the better, -inf where it is undefined.
 
-    Without both classes there is no AUC; log loss decides then.
+    Without both classes there is no AUC and nothing to rank; log loss decides then.
     """
     name = deciding(values, metric)
     value = values.get(name)
     if value is None or not math.isfinite(value):
         return -math.inf
-    return value if name == "auc" else -value
+    return -value if name == "log_loss" else value
 
 
 def deciding(values: Mapping[str, float | None], metric: str) -> str:
     """The metric that says how good an evaluation is, where ``metric`` was asked for."""
     rows = values.get("rows")
-    return "log_loss" if rows is not None and values.get("positives") in (0, rows) else metric
+    if rows is None:
+        return metric
+    # Lists of a single class each have no group AUC, though there are rows of both.
+    unranked = metric == "group_auc" and values.get(metric) is None and values.get("log_loss") is not None
+    return "log_loss" if unranked or values.get("positives") in (0, rows) else metric
 
 
 class StreamingMetrics:
