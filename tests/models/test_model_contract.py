@@ -13,7 +13,7 @@ import torch
 import stoker
 from stoker.data.batch import Batch
 from stoker.data.features import Feature, FeatureSpec
-from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RecModel, SequenceModel
+from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RecModel, SequenceModel, Tabular
 from stoker.optim import SGD, Adagrad
 
 CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
@@ -24,6 +24,8 @@ CASES: dict[str, tuple[type[RecModel], dict[str, Any]]] = {
     "tbsm": (TBSM, {"tower": (24, 16), "attention": (8,), "top": (16,)}),
     "tbsm, products as weights": (TBSM, {"tower": (24,), "attention": (), "top": (16,), "inner": "dot"}),
     "din": (DIN, {"attention": (8,), "hidden": (16, 8)}),
+    "tabular": (Tabular, {"hidden": (16, 8)}),
+    "tabular of equal dims": (Tabular, {"hidden": (12,), "max_dim": 2}),
     "din with dice": (DIN, {"attention": (8,), "hidden": (16,), "activation": "dice"}),
 }
 
@@ -131,7 +133,7 @@ def test_each_example_is_scored_by_itself(case: Any, spec: FeatureSpec) -> None:
 
 
 def test_every_input_matters(case: Any, spec: FeatureSpec) -> None:
-    model = build(case, spec, seed=3)
+    model = build(case, spec, seed=3).eval()  # batch norm, while it trains, takes away what all rows have in common
     batch = random_batch(spec, 4)
     before = model(batch)
     for column in range(len(spec.dense)):
@@ -240,9 +242,11 @@ def plain_inputs(model: RecModel, batch: Batch, rows: dict[str, torch.Tensor]) -
         bags[feature.name].append(rows[feature.table][batch.ids.flatten()[offsets[bag] : offsets[bag + 1]]])
 
     def pooled(names: Any) -> torch.Tensor:
-        return torch.stack(
-            [torch.stack([bag.mean(0) if len(bag) else torch.zeros(8) for bag in bags[name]]) for name in names], 1
-        )
+        found = [
+            torch.stack([bag.mean(0) if len(bag) else torch.zeros(bag.shape[1]) for bag in bags[name]])
+            for name in names
+        ]
+        return torch.cat(found, 1) if model.mixed_dims else torch.stack(found, 1)
 
     if not isinstance(model, SequenceModel):
         return [batch.dense, pooled(bags)]

@@ -59,13 +59,13 @@ DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepar
 RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
 
-Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm, dcn, tbsm or din. (default: dlrm)")]
+Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm, dcn, tbsm, din or tabular. (default: dlrm)")]
 EmbeddingDim = Annotated[
     int | None, option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim")
 ]
 Bottom = Annotated[str | None, option(_MODEL, "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place.")]
 Top = Annotated[str | None, option(_MODEL, "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)")]
-Hidden = Annotated[str | None, option(_MODEL, "DeepFM, DCN, DIN: layers of the MLP.")]
+Hidden = Annotated[str | None, option(_MODEL, "DeepFM, DCN, DIN, tabular: layers of the MLP.")]
 ModelOption = Annotated[
     list[str] | None, option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
 ]

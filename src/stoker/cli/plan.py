@@ -131,12 +131,12 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     """The largest tables as tensor trains, as many as let the others lie on the device."""
     from stoker.optim import Constant
     from stoker.placement.compression import rows_to_compress
-    from stoker.tables import TensorTrain, tables_for
+    from stoker.tables import TensorTrain
     from stoker.training.placing import place_run
     from stoker.training.step_time import measure_step
     from stoker.units import parse_size
 
-    tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
+    tables = config.tables(data.schema)
     optimizer = config.make_row_optimizer(Constant())
     rank = config.tt_rank or _TT_RANK
     budget = parse_size(config.device_memory or 2**62)

@@ -47,12 +47,15 @@ class RecModel(nn.Module, ABC):
         tensor_train: tables whose rows are computed from cores (:class:`stoker.TensorTrain`), by name: another model.
             Those that ``placement`` names so are added.
         steps: sequence features that are not pooled (:class:`stoker.EmbeddingTables`), for :class:`SequenceModel`.
+        table_dims: columns of every table in place of ``embedding_dim``, from a subclass with :attr:`mixed_dims`.
 
     Raises:
         ConfigError: settings that cannot work.
     """
 
     name: ClassVar[str]
+    #: Whether tables may have different numbers of columns; :meth:`dense_part` then gets pooled rows [B, sum of D].
+    mixed_dims: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -69,8 +72,13 @@ class RecModel(nn.Module, ABC):
         placement: Strategy | Mapping[str, Strategy] | None = None,
         tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None = None,
         steps: Mapping[str, int] | None = None,
+        table_dims: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
+        if table_dims is not None and not self.mixed_dims:
+            raise ConfigError(
+                f"model {self.name!r} takes tables of equal width. Leave table_dims out and choose embedding_dim."
+            )
         if steps and type(self).inputs is RecModel.inputs:
             raise ConfigError(
                 f"model {self.name!r} takes one vector a feature, but steps name {sorted(steps)}. Leave steps out, or "
@@ -84,7 +92,7 @@ class RecModel(nn.Module, ABC):
         self.dtype = dtype
         self.dense_dtype = dense_dtype
         self.seed = seed
-        tables = tables_for(spec, embedding_dim, pooling=pooling, dtype=dtype)
+        tables = tables_for(spec, embedding_dim if table_dims is None else table_dims, pooling=pooling, dtype=dtype)
         where = {table.name: placement for table in tables} if isinstance(placement, Strategy) else placement or {}
         trains = {name: each for name, each in where.items() if isinstance(each, TensorTrain)}
         for name, each in (tensor_train or {}).items():
@@ -101,6 +109,18 @@ class RecModel(nn.Module, ABC):
             steps=steps,
         )
         self._compiled: Callable[..., Tensor] | None = None
+
+    @classmethod
+    def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
+        """Columns of every table of the model that :meth:`from_config` would build: ``embedding_dim``, unless a
+        subclass with :attr:`mixed_dims` knows better. Settings that ``config`` leaves out are as by default."""
+        return dict.fromkeys((feature.table for feature in spec.features), int(config.get("embedding_dim", 16)))
+
+    @classmethod
+    def tables_from(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> tuple[TableConfig, ...]:
+        """The tables of that model, before it is built."""
+        options = {name: config[name] for name in ("pooling", "dtype") if name in config}
+        return tables_for(spec, cls.table_dims(spec, config), **{"pooling": "mean", **options})
 
     @abstractmethod
     def dense_part(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from stoker.errors import ConfigError
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
 
-__all__ = ["MLP", "Dice", "PReLU", "dense_generator", "linear", "normal", "parts"]
+__all__ = ["MLP", "BatchNorm", "Dice", "PReLU", "dense_generator", "linear", "normal", "parts"]
 
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:
@@ -80,6 +81,25 @@ class PReLU(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``mask`` is not looked at: no row depends on another."""
         return torch.where(x > 0, x, self.slope * x)
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that is safe in a click model: x [B, C] to [B, C], in float32 whatever autocast says.
+
+    The moments are those of the batch while training; the running ones in evaluation, where no gradient is wanted
+    (``predict`` then changes nothing), and for a batch of one row, which has no variance.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.dtype == torch.float64 else x.float()
+        batch = self.training and torch.is_grad_enabled() and len(x) > 1
+        assert self.running_mean is not None
+        assert self.num_batches_tracked is not None
+        if batch:
+            self.num_batches_tracked.add_(1)
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, batch, self.momentum or 0.1, self.eps
+        )
 
 
 class Dice(nn.Module):

@@ -276,8 +276,9 @@ class TableConfig:
         return self.num_embeddings * self.embedding_dim * DTYPES[self.dtype].itemsize
 
 
-def tables_for(spec: FeatureSpec, embedding_dim: int, **options: Any) -> tuple[TableConfig, ...]:
-    """One table of ``embedding_dim`` columns for every vocabulary of a dataset; ``options`` go to each config."""
+def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:
+    """One table for every vocabulary of a dataset, of ``embedding_dim`` columns, or of as many as it says by table;
+    ``options`` go to each config."""
     features: dict[str, list[str]] = {}
     for feature in spec.features:
         features.setdefault(feature.table, []).append(feature.name)
@@ -285,7 +286,7 @@ def tables_for(spec: FeatureSpec, embedding_dim: int, **options: Any) -> tuple[T
         TableConfig(
             name=table,
             num_embeddings=spec.num_embeddings[table],
-            embedding_dim=embedding_dim,
+            embedding_dim=embedding_dim if isinstance(embedding_dim, int) else embedding_dim[table],
             features=tuple(names),
             **options,
         )

@@ -27,7 +27,7 @@ from stoker.optim import (
     Schedule,
     StepDecay,
 )
-from stoker.tables import Strategy, TableConfig, TensorTrain, tables_for
+from stoker.tables import Strategy, TableConfig, TensorTrain
 from stoker.tables.tensor_train import stored_tables
 from stoker.training.metrics import DECIDING
 from stoker.training.model_options import check_options, own_options
@@ -314,13 +314,24 @@ class TrainConfig:
         )
         return optimizer
 
+    def tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
+        """The tables of the model.
+
+        Raises:
+            ConfigError: an option that the model does not take.
+        """
+        kind = MODELS[self.model]
+        check_options(kind, self.model_options)
+        own = {"embedding_dim": self.embedding_dim, "pooling": self.pooling, "dtype": self.dtype}
+        return kind.tables_from(spec, {**self.model_options, **own})
+
     def tensor_trains(self, spec: FeatureSpec) -> dict[str, TensorTrain]:
         """The tables that are compressed, with their shapes.
 
         Raises:
             ConfigError: a table that is not there, or cannot be compressed so.
         """
-        tables = {table.name: table for table in tables_for(spec, self.embedding_dim, dtype=self.dtype)}
+        tables = {table.name: table for table in self.tables(spec)}
         for name in self.tt_own:
             if name not in tables:
                 raise ConfigError(
@@ -337,13 +348,12 @@ class TrainConfig:
         return {
             name: TensorTrain(shape=shape)
             for name, shape in shapes.items()
-            if name in self.tt_own or shape.num_parameters < tables[name].num_embeddings * self.embedding_dim
+            if name in self.tt_own or shape.num_parameters < tables[name].num_embeddings * tables[name].embedding_dim
         }
 
     def stored_tables(self, spec: FeatureSpec) -> tuple[TableConfig, ...]:
         """What lies in memory and in files: the tables of ``spec``, or their cores."""
-        tables = tables_for(spec, self.embedding_dim, pooling=self.pooling, dtype=self.dtype)
-        return stored_tables(tables, self.tensor_trains(spec))
+        return stored_tables(self.tables(spec), self.tensor_trains(spec))
 
     def make_model(
         self, spec: FeatureSpec, optimizer: RowOptimizer, placement: Mapping[str, Strategy] | None = None

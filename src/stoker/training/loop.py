@@ -18,7 +18,7 @@ from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
 from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
 from stoker.errors import ConfigError
-from stoker.models import RecModel
+from stoker.models import MODELS, RecModel
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
@@ -364,6 +364,8 @@ def _without_effect(
             f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
             "Give fewer tt rows to compress smaller tables, or a smaller rank"
         )
+    if MODELS[config.model].mixed_dims and (said := _ignored(config, "embedding_dim")):
+        yield f"{said}: model {config.model!r} has tables of different widths (option dims)"
     if not grouped and (said := _ignored(config, "ranking_k")):
         yield f"{said}: the dataset was prepared without group, so it has no lists"
     if placement is None:
@@ -397,7 +399,7 @@ def _ignored(config: TrainConfig, *names: str) -> str:
     """That those of the settings are ignored that are not as by default; empty if all are."""
     plain = TrainConfig()
     given = [name for name in names if getattr(config, name) != getattr(plain, name)]
-    words = [{"home_path": "home"}.get(name, name.replace("_", " ")) for name in given]
+    words = [{"home_path": "home", "embedding_dim": "dim"}.get(name, name.replace("_", " ")) for name in given]
     listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
     return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if given else ""
 

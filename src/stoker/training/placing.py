@@ -15,14 +15,14 @@ from stoker.data.dataset import Dataset
 from stoker.data.features import FeatureSpec
 from stoker.data.reader import BatchStream, EpochRest
 from stoker.errors import ConfigError
-from stoker.models import RecModel
+from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.hot_cold import HotBatches
 from stoker.placement.placement import Placement
 from stoker.placement.planner import plan
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice
-from stoker.tables import Stage, TableConfig, TensorTrain, stage, tables_for
+from stoker.tables import Stage, TableConfig, TensorTrain, stage
 from stoker.tables.foresight import Progress
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.tensor_train import stored_tables
@@ -161,10 +161,8 @@ def place_scoring(
         ConfigError: a budget that cannot work, or rows that need more memory than there is.
     """
     model = manifest["model"]
-    tables = tables_for(
-        FeatureSpec.from_dict(manifest["features"]), model["embedding_dim"], pooling=model["pooling"],
-        dtype=model["dtype"],
-    )  # fmt: skip
+    # A model that is not known here is refused where it is built.
+    tables = MODELS.get(model["model"], RecModel).tables_from(FeatureSpec.from_dict(manifest["features"]), model)
     trains = {name: TensorTrain.from_dict(values) for name, values in model.get("tensor_train", {}).items()}
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
     size = batch_size or SCORED
@@ -195,9 +193,8 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
     """
     if config.device_memory is None:
         return None
-    tables = tables_for(data.schema, config.embedding_dim, pooling=config.pooling, dtype=config.dtype)
     return place(
-        data, tables, optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
+        data, config.tables(data.schema), optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
         home_path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
         in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
         strategy=config.strategy, tensor_trains=config.tensor_trains(data.schema),

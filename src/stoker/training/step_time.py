@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.features import FeatureSpec
+from stoker.models import MODELS
 from stoker.ops.reference import bag_lengths
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
@@ -70,8 +71,12 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         data: what it trains on.
         placement: in which groups its tables lie; None: all together, on the device.
     """
-    spec = _cut(data.schema, _row_bytes(config), frozenset(config.tensor_trains(data.schema)))
+    tables = config.tables(data.schema)
+    spec = _cut(data.schema, _row_bytes(config, tables), frozenset(config.tensor_trains(data.schema)))
     whole = replace(config, device_memory=None)
+    if MODELS[config.model].mixed_dims:  # a table that is cut keeps its columns
+        dims = {table.name: table.embedding_dim for table in tables}
+        whole = replace(whole, model_options={**config.model_options, "dims": dims})
     trained = [_Trained(whole, spec, None)]
     if placement is not None and not placement.resident:
         trained.append(_Trained(whole, spec, _roomy(placement, spec)))
@@ -144,10 +149,10 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
     return found
 
 
-def _row_bytes(config: TrainConfig) -> int:
-    """Bytes of a row with its state."""
-    table = TableConfig(name="row", num_embeddings=1, embedding_dim=config.embedding_dim, dtype=config.dtype)
-    return row_bytes(table, config.make_row_optimizer(Constant()).state)
+def _row_bytes(config: TrainConfig, tables: Sequence[TableConfig]) -> int:
+    """Bytes of the widest row with its state."""
+    state = config.make_row_optimizer(Constant()).state
+    return max(row_bytes(table, state) for table in tables)
 
 
 def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:

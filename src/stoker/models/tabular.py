@@ -1,0 +1,151 @@
+"""The tabular model of fastai (Howard et al. 2018, ``fastai.tabular`` v1), as used by the RAPIDS team's solution of the
+RecSys Challenge 2019 (Rabhi et al., "Accelerating Recommender System Training 15x with RAPIDS").
+
+Legend: B examples, F features, N dense columns, D_f columns of the table of feature f.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stoker.data.batch import Batch
+from stoker.data.features import FeatureSpec
+from stoker.errors import ConfigError
+from stoker.models.base import RecModel
+from stoker.models.layers import BatchNorm, dense_generator
+from stoker.ops.reference import derive_key
+
+__all__ = ["Tabular", "fastai_columns"]
+
+
+def fastai_columns(rows: int, most: int = 600) -> int:
+    """Columns of an embedding table with so many rows: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""
+    return min(most, round(1.6 * rows**0.56))
+
+
+class Tabular(RecModel):
+    """Embeddings of a size of their own per table, batch-normalised dense columns, and linear layers with ReLU, batch
+    norm and dropout in this order.
+
+    While it trains, batch norm takes the moments of the batch, so an example's step depends on the others in its batch;
+    in evaluation, and for a batch of one row, it takes the running ones, which checkpoints keep. Dropout is a function
+    of seed and training step, not of torch's generator: a run that is resumed or replayed drops the same values. On a
+    GPU they are others than on a CPU.
+
+    Args:
+        spec: columns and table sizes.
+        hidden: outputs of the layers, without the single one of the last.
+        dims: table -> columns, where they are not to follow fastai's rule. ``embedding_dim`` has no effect.
+        max_dim: most columns by the rule.
+        dropout: share of values dropped behind every layer, or one share for each layer.
+        embedding_dropout: share of the embeddings' values that is dropped.
+        settings: those of :class:`RecModel`.
+
+    Raises:
+        ConfigError: a share outside [0, 1), or columns of a table that does not exist.
+    """
+
+    name: ClassVar[str] = "tabular"
+    mixed_dims: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        spec: FeatureSpec,
+        *,
+        hidden: Sequence[int] = (64, 32),
+        dims: Mapping[str, int] | None = None,
+        max_dim: int = 600,
+        dropout: float | Sequence[float] = 0.0,
+        embedding_dropout: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        columns = self.table_dims(spec, {"dims": dims, "max_dim": max_dim})
+        super().__init__(spec, table_dims=columns, **settings)
+        self.dims, self.max_dim = columns, max_dim
+        self.hidden_sizes = tuple(hidden)
+        shares = tuple(dropout) if isinstance(dropout, Sequence) else (float(dropout),) * len(self.hidden_sizes)
+        if len(shares) != len(self.hidden_sizes):
+            raise ConfigError(
+                f"dropout has {len(shares)} shares for {len(self.hidden_sizes)} layers. Give one for each."
+            )
+        for share in (*shares, embedding_dropout):
+            if not 0 <= share < 1:
+                raise ConfigError(f"dropout of {share} is no share. Give one from 0 up to, but not, 1.")
+        self.dropout, self.embedding_dropout = shares, float(embedding_dropout)
+        self.embedded = sum(columns[feature.table] for feature in spec.features)
+        generator = dense_generator(self.seed, "tabular")
+        self.dense_norm = BatchNorm(len(spec.dense)) if spec.dense else None
+        sizes = (self.embedded + len(spec.dense), *self.hidden_sizes, 1)
+        self.layers = nn.ModuleList(_linear(*pair, generator) for pair in pairwise(sizes))
+        self.norms = nn.ModuleList(BatchNorm(size) for size in self.hidden_sizes)
+        self.to(self.device)
+
+    @classmethod
+    def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
+        given = dict(config.get("dims") or {})
+        tables = dict.fromkeys(feature.table for feature in spec.features)
+        if unknown := sorted(set(given) - set(tables)):
+            raise ConfigError(f"dims names {unknown}, but the tables are {', '.join(tables)}.", settings=("dims",))
+        most = int(config.get("max_dim", 600))
+        return {table: int(given.get(table, fastai_columns(spec.num_embeddings[table], most))) for table in tables}
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Dense columns [B, N], embeddings [B, sum of D_f] and, while training, what dropout multiplies by: of the
+        embeddings and of each layer, those with a share above 0."""
+        dense, embedded = super().inputs(batch)
+        return dense, embedded.flatten(1), *self._masks(len(batch))
+
+    def _masks(self, rows: int) -> list[Tensor]:
+        if not (self.training and torch.is_grad_enabled()):
+            return []
+        widths = ((self.embedding_dropout, self.embedded), *zip(self.dropout, self.hidden_sizes, strict=True))
+        if not any(share for share, _ in widths):
+            return []
+        generator = torch.Generator(self.device)
+        generator.manual_seed(derive_key(self.seed, "dropout", self.embeddings.tick) & (2**63 - 1))
+        drawn = (
+            (share, torch.rand(rows, width, generator=generator, device=self.device))
+            for share, width in widths
+            if share
+        )
+        return [(values >= share) / (1 - share) for share, values in drawn]
+
+    def dense_part(self, dense: Tensor, embedded: Tensor, *masks: Tensor) -> Tensor:
+        left = list(masks)
+
+        def dropped(x: Tensor, share: float) -> Tensor:
+            return x * left.pop(0) if share and left else x
+
+        x = dropped(embedded, self.embedding_dropout)
+        if self.dense_norm is not None:
+            x = torch.cat([x, self.dense_norm(dense)], dim=1)
+        for layer, norm, share in zip(self.layers, self.norms, self.dropout, strict=False):
+            x = dropped(norm(functional.relu(layer(x))), share)
+        logits: Tensor = self.layers[-1](x)
+        return logits.squeeze(1)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "hidden": list(self.hidden_sizes),
+            "dims": dict(self.dims),
+            "max_dim": self.max_dim,
+            "dropout": list(self.dropout),
+            "embedding_dropout": self.embedding_dropout,
+        }
+
+
+def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    """torch's own linear layer: weights and biases uniform in +-sqrt(1 / inputs)."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
+    bound = inputs**-0.5
+    with torch.no_grad():
+        layer.weight.uniform_(-bound, bound, generator=generator)
+        layer.bias.uniform_(-bound, bound, generator=generator)
+    return layer
