@@ -33,6 +33,7 @@ COMMANDS = {
     "replay": "stoker.cli.replay",
     "verify": "stoker.cli.verify",
     "trace": "stoker.cli.trace",
+    "compare": "stoker.cli.compare",
     "inspect": "stoker.cli.inspect",
     "doctor": "stoker.cli.inspect",
 }

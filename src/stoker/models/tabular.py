@@ -26,7 +26,7 @@ __all__ = ["Tabular", "fastai_columns"]
 
 def fastai_columns(rows: int, most: int = 600) -> int:
     """Columns of an embedding table with so many rows: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""
-    return min(most, round(1.6 * rows**0.56))
+    return min(most, round(1.6 * float(rows) ** 0.56))
 
 
 class Tabular(RecModel):
