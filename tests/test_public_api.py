@@ -16,7 +16,7 @@ ROOT = Path(stoker.__file__).parent
 LAYERS = {
     "errors": 0, "units": 0, "device": 0, "timeline": 0, "testing": 0,
     "ops": 1,
-    "data": 2, "optim": 2, "distributed": 2,
+    "data": 2, "features": 2, "optim": 2, "distributed": 2,
     "tables": 3,
     "placement": 4, "models": 4,
     "training": 5,

@@ -73,7 +73,12 @@ _HOME = {
     "train": "stoker.training",
     "verify": "stoker.training.verify",
 }
-_MODULES = {"optim": "stoker.optim", "recipes": "stoker.data.recipes", "synthetic": "stoker.data.synthetic"}
+_MODULES = {
+    "features": "stoker.features",
+    "optim": "stoker.optim",
+    "recipes": "stoker.data.recipes",
+    "synthetic": "stoker.data.synthetic",
+}
 
 __all__ = sorted(["__version__", *_HOME, *_MODULES])  # noqa: PLE0605  (a list, but of names known only here)
 

@@ -13,7 +13,16 @@ from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, split_list, t
 from stoker.data.schema_check import near
 from stoker.errors import DataError
 
-__all__ = ["block_frame", "check_columns", "frame_block", "parquet_block", "parquet_columns", "parquet_rows"]
+__all__ = [
+    "block_frame",
+    "check_columns",
+    "column_series",
+    "frame_block",
+    "parquet_block",
+    "parquet_columns",
+    "parquet_rows",
+    "text_column",
+]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
 _WORDS = {
@@ -63,7 +72,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
         if isinstance(series.dtype, pl.List | pl.Array):
             column = _list_column(series, item, wrong)
         elif item.separator is not None:
-            column = split_list(_text_column(series.cast(pl.String)), item, wrong)
+            column = split_list(text_column(series.cast(pl.String)), item, wrong)
         else:
             column = _column(series, item, wrong)
         if item.required:
@@ -86,9 +95,9 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if item.kind in ("string", "datetime"):
         if series.dtype.is_temporal():
             series = series.dt.to_string("iso")
-        return _text_column(series.cast(pl.String))
+        return text_column(series.cast(pl.String))
     if series.dtype == pl.String:
-        typed, failed = type_spans(_text_column(series), item.kind)
+        typed, failed = type_spans(text_column(series), item.kind)
         for row, text in failed.items():
             wrong.setdefault(row, _reason(item, text.decode("utf-8", "replace")))
         return typed
@@ -130,7 +139,8 @@ def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawCo
     return column
 
 
-def _text_column(series: pl.Series) -> RawColumn:
+def text_column(series: pl.Series) -> RawColumn:
+    """The texts of a column as spans of one buffer."""
     array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
     _, offsets, data = array.buffers()
     n = len(series)
@@ -149,21 +159,28 @@ def _reason(item: Field, value: object) -> str:
 
 
 def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
-    """A frame of a block's columns: hex as UInt64, int as Int64, float as Float64, string as String."""
-    series = {}
-    for item, column in block.columns.items():
-        if item.column not in names:
-            continue
-        if column.lengths is not None:
-            series[item.column] = _strings(column)
-        elif item.kind == "float":
-            series[item.column] = pl.Series(column.values).fill_nan(None)
-        else:
-            assert column.values is not None
-            values = column.values.view(np.uint64) if item.kind == "hex" else column.values
-            mask = pl.Series(column.missing)
-            series[item.column] = pl.Series(values).set(mask, None) if mask.any() else pl.Series(values)
+    """A frame of a block's columns, each as :func:`column_series` gives it."""
+    series = {item.column: column_series(item, column) for item, column in block.columns.items()}
     return pl.DataFrame([series[name].alias(name) for name in names])
+
+
+def column_series(item: Field, column: RawColumn) -> pl.Series:
+    """hex as UInt64, int as Int64, float as Float64, string as String; lists as lists of these."""
+    if column.lengths is not None:
+        series = _strings(column)
+    elif item.kind == "float":
+        series = pl.Series(column.values).fill_nan(None)
+    else:
+        assert column.values is not None
+        values = column.values.view(np.uint64) if item.kind == "hex" else column.values
+        mask = pl.Series(column.missing)
+        series = pl.Series(values).set(mask, None) if mask.any() else pl.Series(values)
+    if column.counts is None:
+        return series
+    import pyarrow as pa
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(column.counts, dtype=np.int64)]))
+    return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, series.rechunk().to_arrow())))
 
 
 def _strings(column: RawColumn) -> pl.Series:

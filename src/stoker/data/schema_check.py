@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 from stoker.errors import DependencyError, SchemaError
 
-__all__ = ["build_schema", "choice", "fail", "near", "positive", "read_mapping"]
+_LISTS = ("dense", "categorical", "sequence", "feature")
+
+__all__ = ["build_part", "build_schema", "choice", "fail", "near", "positive", "read_mapping"]
 
 
 def fail(where: str, key: str, problem: str) -> NoReturn:
@@ -91,16 +93,18 @@ def build_schema(
         part = parts.get(key)
         if part is None:
             built[key] = value
+        elif key in _LISTS and not isinstance(value, list | tuple):
+            raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
+        elif key == "feature":
+            built[key] = tuple(_feature(item, f"{where}: feature[{index}]") for index, item in enumerate(value))
         elif key in ("dense", "categorical", "sequence"):
-            if not isinstance(value, list | tuple):
-                raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
-            built[key] = tuple(_build(part, item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
+            built[key] = tuple(build_part(part, item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
         else:
             if key == "label" and isinstance(value, str):
                 value = {"column": value}
             if key == "split" and isinstance(value, Mapping):
                 _check_rule_keys(value, f"{where}: split", rule_keys)
-            built[key] = _build(part, value, f"{where}: {key}")
+            built[key] = build_part(part, value, f"{where}: {key}")
     _check_types(cls, {k: v for k, v in built.items() if k not in parts}, where)
     return _construct(cls, built, where)
 
@@ -119,7 +123,14 @@ def _check_rule_keys(value: Mapping[str, Any], where: str, rule_keys: Mapping[st
         )
 
 
-def _build(cls: type[Any], value: Any, where: str) -> Any:
+def _feature(value: Any, where: str) -> Any:
+    from stoker.features.base import Derivation, feature_from_dict
+
+    return value if isinstance(value, Derivation) else feature_from_dict(value, where)
+
+
+def build_part(cls: type[Any], value: Any, where: str) -> Any:
+    """Build one dataclass from plain values; SchemaError names ``where``."""
     if not isinstance(value, Mapping):
         raise SchemaError(f"{where}: must be a table with the keys {', '.join(_names(cls))}; found {value!r}.")
     _check_keys(cls, value, where)

@@ -1,0 +1,50 @@
+"""Features that are derived from the columns of a log, declared as values, fitted on training rows.
+
+One row's way: raw columns, then the features in the order of their list, each of which may read raw columns and the
+outputs of earlier ones, then the schema's dense and categorical columns, which may take any of them as source. A
+feature is a frozen dataclass; the same declaration stands in a schema file as ``[[feature]]`` with ``kind = "..."``.
+docs/features.md has a table of them. Polars, pyarrow and Numba load when rows are worked on.
+"""
+
+from __future__ import annotations
+
+from stoker.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
+from stoker.features.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding
+from stoker.features.merge import Merge
+from stoker.features.past import Difference, Past, PastCount, Previous, Rank, SinceLast
+from stoker.features.pipeline import Fitted, fit
+from stoker.features.properties import Properties
+from stoker.features.rows import Constrain, Cross, Equal, Keep, Mask, Match, Pairs, Split, Subtract, TimeParts
+
+__all__ = [
+    "KINDS",
+    "Constrain",
+    "CountEncoding",
+    "Cross",
+    "Derivation",
+    "Difference",
+    "Equal",
+    "Fitted",
+    "Keep",
+    "Learned",
+    "LearnedTable",
+    "Mask",
+    "Match",
+    "MeanTargetEncoding",
+    "Merge",
+    "Pairs",
+    "Past",
+    "PastCount",
+    "Previous",
+    "Properties",
+    "Rank",
+    "RowLocal",
+    "RowSteps",
+    "SinceLast",
+    "Split",
+    "Subtract",
+    "TimeParts",
+    "check_features",
+    "feature_from_dict",
+    "fit",
+]

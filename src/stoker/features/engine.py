@@ -1,0 +1,40 @@
+"""Which of Polars' engines works: the streaming one, or the GPU one where it is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from stoker.errors import ConfigError, DependencyError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["check_engine", "collect"]
+
+ENGINES = ("streaming", "gpu")
+
+
+def check_engine(engine: str) -> None:
+    """Whether ``engine`` can work here.
+
+    Raises:
+        ConfigError: an unknown engine. DependencyError: the GPU engine is not installed.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r} is not one of: {', '.join(ENGINES)}.", settings=("engine",))
+    if engine == "gpu" and find_spec("cudf_polars") is None:
+        raise DependencyError(
+            "engine='gpu' needs Polars' GPU engine, the package cudf_polars, which is not installed. "
+            "On Linux with an NVIDIA GPU: pip install polars[gpu]; or leave the engine out."
+        )
+
+
+def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
+    """The frame's rows. Steps that the GPU engine does not know run on the CPU, as Polars decides."""
+    import polars as pl
+
+    if engine == "gpu":
+        check_engine(engine)
+        return frame.collect(engine=pl.GPUEngine(raise_on_fail=False))
+    return frame.collect(engine="streaming")

@@ -1,0 +1,42 @@
+"""A hash of values that is the same on every machine, in every version and for every number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from stoker.data.dictionary_kernels import splitmix
+from stoker.data.frames import text_column
+from stoker.data.text_kernels import hash_spans
+
+__all__ = ["ABSENT", "JOINT", "hash_of_rows", "hash_texts", "stable_hash"]
+
+JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
+
+
+def hash_texts(series: pl.Series, seed: int = 0) -> pl.Series:
+    """UInt64 [n]: FNV-1a of UTF-8 bytes, finished by splitmix64, as ``hash_buckets`` of texts; missing: 0."""
+    column = text_column(series)
+    assert column.starts is not None
+    out = np.empty(len(series), np.uint64)
+    hash_spans(column.data, column.starts, column.lengths, seed, out)
+    return pl.Series(out)
+
+
+def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
+    """Hash of the texts of some columns."""
+    joined = pl.concat_str(
+        [pl.col(name).cast(pl.String).fill_null(ABSENT) for name in columns], separator=JOINT, ignore_nulls=False
+    )
+    return joined.map_batches(lambda s: hash_texts(s, seed), return_dtype=pl.UInt64, is_elementwise=True)
+
+
+def hash_of_rows(column: str, seed: int) -> pl.Expr:
+    """splitmix64 of a column of whole numbers, as rows are split and sampled."""
+    mixed: Any = splitmix(np.array([seed], np.uint64))[0]
+    return pl.col(column).map_batches(
+        lambda s: pl.Series(splitmix(s.cast(pl.UInt64).to_numpy() ^ mixed)), return_dtype=pl.UInt64, is_elementwise=True
+    )

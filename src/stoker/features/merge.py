@@ -1,0 +1,89 @@
+"""Joining metadata: columns of another file, found by a key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from stoker.data.schema_check import fail, near
+from stoker.errors import DataError
+from stoker.features.base import texts
+from stoker.features.learned import Learned, LearnedTable, same_types
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Merge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Learned):
+    """Columns of ``file``, joined where its ``key`` equals ``on``; missing for keys that the file does not have.
+
+    The file is read once, when a dataset is prepared, and kept with it: new rows meet the metadata of then.
+
+    Args:
+        on: column of the rows.
+        file: delimited text, Parquet or JSON lines, with one line per key.
+        columns: of the file, to join as text; their names in the result are ``name_<column>``.
+        number_columns: as ``columns``, but numbers.
+        key: column of the file; empty: called as ``on``.
+    """
+
+    kind: ClassVar[str] = "merge"
+    on: str
+    file: str
+    columns: tuple[str, ...] = ()
+    number_columns: tuple[str, ...] = ()
+    key: str = ""
+
+    def check(self) -> None:
+        texts(self.where, "columns", (*self.columns, *self.number_columns))
+        if not self.file:
+            fail(self.where, "file", "is empty")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.on,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}_{column}" for column in (*self.columns, *self.number_columns))
+
+    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+        from stoker.features.tables import read_table
+
+        key = self.key or self.on
+        if key in (*self.columns, *self.number_columns):
+            raise DataError(f"{self.where}: {key!r} is the key of {self.file} and cannot be joined, too. Leave it out.")
+        types = {key: "string", **dict.fromkeys(self.columns, "string"), **dict.fromkeys(self.number_columns, "float")}
+        table = read_table(self.file, types).rename({c: f"{self.name}_{c}" for c in types if c != key})
+        table = table.rename({key: self.on}).drop_nulls(self.on)
+        twice = table.filter(table[self.on].is_duplicated())
+        if twice.height:
+            raise DataError(
+                f"{self.where}: {self.file} has {twice.height:,} lines whose {key} another line has, too, for example "
+                f"{twice[self.on][0]!r}. Keep one line for each."
+            )
+        there = rows.collect_schema()[self.on]
+        if not there.is_integer() and not there.is_(_text()):
+            raise DataError(
+                f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers. {near('', [])}"
+            )
+        # Keys that are no such number can match no row.
+        return LearnedTable(table=table.cast({self.on: there}, strict=False).drop_nulls(self.on).sort(self.on))
+
+    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        there = frame.collect_schema()
+        found = same_types(frame, learned.table, [self.on]).join(
+            learned.table.lazy(), on=self.on, how="left", maintain_order="left"
+        )
+        if learned.table.schema[self.on] != there[self.on]:
+            found = found.cast({self.on: there[self.on]}, strict=False)
+        return found.select(*there.names(), *self.outputs)
+
+
+def _text() -> type[pl.DataType]:
+    import polars as pl
+
+    return pl.String

@@ -1,0 +1,245 @@
+"""Features of the rows before in a group: previous values, differences, time since, counts; and ranks in a group.
+
+"Before" means a strictly lower ``order``: rows of one moment do not see each other, so a feature knows nothing of its
+own moment or later. Where ``events`` names a column, only rows in which it is above 0 are looked back at.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from stoker.data.schema_check import choice, fail
+from stoker.features.base import Derivation, texts
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Difference", "GroupOrder", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past(Derivation):
+    """A feature of the rows of its group, in order.
+
+    Args:
+        by: the columns of the group's key; groups are worked on whole.
+        order: a column of numbers; rows where it is missing are not looked back at and have a missing value.
+        events: a column of numbers; rows above 0 are looked back at. None: all.
+    """
+
+    by: tuple[str, ...]
+    order: str
+    events: str | None = None
+
+    def check(self) -> None:
+        texts(self.where, "by", self.by)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.by, self.order, *([self.events] if self.events else []))))
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.order, *([self.events] if self.events else []))))
+
+    @property
+    def direction(self) -> int:
+        """1: by rising order; -1: by falling."""
+        return 1
+
+    @abstractmethod
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        """The feature of all rows of whole groups, in the order of ``frame``."""
+
+
+class GroupOrder:
+    """Rows of a frame sorted by (group, order, place in the frame), and back.
+
+    Args:
+        frame: whole groups.
+        by, order, direction: of the features that share it.
+    """
+
+    def __init__(self, frame: pl.DataFrame, by: tuple[str, ...], order: str, direction: int) -> None:
+        import polars as pl
+
+        from stoker.features.past_kernels import group_codes
+
+        codes = group_codes([frame.get_column(name) for name in by])
+        values = frame.get_column(order)
+        if values.dtype.is_temporal():
+            values = values.to_physical()
+        if not values.dtype.is_integer():
+            values = values.cast(pl.Float64).fill_nan(None)
+        self.known = values.is_not_null().to_numpy()
+        order_of: Any = values.fill_null(0).to_numpy()
+        order_of = order_of.astype(np.int64 if values.dtype.is_integer() else np.float64) * direction
+        # Rows without an order are set apart, each a group of its own.
+        apart = np.flatnonzero(~self.known)
+        codes[apart] = -1 - np.arange(len(apart))
+        places = pl.DataFrame({"g": codes, "o": order_of}).select(pl.arg_sort_by("g", "o", maintain_order=True))
+        self.sorted: Any = places.to_series().to_numpy().astype(np.int64)
+        self.groups, self.order = codes[self.sorted], order_of[self.sorted]
+        self._last: dict[str | None, Any] = {}
+
+    def events(self, frame: pl.DataFrame, column: str | None) -> Any:
+        """Bool [n], sorted: the rows that are looked back at."""
+        import polars as pl
+
+        if column is None:
+            return self.known[self.sorted]
+        shown = (frame.get_column(column).cast(pl.Float64) > 0).fill_null(False).to_numpy()
+        return (shown & self.known)[self.sorted]
+
+    def last(self, frame: pl.DataFrame, column: str | None) -> Any:
+        """Int64 [n], in the frame's order: the row of the last event before, or -1."""
+        from stoker.features.past_kernels import last_before
+
+        if column not in self._last:
+            found = np.empty(len(self.sorted), np.int64)
+            last_before(self.groups, self.order, self.events(frame, column), found)
+            rows = np.where(found < 0, -1, self.sorted[found])
+            self._last[column] = self.back(rows)
+        return self._last[column]
+
+    def back(self, values: Any) -> Any:
+        """Values in sorted order, in the frame's order."""
+        out = np.empty_like(values)
+        out[self.sorted] = values
+        return out
+
+
+def _taken(series: pl.Series, rows: Any) -> pl.Series:
+    """``series[rows]``, missing where a row is -1."""
+    import polars as pl
+
+    return series.gather(pl.Series(rows).cast(pl.Int64).replace(-1, None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Previous(Past):
+    """The value of ``column`` at the group's last row before; missing where there is none."""
+
+    kind: ClassVar[str] = "previous"
+    column: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.column, *super().inputs)))
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        return _taken(frame.get_column(self.column), rows.last(frame, self.events)).alias(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Past):
+    """``column`` minus its value at the group's last row before; missing where there is none."""
+
+    kind: ClassVar[str] = "difference"
+    column: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.column, *super().inputs)))
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.column, *super().numbers)))
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        import polars as pl
+
+        values = frame.get_column(self.column).cast(pl.Float64)
+        return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinceLast(Past):
+    """How far ``order`` has moved since the group's last row before, in its unit; missing where there is none."""
+
+    kind: ClassVar[str] = "since_last"
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        import polars as pl
+
+        values = frame.get_column(self.order)
+        values = (values.to_physical() if values.dtype.is_temporal() else values).cast(pl.Float64)
+        return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastCount(Past):
+    """How many rows of the group lie before, or at most ``window`` before, in the unit of ``order``."""
+
+    kind: ClassVar[str] = "past_count"
+    window: float | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.window is not None and not self.window > 0:
+            fail(self.where, "window", f"{self.window} is not above 0. Leave it out to count from the beginning")
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        import polars as pl
+
+        from stoker.features.past_kernels import count_before
+
+        out = np.empty(len(rows.sorted), np.int64)
+        window = -1.0 if self.window is None else self.window
+        kind = rows.order.dtype.type
+        whole = kind is np.int64 and not float(window).is_integer()
+        order = rows.order.astype(np.float64) if whole else rows.order
+        count_before(rows.groups, order, rows.events(frame, self.events), order.dtype.type(window), out)
+        counted = pl.Series(self.name, rows.back(out))
+        return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank(Past):
+    """Rank from 1 of ``order`` among the rows of the group, all of them: of the price in a list, say.
+
+    Equal values share the lowest rank ("min"; the next value's rank counts them all) or are counted once ("dense").
+    """
+
+    kind: ClassVar[str] = "rank"
+    descending: bool = False
+    method: str = "min"
+
+    def check(self) -> None:
+        super().check()
+        choice(self.where, "method", self.method, ("min", "dense"))
+        if self.events is not None:
+            fail(self.where, "events", "does not apply: all rows of the group are ranked")
+
+    @property
+    def direction(self) -> int:
+        return -1 if self.descending else 1
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        import polars as pl
+
+        from stoker.features.past_kernels import rank_in_group
+
+        out = np.empty(len(rows.sorted), np.int64)
+        rank_in_group(rows.groups, rows.order, self.method == "dense", out)
+        ranked = pl.Series(self.name, rows.back(out))
+        return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
+
+
+def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
+    """The outputs of past features over whole groups, one row per row of ``frame``. Features with the same group and
+    order are sorted once."""
+    import polars as pl
+
+    orders: dict[Any, GroupOrder] = {}
+    series: dict[str, Any] = {}
+    for feature in sorted(features, key=lambda f: (f.by, f.order, f.direction)):
+        key = (feature.by, feature.order, feature.direction)
+        if key not in orders:
+            orders = {key: GroupOrder(frame, *key)}  # one at a time: each holds three arrays of the frame's length
+        series[feature.name] = feature.compute(frame, orders[key])
+    return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])

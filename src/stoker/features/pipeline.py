@@ -1,0 +1,140 @@
+"""Features of frames in memory: fit a list of them on training rows, apply what was learned to any rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.errors import ConfigError
+from stoker.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, missing_column
+from stoker.features.engine import check_engine, collect
+from stoker.features.learned import LABEL, Learned, LearnedTable
+from stoker.features.past import Past, work_out
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Fitted", "apply_feature", "fit"]
+
+
+def check_present(feature: Derivation, columns: Sequence[str]) -> None:
+    """Whether the columns that a feature reads are there. Raises :class:`SchemaError`."""
+    for column in feature.inputs:
+        if column not in columns:
+            raise missing_column(feature, column, [name for name in columns if not name.startswith("__")])
+
+
+def apply_feature(
+    frame: pl.LazyFrame, feature: Derivation, learned: LearnedTable | None = None, train: pl.Expr | None = None
+) -> pl.LazyFrame:
+    """The frame with one feature more. Past ones take the whole frame into memory when it is collected."""
+    if isinstance(feature, RowSteps):
+        return feature.rows(frame)
+    if isinstance(feature, RowLocal):
+        return frame.with_columns(*feature.expressions())
+    if isinstance(feature, Learned):
+        if learned is None:
+            raise ConfigError(f"{feature.where} was not fitted. Use what stoker.features.fit returns.")
+        return feature.attach(frame, learned, train)
+    assert isinstance(feature, Past)
+    before = frame.collect_schema()
+    probe = work_out(before.to_frame(), [feature]).schema  # no rows: the types of the outputs
+    return frame.map_batches(
+        lambda rows: rows.with_columns(work_out(rows, [feature]).get_columns()), schema={**before, **probe}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Features and what the learned ones learned. Made by :func:`fit`."""
+
+    features: tuple[Derivation, ...]
+    learned: dict[str, LearnedTable]
+
+    def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
+        """New rows with all features, as the training rows taught them; in order, lazily."""
+        frame = rows.lazy()
+        for feature in self.features:
+            check_present(feature, frame.collect_schema().names())
+            frame = apply_feature(frame, feature, self.learned.get(feature.name))
+        return frame
+
+    def apply_to_training(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
+        """The rows that were fitted on, in the same order, with all features, target encodings out of fold.
+
+        Raises:
+            ConfigError: the features were loaded from files, which do not keep the folds.
+        """
+        import polars as pl
+
+        frame, numbered = rows.lazy(), False
+        for feature in self.features:
+            if not isinstance(feature, RowSteps) and not numbered:
+                frame, numbered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
+            learned = self.learned.get(feature.name)
+            train = pl.lit(True) if learned is not None and learned.folds is not None else None
+            frame = apply_feature(frame, feature, learned, train)
+        return frame.drop(ROW, strict=False)
+
+    def save(self, directory: str | Path) -> None:
+        """Write what was learned, and the features themselves, to a directory, with checksums."""
+        from stoker.features.store import save_features
+
+        save_features(Path(directory), self.features, self.learned)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Fitted:
+        """Features that :meth:`save` wrote. Raises :class:`DataError` where a file is missing or damaged."""
+        from stoker.features.store import load_features
+
+        features, learned = load_features(Path(directory))
+        return cls(features=features, learned=learned)
+
+
+def fit(
+    features: Sequence[Derivation],
+    rows: pl.DataFrame | pl.LazyFrame,
+    *,
+    label: str,
+    engine: str = "streaming",
+) -> Fitted:
+    """Fit features on training rows, in order.
+
+    Args:
+        features: each may read the columns of ``rows`` and the outputs of those before it.
+        rows: training rows only.
+        label: column to predict, numbers.
+        engine: Polars' ``"streaming"``, or ``"gpu"`` for the group-bys of learned features.
+
+    Returns:
+        The fitted features; :meth:`Fitted.apply_to_training` gives these rows' features, :meth:`Fitted.apply` others'.
+
+    Raises:
+        SchemaError: an unknown column, or features in an impossible order. DependencyError: no GPU engine here.
+    """
+    import polars as pl
+
+    check_engine(engine)
+    check_features(features)
+    frame, learned, numbered = rows.lazy(), dict[str, LearnedTable](), False
+    names = list(frame.collect_schema().names())
+    for number, feature in enumerate(features):
+        check_present(feature, names)
+        if not isinstance(feature, RowSteps) and not numbered:
+            if label not in names:
+                raise ConfigError(f"the rows have no label column {label!r}. There are: {', '.join(names)}.")
+            frame, numbered = frame.with_columns(
+                pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
+            ), True  # fmt: skip
+        table: LearnedTable | None = None
+        if isinstance(feature, Learned):
+            table = learned[feature.name] = feature.learn(frame, engine=engine)
+        names += feature.outputs
+        if any(isinstance(later, Learned) for later in features[number + 1 :]):
+            train = pl.lit(True) if table is not None and table.folds is not None else None
+            frame = apply_feature(frame, feature, table, train)
+            if isinstance(feature, Past):  # not anew for every learned one that follows
+                frame = collect(frame, engine).lazy()
+    return Fitted(features=tuple(features), learned=learned)

@@ -1,0 +1,92 @@
+"""What features learned, in files: a Parquet table for each and ``features.json``, all with sha256."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.dataset import describe_file
+from stoker.data.shards import atomic_file
+from stoker.errors import DataError
+from stoker.features.base import Derivation, feature_from_dict
+from stoker.features.learned import Learned, LearnedTable
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["load_features", "read_learned", "save_features", "table_file", "write_table"]
+
+_INDEX = "features.json"
+
+
+def table_file(feature: Derivation) -> str:
+    """File of a feature's learned table, within the directory of features."""
+    return f"{feature.name}.parquet"
+
+
+def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
+    """Write a learned table, the same bytes for the same rows; returns size and sha256."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        table.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
+    return describe_file(path)
+
+
+def save_features(
+    directory: Path, features: Sequence[Derivation], learned: Mapping[str, LearnedTable]
+) -> dict[str, dict[str, Any]]:
+    """Write all tables, then the index; returns the entry of every file for a manifest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for feature in features:
+        if isinstance(feature, Learned):
+            files[table_file(feature)] = write_table(directory / table_file(feature), learned[feature.name].table)
+    facts = {name: table.facts for name, table in sorted(learned.items())}
+    index = {"features": [feature.to_dict() for feature in features], "facts": facts, "files": dict(files)}
+    with atomic_file(directory / _INDEX) as file:
+        file.write(json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    return {**files, _INDEX: describe_file(directory / _INDEX)}
+
+
+def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, LearnedTable]]:
+    """Features and their tables.
+
+    Raises:
+        DataError: a file that is missing or altered, with what was expected and found.
+    """
+    path = directory / _INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        features = tuple(feature_from_dict(item, f"{path}: features[{i}]") for i, item in enumerate(index["features"]))
+        files, facts = dict(index["files"]), dict(index["facts"])
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing: there are no fitted features at {directory}.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error}). Restore it from a copy, or fit the features again.") from error
+    learned = {}
+    for feature in features:
+        if isinstance(feature, Learned):
+            table = read_learned(directory / table_file(feature), files.get(table_file(feature), {}))
+            learned[feature.name] = LearnedTable(table=table, facts=facts.get(feature.name, {}))
+    return features, learned
+
+
+def read_learned(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
+    """A learned table whose bytes are those that were written. Raises :class:`DataError`."""
+    import polars as pl
+
+    remedy = "Restore it from a copy, or prepare or fit again: the same input gives the same bytes."
+    try:
+        found = describe_file(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} is missing; {expected.get('bytes', 0):,} bytes were written to it. {remedy}"
+        ) from error
+    for key in ("bytes", "sha256"):
+        if found[key] != expected.get(key):
+            raise DataError(
+                f"{path} was altered: {key} {str(found[key])[:16]}, expected {str(expected.get(key))[:16]}. {remedy}"
+            )
+    return pl.read_parquet(path)

@@ -1,0 +1,342 @@
+"""Every feature against loops over rows; leaks; storage; settings that cannot work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import naive_features as naive
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker import features as f
+from stoker.errors import ConfigError, DataError, DependencyError, SchemaError
+
+SCHEMA = {
+    "u": pl.String, "i": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Int64, "p": pl.String, "q": pl.String,
+    "y": pl.Int64,
+}  # fmt: skip
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "u": st.sampled_from(["a", "b", "Zoë", "", None]),
+            "i": st.sampled_from([1, 2, -3, None]),
+            "t": st.sampled_from([0, 1, 2, 5, 9, 1_541_030_408, None]),
+            "x": st.sampled_from([0.0, 1.5, -2.0, 7.0, None]),
+            "e": st.sampled_from([0, 1, None]),
+            "p": st.sampled_from(["w|p", "p", "", "w|w|h|z", "|h", None]),
+            "q": st.sampled_from(["1|2|3", "4", "", None]),
+            "y": st.sampled_from([0, 1]),
+        }
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+def frame(rows: list[naive.Row]) -> pl.DataFrame:
+    return pl.DataFrame(rows, schema=SCHEMA)
+
+
+def column(made: pl.LazyFrame, name: str) -> list[Any]:
+    return made.collect()[name].to_list()
+
+
+def test_importing_needs_no_polars() -> None:
+    code = (
+        "import stoker, sys; stoker.features.Cross(columns=('a', 'b'), buckets=9); assert 'polars' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_features_of_the_row_itself(rows: list[naive.Row]) -> None:
+    made = f.fit(
+        [
+            f.Match(name="m", column="u", values=("a", "Zoë")),
+            f.Match(name="m2", column="p", pattern="^w"),
+            f.Constrain(name="c", column="u", pattern="^[ab]$"),
+            f.Constrain(name="c2", column="u", lower=True, max_length=2),
+            f.Mask(name="k", column="i", where_column="u", values=("a",)),
+            f.Equal(name="eq", left="i", right="q"),
+            f.Subtract(name="s", left="x", right="i"),
+            f.Split(name="piece", column="p", width=2),
+            f.TimeParts(name="at", column="t", parts=tuple(naive.clock(0, 0)), utc_offset=-3.5),
+            f.Cross(name="h", columns=("u", "i"), buckets=1000, seed=3),
+            f.Cross(name="h2", columns=("h", "m"), buckets=7),
+        ],
+        frame(rows), label="y",
+    ).apply(frame(rows)).collect().rows(named=True)  # fmt: skip
+    for row, got in zip(rows, made, strict=True):
+        assert got["m"] == (row["u"] in ("a", "Zoë"))
+        assert got["m2"] == (row["p"] or "").startswith("w")
+        assert got["c"] == (row["u"] if row["u"] in ("a", "b") else None)
+        assert got["c2"] == (None if row["u"] is None else row["u"].lower()[:2])
+        assert got["k"] == (row["i"] if row["u"] == "a" else None)
+        assert got["eq"] == (row["i"] is not None and str(row["i"]) == row["q"])
+        assert got["s"] == (None if None in (row["x"], row["i"]) else row["x"] - row["i"])
+        pieces = [] if row["p"] is None else row["p"].split("|")
+        assert [got["piece_1"], got["piece_2"]] == [*pieces, None, None][:2]
+        clock = dict.fromkeys(naive.clock(0, 0)) if row["t"] is None else naive.clock(row["t"], -3.5)
+        assert {part: got[f"at_{part}"] for part in clock} == clock
+        assert got["h"] == naive.cross(row, ("u", "i"), 1000, 3)
+        assert got["h2"] == naive.cross(got, ("h", "m"), 7, 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ROWS, st.integers(1, 3), st.integers(1, 3))
+def test_pairs_and_keep(rows: list[naive.Row], most: int, least: int) -> None:
+    steps = [
+        f.Keep(column="u", values=("a", "b", "")),
+        f.Pairs(columns=("p", "q"), names=("item", "price"), rank="place", most=most, least=least),
+    ]
+    expected = []
+    for row in rows:
+        if row["u"] not in ("a", "b", "") or row["p"] is None:
+            continue
+        items = row["p"].split("|")[:most]
+        prices = [] if row["q"] is None else row["q"].split("|")[:most]
+        prices = prices if len(prices) == len(items) else [None] * len(items)
+        if len(items) >= least:
+            expected += [
+                (row["u"], item, price, place) for place, (item, price) in enumerate(zip(items, prices, strict=True), 1)
+            ]
+    made = f.fit(steps, frame(rows), label="y").apply(frame(rows)).select("u", "item", "price", "place").collect()
+    assert made.rows() == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS, ROWS, st.integers(2, 5), st.sampled_from([0.0, 1.0, 20.0]), st.sampled_from([(), ("u",), ("u", "t")]))
+def test_learned_features(
+    train: list[naive.Row], new: list[naive.Row], folds: int, smoothing: float, fold_by: tuple[str, ...]
+) -> None:
+    by = ("u", "i")
+    encoding = f.MeanTargetEncoding(name="m", by=by, folds=folds, smoothing=smoothing, fold_by=fold_by, seed=5)
+    fitted = f.fit([encoding, f.CountEncoding(name="n", by=by)], frame(train), label="y")
+    settings_ = (by, folds, smoothing, fold_by, 5)
+    own, other = fitted.apply_to_training(frame(train)), fitted.apply(frame(new))
+    assert column(own, "m") == pytest.approx(naive.mean_target(train, train, *settings_, out_of_fold=True))
+    assert column(other, "m") == pytest.approx(naive.mean_target(train, new, *settings_, out_of_fold=False))
+    for rows, made in ((train, own), (new, other)):
+        assert made.select(*SCHEMA).collect().equals(frame(rows))  # rows, order and types as they were
+        counts = [sum(all(r[c] == row[c] for c in by) for r in train) for row in rows]
+        assert column(made, "n") == counts
+
+
+@settings(max_examples=80, deadline=None)
+@given(ROWS, st.sampled_from([("u",), ("u", "i")]), st.sampled_from([None, "e"]), st.sampled_from([None, 1, 4, 2.5]))
+def test_features_of_the_rows_before(
+    rows: list[naive.Row], by: tuple[str, ...], events: str | None, window: float | None
+) -> None:
+    given_ = {"by": by, "order": "t", "events": events}
+    features = [
+        f.Previous(name="prev", column="q", **given_),
+        f.Difference(name="diff", column="x", **given_),
+        f.SinceLast(name="since", **given_),
+        f.PastCount(name="count", window=window, **given_),
+        f.Rank(name="rank", by=by, order="x"),
+        f.Rank(name="dense", by=by, order="x", descending=True, method="dense"),
+    ]
+    made = f.fit(features, frame(rows), label="y").apply(frame(rows)).collect().rows(named=True)
+    for at, (row, got) in enumerate(zip(rows, made, strict=True)):
+        past = naive.before(rows, at, by, "t", events)
+        last = rows[past[-1]] if past else dict.fromkeys(SCHEMA)
+        assert got["prev"] == last["q"]
+        assert got["diff"] == (None if None in (row["x"], last["x"]) else row["x"] - last["x"])
+        assert got["since"] == (None if last["t"] is None else row["t"] - last["t"])
+        within = [i for i in past if window is None or rows[i]["t"] >= row["t"] - window]
+        assert got["count"] == (None if row["t"] is None else len(within))
+        assert got["rank"] == naive.rank(rows, at, by, "x", descending=False, dense=False)
+        assert got["dense"] == naive.rank(rows, at, by, "x", descending=True, dense=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ROWS, ROWS)
+def test_properties(train: list[naive.Row], new: list[naive.Row]) -> None:
+    features = [f.Properties(name="has", column="p", most=3), f.Properties(name="is", column="p", values=("h", "w"))]
+    made = f.fit(features, frame(train), label="y").apply(frame(new)).collect().rows(named=True)
+    pieces = [set((row["p"] or "").split("|")) - {""} for row in train]
+    counts = {piece: sum(piece in own for own in pieces) for own in pieces for piece in own}
+    order = sorted(counts, key=lambda piece: (-counts[piece], piece))[:3]
+    for row, got in zip(new, made, strict=True):
+        own = set((row["p"] or "").split("|"))
+        assert [got[f"has_{k}"] for k in (1, 2, 3)] == [int(piece in own) for piece in [*order, None, None, None][:3]]
+        assert [got["is_1"], got["is_2"]] == [int("h" in own), int("w" in own)]
+
+
+def test_merge(tmp_path: Path) -> None:
+    meta = tmp_path / "items.csv"
+    meta.write_text("item_id,properties,stars\n1,w|p,4.5\n-3,h,\nnone,x,1\n")
+    rows = frame([{**dict.fromkeys(SCHEMA), "i": i, "y": 0} for i in (2, 1, None, -3, 1)])
+    merge = f.Merge(name="item", on="i", key="item_id", file=str(meta), columns=("properties",), number_columns="stars")
+    made = f.fit([merge], rows, label="y").apply(rows).collect()
+    assert made["item_properties"].to_list() == [None, "w|p", None, "h", "w|p"]
+    assert made["item_stars"].to_list() == [None, 4.5, None, None, 4.5]
+    assert made["i"].to_list() == rows["i"].to_list()
+    meta.write_text("item_id,properties,stars\n1,w,4\n2,w,4\n1,h,4\n")
+    with pytest.raises(DataError, match="2 lines whose item_id another line has"):
+        f.fit([merge], rows, label="y")
+    meta.write_text("item_id,properties,stars\n1,w,4\n2,w,four\n")
+    with pytest.raises(DataError, match=r"items.csv:3: column stars: 'four' is not a number"):
+        f.fit([merge], rows, label="y")
+    meta.write_text("item_id,property,stars\n1,w,4\n")
+    with pytest.raises(DataError, match=r"no column 'properties'.*Did you mean 'property'"):
+        f.fit([merge], rows, label="y")
+
+
+def auc(scores: list[float], labels: list[int]) -> float:
+    ranked = sorted(zip(scores, labels, strict=True))
+    places: dict[float, list[int]] = {}
+    for place, (score, _) in enumerate(ranked, 1):
+        places.setdefault(score, []).append(place)
+    mean = {score: sum(p) / len(p) for score, p in places.items()}
+    positives = sum(labels)
+    total = sum(mean[s] for s, y in ranked if y)
+    return (total - positives * (positives + 1) / 2) / (positives * (len(labels) - positives))
+
+
+def naive_encoding(rows: pl.DataFrame, by: str) -> list[float]:
+    """What people write first: the mean label of all rows of the key, the row's own among them."""
+    return rows.select((pl.col("y").sum().over(by) + 2) / (pl.len().over(by) + 20.0)).to_series().to_list()
+
+
+def test_a_planted_leak_is_not_learned() -> None:
+    """A key that says nothing: each is in two rows. Its naive encoding nearly is the label, ours is of no use."""
+    rows = pl.DataFrame({"n": range(6_000)}).with_columns(
+        k=pl.col("n") // 2, y=pl.col("n").map_elements(lambda n: naive.splitmix(n) % 10 == 0, pl.Boolean).cast(pl.Int8)
+    )
+    labels = rows["y"].to_list()
+    assert auc(naive_encoding(rows, "k"), labels) > 0.95
+    encoding = f.MeanTargetEncoding(name="m", by="k", folds=8, smoothing=20)
+    ours = column(f.fit([encoding], rows, label="y").apply_to_training(rows), "m")
+    assert abs(auc(ours, labels) - 0.5) < 0.06
+
+
+def test_folds_by_group_close_the_leak_within_a_list() -> None:
+    """Lists of five with one click each: the clicks of the others, in other folds, tell that this one has none."""
+    rows = pl.DataFrame({"n": range(5_000)}).with_columns(
+        session=pl.col("n") // 5, y=(pl.col("n") % 5 == (pl.col("n") // 5) % 5).cast(pl.Int8)
+    )
+    labels = rows["y"].to_list()
+
+    def reached(**given: Any) -> float:
+        encoding = f.MeanTargetEncoding(name="m", by="session", smoothing=5, **given)
+        ours = column(f.fit([encoding], rows, label="y").apply_to_training(rows), "m")
+        return max(auc(ours, labels), auc([-score for score in ours], labels))
+
+    assert reached() > 0.9
+    assert reached(fold_by="session") < 0.55
+
+
+def test_what_was_fitted_is_kept_and_checked(tmp_path: Path) -> None:
+    rows = frame([{**dict.fromkeys(SCHEMA), "u": u, "i": n % 3, "p": "w|p", "y": n % 2} for n, u in enumerate("abcab")])
+    features = [
+        f.MeanTargetEncoding(name="m", by=("u",)), f.CountEncoding(by="i"), f.Properties(column="p", most=2),
+        f.Cross(name="c", columns=("u", "i"), buckets=9),
+    ]  # fmt: skip
+    fitted = f.fit(features, rows, label="y")
+    fitted.save(tmp_path / "one")
+    fitted.save(tmp_path / "two")
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["count_i.parquet", "features.json", "m.parquet", "properties_p.parquet"]
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    loaded = f.Fitted.load(tmp_path / "one")
+    assert loaded.features == tuple(features)
+    assert loaded.apply(rows).collect().equals(fitted.apply(rows).collect())
+    damaged = bytearray((tmp_path / "one" / "m.parquet").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "one" / "m.parquet").write_bytes(bytes(damaged))
+    with pytest.raises(DataError, match=r"m.parquet was altered: sha256 .* Restore it from a copy"):
+        f.Fitted.load(tmp_path / "one")
+    (tmp_path / "two" / "m.parquet").unlink()
+    with pytest.raises(DataError, match=r"m.parquet is missing; [\d,]+ bytes were written"):
+        f.Fitted.load(tmp_path / "two")
+    (tmp_path / "two" / "features.json").write_text("{")
+    with pytest.raises(DataError, match=r"features\.json is damaged"):
+        f.Fitted.load(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: f.MeanTargetEncoding(by="u", folds=1), "folds 1 is below 2: a training row would be encoded with its"),
+        (lambda: f.MeanTargetEncoding(by="u", smoothing=-1.0), "smoothing -1.0 is not a number of rows"),
+        (lambda: f.CountEncoding(by=("u", "u")), "by names 'u' twice"),
+        (lambda: f.CountEncoding(by=()), "by names 0 columns and needs at least 1"),
+        (lambda: f.Cross(columns=("u",), buckets=9), "columns names 1 columns and needs at least 2"),
+        (lambda: f.Cross(columns=("u", "i"), buckets=1), "buckets 1 is below 2"),
+        (lambda: f.Match(column="u"), "values and pattern: give one of the two"),
+        (lambda: f.Match(column="u", pattern="("), "is no regular expression"),
+        (lambda: f.PastCount(by="u", order="t", window=0), "window 0 is not above 0"),
+        (lambda: f.Rank(by="u", order="t", method="max"), "method 'max' is not one of: min, dense"),
+        (lambda: f.TimeParts(column="t", unit="m"), "unit 'm' is not one of"),
+        (lambda: f.Pairs(columns=("p", "q"), names=("item",)), "lists 1 names for 2 columns"),
+        (lambda: f.Properties(column="p"), "values and most: give one of the two"),
+        (lambda: f.Cross(name="a/b", columns=("u", "i"), buckets=9), "'a/b' cannot name a column and a file"),
+        (lambda: f.check_features([f.CountEncoding(name="u", by="u")]), "reads its own output 'u'"),
+        (
+            lambda: f.check_features([f.CountEncoding(by="c"), f.Cross(name="c", columns=("u", "i"), buckets=9)]),
+            r"reads 'c', which feature 'c' \(cross\) makes only later",
+        ),
+        (
+            lambda: f.check_features([f.CountEncoding(name="c", by="u"), f.CountEncoding(name="c", by="i")]),
+            "makes column 'c', which .* made already",
+        ),
+        (
+            lambda: f.check_features([f.CountEncoding(name="c", by="u"), f.Keep(column="u", values=("a",))]),
+            "stands after feature 'c'.*but changes the rows",
+        ),
+        (lambda: f.feature_from_dict({"kind": "cuont", "by": ["u"]}, "w"), "w: kind 'cuont'.*Did you mean 'count'"),
+        (lambda: f.feature_from_dict({"kind": "count", "bye": ["u"]}, "w"), "unknown key 'bye'.*Did you mean 'by'"),
+        (lambda: f.feature_from_dict({"kind": "count", "by": "u"}, "w"), "by must be a list of texts, found 'u'"),
+        (lambda: f.feature_from_dict({"by": ["u"]}, "w"), "must be a table with a kind"),
+    ],
+)
+def test_settings_that_cannot_work(make: Any, said: str) -> None:
+    with pytest.raises(SchemaError, match=said):
+        make()
+
+
+def test_columns_that_are_not_there() -> None:
+    rows = frame([{**dict.fromkeys(SCHEMA), "y": 1}])
+    with pytest.raises(SchemaError, match=r"reads column 'item', which is neither in the input.*u, i, t"):
+        f.fit([f.CountEncoding(by="item")], rows, label="y")
+    fitted = f.fit([f.CountEncoding(by="u")], rows, label="y")
+    with pytest.raises(SchemaError, match="reads column 'u'"):
+        fitted.apply(rows.drop("u"))
+    with pytest.raises(ConfigError, match="no label column 'z'"):
+        f.fit([f.CountEncoding(by="u")], rows, label="z")
+
+
+def test_an_engine_that_is_not_there() -> None:
+    rows = frame([{**dict.fromkeys(SCHEMA), "y": 1}])
+    with pytest.raises(ConfigError, match="engine 'tpu' is not one of: streaming, gpu"):
+        f.fit([], rows, label="y", engine="tpu")
+    try:
+        import cudf_polars  # noqa: F401
+    except ImportError:
+        with pytest.raises(DependencyError, match=r"pip install polars\[gpu\]"):
+            f.fit([f.CountEncoding(by="u")], rows, label="y", engine="gpu")
+
+
+def test_every_kind_survives_a_schema_file() -> None:
+    some: list[f.Derivation] = [
+        f.Match(column="u", values=("a",)), f.Constrain(column="u", pattern="a"), f.Equal(left="u", right="p"),
+        f.Mask(column="i", where_column="u", values=("a",)), f.Subtract(left="x", right="i"),
+        f.Split(column="p", width=2), f.TimeParts(column="t"), f.Cross(columns=("u", "i"), buckets=9),
+        f.Keep(column="u", pattern="a"), f.Pairs(columns=("p",), names=("item",)),
+        f.Previous(by="u", order="t", column="x"), f.Difference(by="u", order="t", column="x"),
+        f.SinceLast(by="u", order="t", events="e"), f.PastCount(by="u", order="t", window=9.0),
+        f.Rank(by="u", order="x"), f.MeanTargetEncoding(by=("u", "i")), f.CountEncoding(by="u"),
+        f.Merge(on="i", file="x.csv", columns=("p",)), f.Properties(column="p", values=("w",)),
+    ]  # fmt: skip
+    assert {feature.kind for feature in some} == set(f.KINDS)
+    for feature in some:
+        assert f.feature_from_dict(feature.to_dict(), "here") == feature
