@@ -40,10 +40,12 @@ stoker prepare criteo day_*.gz --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 stoker prepare globo clicks.parquet --reorder --out data/globo
+stoker prepare --like data/shop new.csv --out data/new
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 _STAGES = {
-    "read": "reading", "derive": "deriving rows", "fit": "counting", "write": "writing",
+    "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "reading features",
+    "fit": "counting", "write": "writing",
     "look": "reading again", "order": "ordering ids", "replace": "replacing ids",
 }  # fmt: skip
 
@@ -57,6 +59,10 @@ def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to make.")] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option("--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
     max_bad: Annotated[str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%.")] = None,
@@ -77,17 +83,21 @@ def prepare(
     if list_recipes:
         _list(as_json)
         return
-    if recipe is None or not files:
+    if like is not None and recipe is not None:
+        files, recipe = [recipe, *(files or [])], None
+    if (recipe is None and like is None) or not files:
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
     from stoker.data.prepare import run_prepare
 
-    chosen, preset = _with_min_count(recipe, preset, min_count)
+    if like is not None and min_count is not None:
+        raise ConfigError("--min-count shapes vocabularies, and --like takes those of the dataset. Leave it out.")
+    chosen, preset = (None, preset) if recipe is None else _with_min_count(recipe, preset, min_count)
     try:
         with _Bars(quiet=as_json) as bars:
             report = run_prepare(
-                chosen, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
+                chosen, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
                 resume=resume, reorder=reorder, threads=threads, progress=bars,
             )  # fmt: skip
     except KeyboardInterrupt as stop:
@@ -98,7 +108,9 @@ def prepare(
         _show(report)
 
 
-def _with_min_count(recipe: str, preset: str | None, min_count: int | None) -> tuple[str | Recipe | Schema, str | None]:
+def _with_min_count(
+    recipe: str, preset: str | None, min_count: int | None
+) -> tuple[str | Recipe | Schema | None, str | None]:
     """The recipe with another minimum count in every column that has a vocabulary."""
     if min_count is None:
         return recipe, preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numba as nb
 import numpy as np
@@ -21,7 +21,10 @@ from stoker.data.transforms import DenseFit, dense_values
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
 
-__all__ = ["Encoder", "Slice", "build_table"]
+if TYPE_CHECKING:
+    from stoker.data.like import Like
+
+__all__ = ["Encoder", "Slice", "build_table", "look_up_table"]
 
 Array = npt.NDArray[Any]
 Open = Callable[[PartRows], PartFile]
@@ -146,6 +149,31 @@ def build_table(
         "counts": done.counts(),
     })  # fmt: skip
     return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
+
+
+def look_up_table(
+    table: str, layout: Layout, parts: Sequence[PartRows], open_part: Open, work: Path, like: Like
+) -> dict[str, Any]:
+    """The ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
+    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
+    columns = [layout.features[i] for i in features]
+    counts = like.data.counts[table].numpy()
+    if columns[0].hash_buckets is not None:
+        return {**write_part(work, {"counts": counts}), "rows": len(counts)}
+    known = like.vocabulary(table, columns[0].type)
+    starts, pieces = [0], []
+    for part in parts:
+        with open_part(part) as arrays:
+            for index, column in zip(features, columns, strict=True):
+                if column.type == "string":
+                    ids = known.ids(arrays[f"bytes.{index}"], arrays[f"ends.{index}"])
+                else:
+                    ids = known.ids(arrays[f"values.{index}"])
+                lead = known.missing_id if column.missing == "category" else 0
+                pieces.append(np.concatenate([[lead], ids]).astype(np.int32))
+                starts.append(starts[-1] + len(pieces[-1]))
+    record = write_part(work, {"ids": np.concatenate(pieces), "starts": np.array(starts, np.int64), "counts": counts})
+    return {**record, "rows": known.rows}
 
 
 def _count_buckets(

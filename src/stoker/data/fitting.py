@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.dataset import describe_file
-from stoker.data.encode import build_table
+from stoker.data.encode import build_table, look_up_table
 from stoker.data.ingest import IngestedBlock
+from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
@@ -40,14 +41,14 @@ class Fitting:
             self.parts.append(PartRows(index=index, file=block.source.number, start=start, rows=block.rows))
             start += block.rows
         names = [path.name for path in task.files]
-        self._splitter = Splitter(task.schema, self.parts, names, self.open)
+        self._splitter = Splitter(task.inner, self.parts, names, self.open)
         self._lock = threading.Lock()
         self._assigned: dict[int, npt.NDArray[np.uint8]] = {}
         self._dropped: dict[int, npt.NDArray[np.uint8]] = {}
         self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, nowhere
         for part in self.parts:
             self._measure(part)
-        if not self.sizes[:, 0].any():
+        if not self.sizes[:, 0].any() and task.like is None:
             raise UnusableInput(
                 f"the split rule {task.schema.split.rule!r} leaves no training row of "
                 f"{int(self.sizes.sum()):,}. Change the split in the schema."
@@ -91,6 +92,8 @@ class Fitting:
             known = self._assigned.get(part.index)
         if known is None:
             known = self._splitter.assign(part)
+            if self.task.like is not None:
+                known = np.where(known == SPLIT_CODES["drop"], known, np.uint8(SPLIT_CODES["test"]))
             with self._lock:
                 if len(self._assigned) > 64:
                     self._assigned.clear()
@@ -118,6 +121,9 @@ class Fitting:
             vocabulary = self.task.out / "vocab" / f"{name}.parquet"
             if done is not None and (not done.get("vocab") or same_file(vocabulary, done["vocab"])):
                 return name, done, True
+            if self.task.like is not None:
+                record = look_up_table(name, self.task.layout, self.parts, self.open, path, self.task.like)
+                return name, record, False
             record = build_table(name, self.task.layout, self.parts, self.open, self.train_rows, path, vocabulary)
             if vocabulary.exists():
                 record["vocab"] = describe_file(vocabulary)
@@ -129,6 +135,9 @@ class Fitting:
             self.task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))
 
     def _fit_dense(self) -> None:
+        if self.task.like is not None:
+            self.dense = self.task.like.dense
+            return
         if not self.task.layout.fitted:
             self.dense = [DenseFit.of(column) for column in self.task.schema.dense]
             return

@@ -37,16 +37,18 @@ class Layout:
     ``codes.group`` [n] with its dictionary.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
         self.schema = schema
-        self.features = schema.features
+        # What labels, times and splits need is read before features are worked out, the rest after.
+        self.columns = () if keys_only else schema.dense
+        self.features = () if keys_only else schema.features
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
-        self.fitted = any(column.fitted for column in schema.dense)
+        self.fitted = any(column.fitted for column in self.columns)
         rule = schema.label.parsed()
         textual = rule is not None and isinstance(rule[1], str)
         self.label = Field(column=schema.label.column, kind="string" if textual else "float", required=True)
-        self.dense = [Field(column=column.raw, kind="float") for column in schema.dense]
+        self.dense = [Field(column=column.raw, kind="float") for column in self.columns]
         self.feature_fields = [_feature_field(column) for column in self.features]
         self.time: Field | None = None
         if schema.timestamp is not None:
@@ -77,15 +79,13 @@ class Layout:
         """
         if self.schema.label.rule is None:
             block.drop_labels(self.label)
-        time = self._times(block)
+        time = self.times(block)
         out: dict[str, Array] = {"labels": self._labels(block)}
         if time is not None:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
         values = [column.values for column in columns if column.values is not None]
-        out["dense"] = (
-            raw_dense(values, block.rows) if self.fitted else dense_values(self.schema.dense, values, block.rows)
-        )
+        out["dense"] = raw_dense(values, block.rows) if self.fitted else dense_values(self.columns, values, block.rows)
         codes = np.empty((len(self.one_hot), block.rows), np.uint32)
         for slot, index in enumerate(self.one_hot):
             self._encode(index, block.columns[self.feature_fields[index]], codes[slot], out)
@@ -117,7 +117,8 @@ class Layout:
         result: npt.NDArray[np.float32] = _COMPARE[operator](np.asarray(column.values), operand).astype(np.float32)
         return result
 
-    def _times(self, block: Block) -> npt.NDArray[np.int64] | None:
+    def times(self, block: Block) -> npt.NDArray[np.int64] | None:
+        """[n] moments as whole numbers in their order, of dates microseconds; rows without one join the bad lines."""
         if self.time is None or self.schema.timestamp is None:
             return None
         column = block.columns[self.time]

@@ -22,6 +22,7 @@ from stoker.data.fitting import Fitting
 from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
 from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
+from stoker.data.like import Like
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
@@ -31,7 +32,7 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, Progress, Task
-from stoker.errors import DataError
+from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
@@ -58,10 +59,11 @@ class PrepareReport:
 
 
 def prepare(
-    recipe: Recipe | Schema | str | os.PathLike[str],
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    recipe: Recipe | Schema | str | os.PathLike[str] | None = None,
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     *,
     out: str | os.PathLike[str],
+    like: str | os.PathLike[str] | None = None,
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -74,9 +76,12 @@ def prepare(
     """Prepare raw logs into a dataset directory.
 
     Args:
-        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file.
+        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. With ``like``, only where a
+            recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst.
         out: directory to make.
+        like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
+            learned, and all rows go to the split ``test``.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
@@ -98,7 +103,7 @@ def prepare(
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     report = run_prepare(
-        recipe, files, out=out, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
+        recipe, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
         resume=resume, reorder=reorder, threads=threads, progress=progress,
     )  # fmt: skip
     for text in report.warnings:
@@ -107,10 +112,11 @@ def prepare(
 
 
 def run_prepare(
-    recipe: Recipe | Schema | str | os.PathLike[str],
+    recipe: Recipe | Schema | str | os.PathLike[str] | None,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str],
+    like: str | os.PathLike[str] | None = None,
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -122,6 +128,10 @@ def run_prepare(
     block_bytes: int = BLOCK_BYTES,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
+    if reorder is not False and like is not None:
+        raise ConfigError(
+            "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
+        )
     if reorder is not False:
         how = None if reorder is True else reorder
         _refuse_inside(Path(out), expand([files] if isinstance(files, str | os.PathLike) else files)[0])
@@ -132,7 +142,14 @@ def run_prepare(
                 resume=resume, threads=threads, progress=progress, block_bytes=block_bytes,
             )  # fmt: skip
         return plain.report
-    chosen, schema = load_recipe(recipe, preset)
+    measure: Like | None = None
+    if like is not None:
+        measure = _like(Path(like), recipe, preset)
+        chosen, schema = measure.recipe, measure.schema
+    elif recipe is None:
+        raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
+    else:
+        chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
     (sources, again), target = expand(files), Path(out)
@@ -145,6 +162,7 @@ def run_prepare(
         threads=threads or _cores(),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
+        like=measure,
     )
     try:
         report = _run(task, resume=resume)
@@ -218,6 +236,17 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
             raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
 
 
+def _like(path: Path, recipe: object, preset: str | None) -> Like:
+    """The dataset to prepare like."""
+    if preset is not None:
+        raise ConfigError("the dataset to prepare like has its preset. Leave the preset out.", settings=("preset",))
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
+        )
+    return Like(path, recipe)
+
+
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -252,8 +281,8 @@ def _peak_memory() -> int:
 
 def _run(task: Task, *, resume: bool) -> PrepareReport:
     started = time.perf_counter()
-    if task.schema.split.rule == "files" and task.recipe.derive is None:
-        targets_of_files(task.schema, [path.name for path in task.files])
+    if task.splitting.split.rule == "files" and task.recipe.derive is None:
+        targets_of_files(task.splitting, [path.name for path in task.files])
     made = absent_folders(task.out) or [task.out] * task.work.exists()
     try:
         task.begin(resume=resume)

@@ -16,6 +16,7 @@ from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import write_groups
+from stoker.data.like import FEATURES
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
@@ -23,6 +24,7 @@ from stoker.data.raw_rows import Rows
 from stoker.data.shards import SHARD_ROWS
 from stoker.data.task import SPLITS, Progress, Task
 from stoker.errors import DataError
+from stoker.features.store import save_features
 from stoker.units import format_size
 
 __all__ = ["publish"]
@@ -82,7 +84,7 @@ class _Publisher:
         if any(column.oov != "reserved" for column in self.layout.features):
             for part in self.fitting.parts:
                 self.fitting.drop(part, encoder.without_ids(part, self.fitting.place_of))
-        if self.fitting.any_dropped:
+        if self.fitting.any_dropped and self.task.like is None:
             found = encoder.count(self.fitting.parts, self.fitting.train_rows)
             return {name: torch.from_numpy(array) for name, array in found.items()}
         counts = {}
@@ -151,6 +153,12 @@ class _Publisher:
         bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
         files = {"quarantine.jsonl": stored.describe_file(self.out / "quarantine.jsonl")}
         files["counts.safetensors"] = stored.write_counts(self.out, counts)
+        like = self.task.like
+        if like is not None:
+            files |= like.copy("vocab/", self.out) | like.copy(f"{FEATURES}/", self.out)
+        elif self.schema.feature:
+            made = save_features(self.out / FEATURES, self.schema.feature, self.rows.learned)
+            files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
         files |= {
             f"vocab/{name}.parquet": record["vocab"]
             for name, record in sorted(self.fitting.tables.items())
@@ -172,7 +180,7 @@ class _Publisher:
             "created_by": self.task.recipe.command,
             "recipe": {"name": self.task.recipe.name, "preset": self.task.recipe.preset_name},
             "schema": schema,
-            "schema_hash": stored.hash_schema(schema),
+            "schema_hash": stored.hash_schema(schema) if like is None else like.data.schema_hash,
             "features": features.to_dict(),
             "dense_stats": {c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)},
             "splits": splits,
@@ -182,6 +190,8 @@ class _Publisher:
             "quarantined": bad,
             **grouped,
         }
+        if like is not None:
+            manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
         stored.write_manifest(self.out, manifest)
         return manifest
 

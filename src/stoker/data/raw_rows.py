@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,8 +21,9 @@ from stoker.data.schema import SourceFormat
 from stoker.data.sources import source_kind
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
+from stoker.features.learned import LearnedTable
 
-__all__ = ["Rows", "read_rows"]
+__all__ = ["Rows", "derive", "ingest_sources", "read_rows"]
 
 
 @dataclass(kw_only=True)
@@ -31,26 +32,31 @@ class Rows:
 
     blocks: list[IngestedBlock]
     raw: list[IngestedBlock] = field(default_factory=list)
+    learned: Mapping[str, LearnedTable] = field(default_factory=dict)  # by feature
 
 
 def read_rows(task: Task) -> Rows:
     """Read every file into parts, by way of the recipe's derivation where it has one."""
+    if task.schema.feature:
+        from stoker.data.featured import featured_rows
+
+        return featured_rows(task)
     fields = task.layout.fields
     if task.recipe.derive is None:
         sources = [
             Source(number=number, path=path, fields=fields, format=task.schema.source)
             for number, path in enumerate(task.files)
         ]
-        blocks = _ingest(task, sources, "parts", _PartSink(task), task.limit)
+        blocks = ingest_sources(task, sources, "parts", _PartSink(task), task.limit)
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
     made = Source(
-        number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
+        number=0, path=derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
-    return Rows(blocks=_ingest(task, [made], "parts", _PartSink(task), limit), raw=raw)
+    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task), limit), raw=raw)
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,16 @@ class _PartSink:
         return write_part(path, self.task.layout.arrays(block, file))
 
 
-def _ingest(
+def ingest_sources(
     task: Task,
     sources: Sequence[Source],
     name: str,
     sink: Callable[[Block, str, Path], Any],
     limit: BadLineLimit,
+    *,
+    suffix: str = ".part",
 ) -> list[IngestedBlock]:
+    """Every block of the sources to a file ``name``/... of the work directory, by ``sink``."""
     total = sum(source.path.stat().st_size for source in sources)
     done = 0
 
@@ -78,14 +87,14 @@ def _ingest(
 
     blocks, reused = ingest(
         sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
-        block_bytes=task.block_bytes, suffix=".parquet" if isinstance(sink, _RawSink) else ".part",
+        block_bytes=task.block_bytes, suffix=suffix,
     )  # fmt: skip
     task.reused += reused
     return blocks
 
 
-def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
-    """Check and type the raw lines of every input, then let the recipe make the training rows."""
+def derive(task: Task, raw: list[IngestedBlock]) -> Path:
+    """Check and type the raw lines of every input, which join ``raw``; then let the recipe make the training rows."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
     for name, spec, paths in _match_inputs(task.recipe, task.files):
@@ -122,7 +131,7 @@ def _raw_frame(task: Task, done: list[IngestedBlock], name: str, raw: RawInput, 
     fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
     sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
     labels = [item for item in fields if item.column in raw.labels]
-    blocks = _ingest(task, sources, f"raw-{name}", _RawSink(labels), task.limit)
+    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet")
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
 

@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
 from stoker.data.features import Feature
 from stoker.data.schema_check import build_schema, choice, fail, positive, read_mapping
 from stoker.errors import SchemaError
+from stoker.features.base import Derivation, check_features, leading, missing_column
 
 __all__ = [
     "CategoricalColumn",
@@ -272,10 +274,13 @@ class Schema:
     negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
     seed: int = 0  # of that choice
     name: str = "custom"
+    feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are worked out (stoker.features)
 
     def __post_init__(self) -> None:
-        for key in ("dense", "categorical", "sequence"):
+        for key in ("dense", "categorical", "sequence", "feature"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
+        if self.feature:
+            self._check_features()
         if not (self.dense or self.categorical or self.sequence):
             raise SchemaError("the schema has no feature. Add at least one dense, categorical or sequence column.")
         names = [column.name for column in self.dense] + [column.name for column in self.features]
@@ -292,6 +297,34 @@ class Schema:
             # By row number the rule would cut nearly every list; by the group it never does.
             object.__setattr__(self, "split", replace(self.split, column=self.group))
         self._check_shared_tables()
+
+    def _check_features(self) -> None:
+        check_features(self.feature)
+        dense = tuple(one for column in self.dense for one in self._expanded(column))
+        object.__setattr__(self, "dense", dense)
+        local = leading(self.feature)
+        late = {output: feature for feature in self.feature[local:] for output in feature.outputs}
+        keys = {"label": self.label.column, "timestamp": self.timestamp and self.timestamp.column}
+        for key, column in {**keys, "split": self.split.column}.items():
+            if column in late:
+                fail(key, "column", f"{column!r} is made by {late[column].where}, which needs the rows split already")
+        if self.source.columns:
+            present = [*self.source.columns]
+            for feature in self.feature:
+                for column in feature.inputs:
+                    if column not in present:
+                        raise missing_column(feature, column, present)
+                present += feature.outputs
+
+    def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
+        """A column for every output of the features that a pattern like ``has_*`` matches."""
+        if "*" not in column.name:
+            return (column,)
+        outputs = [output for feature in self.feature for output in feature.outputs]
+        names = [name for name in outputs if fnmatchcase(name, column.name)]
+        if not names:
+            fail(f"dense column {column.name!r}", "name", f"matches no output of a feature: {', '.join(outputs)}")
+        return tuple(replace(column, name=name, source=None) for name in names)
 
     def _check_shared_tables(self) -> None:
         first: dict[str, CategoricalColumn] = {}
@@ -316,6 +349,9 @@ class Schema:
         values = asdict(self)
         if self.timestamp is None:
             del values["timestamp"]
+        values["feature"] = [feature.to_dict() for feature in self.feature]
+        if not self.feature:  # schemas without features have the hashes that they always had
+            del values["feature"]
         return cast("dict[str, Any]", _plain(values))
 
     @classmethod
@@ -329,6 +365,7 @@ class Schema:
             "split": SplitRule,
             "source": SourceFormat,
             "timestamp": Timestamp,
+            "feature": Derivation,
         }
         return cast(Schema, build_schema(cls, values, parts, where, RULE_KEYS))
 

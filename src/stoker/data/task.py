@@ -5,32 +5,36 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import stoker
 from stoker.data.layout import Layout
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
-from stoker.data.schema import Schema
+from stoker.data.schema import Label, Schema, SplitRule
 from stoker.data.sources import BLOCK_BYTES
 from stoker.errors import DataError
+from stoker.features.merge import Merge
+
+if TYPE_CHECKING:
+    from stoker.data.like import Like
 
 __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
 WORK_VERSION = 3  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "groups", ".work", *SPLITS)
+_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "features", ".work", *SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """Passed to the ``progress`` callback: a stage and how much of it is done."""
 
-    stage: str  # read | derive | fit | write; of --reorder also look | order | replace
+    stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
     done: int
     total: int
     unit: str  # bytes | steps | rows | tables
@@ -49,11 +53,16 @@ class Task:
     report: Callable[[Progress], None]
     block_bytes: int = BLOCK_BYTES
     reused: int = 0  # steps that an interrupted run had finished
+    like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
+    splitting: Schema = field(init=False)  # by which rows are split
+    inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = Layout(self.schema)
+        self.splitting = self.schema if self.like is None else _all_test(self.schema)
+        self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
+        self.layout = Layout(self.inner)
 
     @property
     def work(self) -> Path:
@@ -107,5 +116,28 @@ class Task:
             "recipe": [self.recipe.name, self.recipe.preset_name],
             "schema": self.schema.hash(),
             "block_bytes": self.block_bytes,
-            "files": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in self.files],
-        }
+            "files": [_stamp(path) for path in self.files],
+            "merged": [_stamp(path) for one in self.schema.feature if isinstance(one, Merge) and not self.like
+                       for path in [Path(one.file)] if path.exists()],
+            "like": self.like.identity if self.like is not None else None,
+        }  # fmt: skip
+
+
+def _stamp(path: Path) -> list[Any]:
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def _all_test(schema: Schema) -> Schema:
+    """For rows that nothing is learned from: a column may still drop rows, and no other rule needs its column."""
+    if schema.split.rule == "column":
+        return schema
+    return replace(schema, split=SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0))
+
+
+def _featured(schema: Schema) -> Schema:
+    """For rows whose label and split stand in columns of their own."""
+    values = {name: name for name in (*SPLITS, "drop")}
+    return replace(
+        schema, label=Label(column="__label"), split=SplitRule(rule="column", column="__split", values=values),
+        timestamp=None, negative_keep=1.0,
+    )  # fmt: skip

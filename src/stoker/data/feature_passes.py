@@ -1,0 +1,205 @@
+"""Features over all rows: learned ones fitted on training rows, those that look back worked out group by group.
+
+Each pass writes the outputs of some features to one Parquet file, in the order of the rows. Passes follow the list of
+features; neighbours in it share a pass as far as none has to be fitted on another's output.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stoker.data.parts import checksum
+from stoker.data.task import Progress, Task
+from stoker.errors import DataError
+from stoker.features.base import ROW, Derivation, leading
+from stoker.features.hashing import stable_hash
+from stoker.features.learned import LABEL, Learned, LearnedTable
+from stoker.features.past import Past, work_out
+from stoker.features.pipeline import apply_feature
+
+__all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of"]
+
+SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
+GROUP_ROWS = 2**22  # rows of the groups that are worked on together, about: they lie in memory
+_ROWS = 2**17  # of a row group
+
+
+def passes_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
+    """The features behind the leading ones, in runs that are worked out together."""
+    runs: list[list[Derivation]] = []
+    for feature in features[leading(features) :]:
+        past = isinstance(feature, Past)
+        made = {output for other in (runs[-1] if runs else []) for output in other.outputs}
+        fitted_on = isinstance(feature, Past | Learned) and made & set(feature.inputs)
+        if not runs or fitted_on or isinstance(runs[-1][0], Past) != past:
+            runs.append([])
+        runs[-1].append(feature)
+    return runs
+
+
+class FeaturePasses:
+    """Works the features out and fits the learned ones.
+
+    Args:
+        task: the preparation.
+        rows: Parquet files of the rows in order, with raw columns and leading features.
+        keys: Parquet file with ``__row``, ``__label`` and ``__split`` of the same rows.
+        count: of the rows.
+        learned: tables of an earlier preparation; None: they are fitted here.
+    """
+
+    def __init__(
+        self, task: Task, rows: Sequence[Path], keys: Path, count: int, learned: Mapping[str, LearnedTable] | None
+    ) -> None:
+        self.task, self.rows, self.keys, self.count = task, list(rows), keys, count
+        self.given = learned
+        self.learned: dict[str, LearnedTable] = dict(learned or {})
+        self.files: list[Path] = []
+        self._folder = task.work / "passes"
+        self._folder.mkdir(exist_ok=True)
+
+    def run(self) -> None:
+        """Work out all features; ``files`` are the passes then, ``learned`` what was fitted."""
+        runs = passes_of(self.task.schema.feature)
+        for number, features in enumerate(runs):
+            self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
+            if self.given is None:
+                for feature in features:
+                    if isinstance(feature, Learned):
+                        self.learned[feature.name] = self._learn(feature)
+            path = self._folder / f"{number:03d}.parquet"
+            if self.task.journal.finished(f"pass {number}", path) is None:
+                beside = path.with_suffix(".tmp")
+                with _explained(features):
+                    if isinstance(features[0], Past):
+                        self._look_back([one for one in features if isinstance(one, Past)], number, beside)
+                    else:
+                        self._attach(features, beside)
+                os.replace(beside, path)
+                self.task.journal.add(f"pass {number}", checksum(path))
+            else:
+                self.task.reused += 1
+            self.files.append(path)
+        self.task.report(Progress(stage="features", done=len(runs), total=len(runs), unit="steps"))
+
+    def whole(self) -> pl.LazyFrame:
+        """All rows with all that is known of them so far."""
+        return pl.concat(
+            [pl.scan_parquet(files) for files in (self.rows, [self.keys], *([file] for file in self.files))],
+            how="horizontal",
+        )
+
+    def part(self, rows: Path, start: int, count: int) -> pl.LazyFrame:
+        """The rows of one file, which are the rows [start, start + count) of all."""
+        beside = [pl.scan_parquet(file).slice(start, count) for file in (self.keys, *self.files)]
+        return pl.concat([pl.scan_parquet(rows), *beside], how="horizontal")
+
+    def _learn(self, feature: Learned) -> LearnedTable:
+        folder = self.task.work / "features"
+        folder.mkdir(exist_ok=True)
+        path, folds = folder / f"{feature.name}.parquet", folder / f"{feature.name}.folds"
+        step = f"feature {feature.name}"
+        done = self.task.journal.finished(step, path)
+        if done is not None and (done["folds"] is None or (folds.exists() and checksum(folds) == done["folds"])):
+            self.task.reused += 1
+            kept = pl.read_parquet(folds) if done["folds"] is not None else None
+            return LearnedTable(table=pl.read_parquet(path), facts=done["facts"], folds=kept)
+        wanted = dict.fromkeys((*feature.inputs, ROW, LABEL))
+        with _explained([feature]):
+            found = feature.learn(self.whole().filter(pl.col(SPLIT) == 0).select(*wanted))
+        _write(path, found.table)
+        if found.folds is not None:
+            _write(folds, found.folds)
+        self.task.journal.add(
+            step,
+            {**checksum(path), "facts": found.facts, "folds": checksum(folds) if found.folds is not None else None},
+        )
+        return found
+
+    def _attach(self, features: Sequence[Derivation], path: Path) -> None:
+        frame = self.whole()
+        for feature in features:
+            learned = self.learned.get(feature.name)
+            train = pl.col(SPLIT) == 0 if learned is not None and learned.folds is not None else None
+            frame = apply_feature(frame, feature, learned, train)
+        outputs = [output for feature in features for output in feature.outputs]
+        frame.select(outputs).sink_parquet(
+            path, maintain_order=True, engine="streaming", row_group_size=_ROWS, compression="lz4"
+        )
+
+    def _look_back(self, features: list[Past], number: int, path: Path) -> None:
+        """Groups of equal keys whole, a share of them at a time; then their rows into the order of all rows."""
+        by_keys: dict[tuple[str, ...], list[Past]] = {}
+        for feature in features:
+            by_keys.setdefault(feature.by, []).append(feature)
+        found = []
+        for keys, some in enumerate(by_keys.values()):
+            shares = -(-self.count // GROUP_ROWS)
+            files = [self._folder / f"{number:03d}.{keys}.{share}.rows" for share in range(shares)]
+            for share, file in enumerate(files):
+                step = f"share {file.name}"
+                if self.task.journal.finished(step, file) is None:
+                    _write(file, self._share(some, share, shares))
+                    self.task.journal.add(step, checksum(file))
+            found.append((files, [feature.name for feature in some]))
+        if all(len(files) == 1 for files, _ in found):
+            frames = [pl.scan_parquet(files).select(names) for files, names in found]
+            pl.concat(frames, how="horizontal").sink_parquet(
+                path, maintain_order=True, engine="streaming", row_group_size=_ROWS, compression="lz4"
+            )
+        else:
+            self._in_order(found, path)
+        for files, _ in found:
+            for file in files:
+                file.unlink()
+
+    def _share(self, features: list[Past], share: int, shares: int) -> pl.DataFrame:
+        columns = dict.fromkeys(column for feature in features for column in feature.inputs)
+        frame = self.whole().select(ROW, *columns)
+        if shares > 1:
+            frame = frame.filter(stable_hash(features[0].by, seed=1) % shares == share)
+        rows = frame.collect(engine="streaming").sort(ROW)
+        return rows.select(ROW).hstack(work_out(rows, features))
+
+    def _in_order(self, found: Sequence[tuple[Sequence[Path], Sequence[str]]], path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        writer: Any = None
+        try:
+            for start in range(0, self.count, _ROWS):
+                within = pl.col(ROW).is_between(start, start + _ROWS, closed="left")
+                pieces = [
+                    pl.concat([pl.scan_parquet(file).filter(within) for file in files])
+                    .collect()
+                    .sort(ROW)
+                    .select(names)
+                    for files, names in found
+                ]
+                table = pl.concat(pieces, how="horizontal").to_arrow()
+                writer = writer or pq.ParquetWriter(path, table.schema, compression="lz4")
+                writer.write_table(table)
+        finally:
+            if writer is not None:
+                writer.close()
+
+
+def _write(path: Path, frame: pl.DataFrame) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    frame.write_parquet(beside, compression="lz4", row_group_size=_ROWS, statistics=True)
+    os.replace(beside, path)
+
+
+@contextmanager
+def _explained(features: Sequence[Derivation]) -> Iterator[None]:
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).strip().split("\n")[0]
+        names = ", ".join(feature.where for feature in features[:3])
+        raise DataError(f"{names} cannot be worked out: {reason}. docs/features.md describes the kinds.") from error

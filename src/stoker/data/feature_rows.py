@@ -1,0 +1,142 @@
+"""Typed rows in Parquet, with the features of the row itself; and beside them what labels, times and splits need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stoker.data.columns import BadLine, Block, Field
+from stoker.data.frames import column_series, frame_block
+from stoker.data.layout import Layout
+from stoker.data.parts import checksum, write_part
+from stoker.data.schema import Schema
+from stoker.errors import DataError
+from stoker.features.base import leading
+from stoker.features.pipeline import apply_feature, check_present
+
+__all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields", "sibling", "write_rows"]
+
+_LINE = "__line"  # row of the block that a row was made of
+_PREFERRED = ("string", "int", "hex", "float")  # which of several types of a raw column features see
+
+
+def raw_fields(schema: Schema) -> list[Field]:
+    """What to read of lines: the raw columns of the schema, as it types them, and those of features alone."""
+    made = {output for feature in schema.feature for output in feature.outputs}
+    fields = [item for item in Layout(schema).fields if item.column not in made]
+    for feature in schema.feature:
+        for column in feature.inputs:
+            kinds = {item.kind for item in fields if item.column == column and item.separator is None}
+            if column in made:
+                continue
+            if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
+                fields.append(Field(column=column, kind="float"))
+            elif not kinds:
+                fields.append(Field(column=column, kind="string"))
+    return list(dict.fromkeys(fields))
+
+
+def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
+    """Whether all that features and the schema read is among the columns of ``name`` or made by features.
+
+    Raises:
+        SchemaError: a feature's column is not. DataError: one of the schema's.
+    """
+    present = list(columns)
+    for feature in schema.feature:
+        check_present(feature, present)
+        present += feature.outputs
+    for item in Layout(schema).fields:
+        if item.column not in present:
+            raise DataError(f"{name} have no column {item.column!r}. They have: {', '.join(present)}.")
+
+
+def sibling(path: Path) -> Path:
+    """Where the keys of a file of rows lie."""
+    return path.with_suffix(".part")
+
+
+def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:
+    """The rows of a frame with the leading features; labels, times and splits; and the rows that cannot be used, by
+    their place in the frame, if any."""
+    lazy = frame.with_row_index(_LINE).lazy()
+    for feature in schema.feature[: leading(schema.feature)]:
+        lazy = apply_feature(lazy, feature)
+    try:
+        made = lazy.collect()
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"{file}: features cannot be worked out: {reason}. docs/features.md describes them.") from error
+    layout = Layout(schema, keys_only=True)
+    block = frame_block(made, layout.fields)
+    keys = layout.arrays(block, file)
+    places = made.get_column(_LINE).gather([bad.line for bad in block.bad]).to_list()
+    bad = [
+        BadLine(line=place, reason=one.reason, text=one.text, label=one.label)
+        for place, one in zip(places, block.bad, strict=True)
+    ]
+    return made.drop(_LINE), keys, bad
+
+
+def write_rows(path: Path, rows: pl.DataFrame, keys: dict[str, Any]) -> dict[str, Any]:
+    """Write rows and their keys; the record for the journal says how many rows there are."""
+    kept = write_part(sibling(path), keys)
+    beside = path.with_suffix(".tmp")
+    rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
+    os.replace(beside, path)
+    return {**checksum(path), "made": rows.height, "keys": kept}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsSink:
+    """Writes a block of lines as typed rows with their first features, and their keys beside."""
+
+    schema: Schema
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
+        frame = self._typed(block)
+        rows, keys, bad = make_rows(self.schema, frame, file)
+        if bad:
+            # A line of which one row is bad is bad; the rows that it made besides go with it.
+            reasons = {one.line: one for one in reversed(bad)}
+            kept = [row for row in range(frame.height) if row not in reasons]
+            for row, one in reasons.items():
+                text = block.text_at(int(block.row_at[row]))
+                line = int(block.row_line[row])
+                block.bad.append(BadLine(line=line, reason=one.reason, text=text, label=one.label))
+            block.bad.sort(key=lambda line: line.line)
+            block.rows -= len(reasons)
+            rows, keys, _ = make_rows(self.schema, frame[kept], file)
+        return write_rows(path, rows, keys)
+
+    def _typed(self, block: Block) -> pl.DataFrame:
+        """The block's columns once each: a moment as such, else the type that loses nothing."""
+        layout = Layout(self.schema, keys_only=True)
+        moments = None
+        if layout.time in block.columns and layout.time is not None and layout.time.kind == "datetime":
+            moments = pl.Series(layout.times(block)).cast(pl.Datetime("us"))  # lines without one are dropped here
+        found: dict[str, Field] = {}
+        for item in block.columns:
+            other = found.get(item.column)
+            if other is None or _order(item) < _order(other):
+                found[item.column] = item
+        return pl.DataFrame(
+            [
+                (moments if item.kind == "datetime" and moments is not None else column_series(item, column)).alias(
+                    name
+                )
+                for name, item in found.items()
+                for column in [block.columns[item]]
+            ]
+        )
+
+
+def _order(item: Field) -> int:
+    if item.kind == "datetime":
+        return -1
+    return _PREFERRED.index(item.kind) if item.separator is None else len(_PREFERRED)

@@ -1,0 +1,202 @@
+"""Rows with derived features: typed rows, their splits, the features in passes, then parts as of any other log.
+
+One row's way: a line, or a row that a recipe derives, is typed and gets the features of the row itself (``rows``); its
+label, time and split are read (``keys``); the other features are worked out over all rows (``passes``), learned ones
+fitted on training rows; last, all columns side by side become a part, and vocabularies, statistics and shards know
+nothing of features. In memory lie a block of rows, the learned tables and, for features that look back, a share of the
+groups. Every step is in the journal, so that an interrupted run goes on from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from stoker.data.feature_passes import SPLIT, FeaturePasses
+from stoker.data.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields, sibling, write_rows
+from stoker.data.frames import frame_block, parquet_rows
+from stoker.data.ingest import IngestedBlock, Source
+from stoker.data.layout import SPLIT_CODES
+from stoker.data.leftovers import UnusableInput
+from stoker.data.ordered import ordered_map
+from stoker.data.parts import PartFile, checksum, write_part
+from stoker.data.raw_rows import Rows, derive, ingest_sources
+from stoker.data.schema import SourceFormat
+from stoker.data.split_rules import PartRows, Splitter
+from stoker.data.task import Progress, Task
+from stoker.errors import DataError
+from stoker.features.base import ROW
+from stoker.features.learned import LABEL
+
+__all__ = ["featured_rows"]
+
+_SLICE = 2**17  # rows of a derivation that make one part
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A file of rows and where they stand among all."""
+
+    path: Path
+    source: Source
+    part: PartRows
+
+
+def featured_rows(task: Task) -> Rows:
+    """The rows of a schema with features, as parts; ``Rows.learned`` is what features learned."""
+    raw: list[IngestedBlock] = []
+    pieces = _derived(task, raw) if task.recipe.derive is not None else _lines(task, raw)
+    count = sum(piece.part.rows for piece in pieces)
+    if not count:
+        raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
+    keys = _keys(task, pieces)
+    passes = FeaturePasses(
+        task, [piece.path for piece in pieces], keys, count, task.like.learned if task.like else None
+    )
+    passes.run()
+    return Rows(blocks=_parts(task, pieces, passes), raw=raw, learned=passes.learned)
+
+
+def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
+    """Rows of the raw files, block by block."""
+    _forget_broken(task)
+    fields = raw_fields(task.splitting)
+    sources = [
+        Source(number=number, path=path, fields=fields, format=task.schema.source)
+        for number, path in enumerate(task.files)
+    ]
+    blocks = ingest_sources(task, sources, "rows", RowsSink(schema=task.splitting), task.limit, suffix=".parquet")
+    raw += blocks
+    pieces, start = [], 0
+    for index, block in enumerate(blocks):
+        made = int(task.journal.done[f"rows/{block.path.stem}"]["made"])
+        part = PartRows(index=index, file=block.source.number, start=start, rows=made)
+        pieces.append(_Piece(path=block.path, source=block.source, part=part))
+        start += made
+    return pieces
+
+
+def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
+    """Rows that the recipe derives, a slice at a time."""
+    path = derive(task, raw)
+    name = f"rows that recipe {task.recipe.name} derives"
+    check_columns_of(task.splitting, pl.scan_parquet(path).collect_schema().names(), name)
+    source = Source(number=0, path=path, fields=[], format=SourceFormat(kind="parquet"), name=name, kind="parquet")
+    folder = task.work / "rows"
+    folder.mkdir(exist_ok=True)
+    _forget_broken(task)
+    total = parquet_rows(path)
+
+    def work(start: int) -> tuple[str, Path, dict[str, Any], bool]:
+        file = folder / f"{start // _SLICE:06d}.parquet"
+        step = f"rows/{file.stem}"
+        if (done := task.journal.finished(step, file)) is not None:
+            return step, file, done, True
+        frame = pl.scan_parquet(path).slice(start, _SLICE).collect(engine="streaming")
+        rows, keys, bad = make_rows(task.splitting, frame, name)
+        if bad:
+            raise DataError(
+                f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
+                "and mend or remove it."
+            )
+        return step, file, write_rows(file, rows, keys), False
+
+    pieces: list[_Piece] = []
+    begin = 0
+    for step, file, record, reused in ordered_map(work, range(0, total, _SLICE), task.threads):
+        if not reused:
+            task.journal.add(step, record)
+        task.reused += reused
+        part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]))
+        pieces.append(_Piece(path=file, source=source, part=part))
+        begin += part.rows
+    return pieces
+
+
+def _forget_broken(task: Task) -> None:
+    """Steps whose rows are whole but whose keys are not are done again."""
+    for step, record in list(task.journal.done.items()):
+        if step.startswith("rows/"):
+            path = sibling(task.work / f"{step}.parquet")
+            if not path.exists() or checksum(path) != record["keys"]:
+                del task.journal.done[step]
+
+
+def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
+    """Number, label and split of every row, in one file."""
+    import pyarrow.parquet as pq
+
+    path = task.work / "keys.parquet"
+    if task.journal.finished("keys", path) is not None:
+        task.reused += 1
+        return path
+    files = [sibling(piece.path) for piece in pieces]
+    parts = [piece.part for piece in pieces]
+    names = [file.name for file in task.files]
+    splitter = Splitter(task.splitting, parts, names, lambda part: PartFile(files[part.index]))
+    beside = path.with_suffix(".tmp")
+    writer: Any = None
+    train = 0
+    for part in (part for part in parts if part.rows):
+        split = splitter.assign(part)
+        if task.like is not None:
+            split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
+        train += int((split == 0).sum())
+        with PartFile(files[part.index]) as arrays:
+            labels = arrays["labels"].astype(np.float64)
+        rows = np.arange(part.start, part.start + part.rows)
+        table = pl.DataFrame({ROW: rows, LABEL: labels, SPLIT: split}).to_arrow()
+        writer = writer or pq.ParquetWriter(beside, table.schema, compression="lz4")
+        writer.write_table(table)
+    writer.close()
+    if not train and task.like is None:
+        raise UnusableInput(
+            f"the split rule {task.schema.split.rule!r} leaves no training row of "
+            f"{sum(part.rows for part in parts):,}. Change the split in the schema."
+        )
+    os.replace(beside, path)
+    task.journal.add("keys", checksum(path))
+    return path
+
+
+def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[IngestedBlock]:
+    """All columns side by side, in the form that vocabularies and shards are made of."""
+    folder = task.work / "parts"
+    folder.mkdir(exist_ok=True)
+    columns = [name for name in task.layout.raw_columns if name != SPLIT]
+    names = {code: name for name, code in SPLIT_CODES.items()}
+    done_rows = 0
+
+    def work(piece: _Piece) -> tuple[_Piece, Path, dict[str, Any], bool]:
+        path = folder / f"{piece.part.index:06d}.part"
+        if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
+            return piece, path, done, True
+        frame = passes.part(piece.path, piece.part.start, piece.part.rows)
+        split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
+        block = frame_block(frame.select(*columns, split).collect(), task.layout.fields)
+        if block.bad:
+            place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
+            raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
+        return piece, path, write_part(path, task.layout.arrays(block, piece.source.name)), False
+
+    blocks = []
+    for piece, path, record, reused in ordered_map(work, [p for p in pieces if p.part.rows], task.threads):
+        if not reused:
+            task.journal.add(f"parts/{path.stem}", record)
+        task.reused += reused
+        done_rows += piece.part.rows
+        task.report(Progress(stage="encode", done=done_rows, total=passes.count, unit="rows"))
+        rows = piece.part.rows
+        blocks.append(
+            IngestedBlock(
+                source=piece.source, path=path, bad_path=path.with_suffix(".bad"), rows=rows, lines=rows, bad=0,
+                lines_before=0, broken=False,
+            )
+        )  # fmt: skip
+    return blocks
