@@ -1,15 +1,18 @@
 """trivago RecSys Challenge 2019: which of the listed items does the click-out go to?
 
-Raw reading: one row for each listed item of a click-out. The challenge's engineered features build on it.
+"raw": one row for each listed item of a click-out. "features" and "metadata" add engineered features
+(:mod:`stoker.data.recipes.trivago_features`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import polars as pl
 
 from stoker.data.recipe import RawInput, Recipe
+from stoker.data.recipes.trivago_features import derive_features, features_schema
 from stoker.data.schema import (
     CategoricalColumn,
     DenseColumn,
@@ -60,6 +63,8 @@ def _schema() -> Schema:
 
 def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
     """Click-outs with at least two listed items, a row for each; streaming, in the order of the file."""
+    if schema.feature:
+        return derive_features(inputs, MOST_ITEMS)
     size = pl.col("item").list.len()
     prices = pl.col("prices").str.split("|").list.head(MOST_ITEMS)
     paired = (
@@ -91,18 +96,29 @@ def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
 
 
 def trivago(preset: str = "raw") -> Recipe:
-    """trivago's session log, click-outs turned into pairs; every fifth click-out validates."""
+    """trivago's session log, click-outs turned into pairs; every fifth click-out validates.
+
+    "features" adds what happened before, ranks and target encodings; "metadata" also the properties of items, one
+    column for each. Both take ``item_metadata.csv`` beside the log: "features" as a sequence, if it is given.
+    """
     return Recipe(
         name="trivago",
-        description="trivago RecSys 2019: listed items of click-outs, label = the clicked one (raw columns)",
-        presets={"raw": _schema},
+        description="trivago RecSys 2019: listed items of click-outs, label = the clicked one ",
+        presets={"raw": _schema, "features": features_schema, "metadata": partial(features_schema, "metadata")},
         preset=preset,
         inputs={
+            "metadata": RawInput(
+                files=("*metadata*",),
+                format=SourceFormat(kind="csv", separator=","),
+                columns={"item_id": "int", "properties": "string"},
+                required=("item_id",),
+                optional=True,
+            ),
             "log": RawInput(
                 format=SourceFormat(kind="csv", separator=","),
                 columns=_COLUMNS,
                 required=("user_id", "session_id", "action_type"),
-            )
+            ),
         },
         derive=_derive,
         example="stoker prepare trivago train.csv --out data/trivago",
