@@ -6,6 +6,7 @@ Legend: B examples, F features, N dense columns, D_f columns of the table of fea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ __all__ = ["Tabular", "fastai_columns"]
 
 def fastai_columns(rows: int, most: int = 600) -> int:
     """Columns of an embedding table with so many rows: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""
-    return min(most, round(1.6 * float(rows) ** 0.56))
+    return min(most, round(1.6 * math.pow(rows, 0.56)))
 
 
 class Tabular(RecModel):
