@@ -58,6 +58,7 @@ _HOME = {
     "classify": "stoker.placement.classify",
     "compare": "stoker.training.compare",
     "evaluate": "stoker.training",
+    "find_lr": "stoker.training.find_lr",
     "load": "stoker.training",
     "plan": "stoker.placement.planner",
     "predict": "stoker.training",

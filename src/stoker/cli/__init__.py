@@ -24,6 +24,7 @@ COMMANDS = {
     "prepare": "stoker.cli.prepare",
     "synthetic": "stoker.cli.synthetic",
     "train": "stoker.cli.train",
+    "find-lr": "stoker.cli.find_lr",
     "evaluate": "stoker.cli.scoring",
     "predict": "stoker.cli.scoring",
     "plan": "stoker.cli.plan",

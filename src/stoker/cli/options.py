@@ -45,6 +45,7 @@ __all__ = [
     "option",
     "own_numbers",
     "rerun_settings",
+    "train_settings",
 ]
 
 _MODEL, _OPTIMIZER, _MEMORY, _MACHINE = "Model", "Optimization", "Memory", "Machine"
@@ -160,6 +161,30 @@ def rerun_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from stoker.training.rerun import MACHINE
 
     return {name: given[name] for name in sorted(MACHINE) if given[name] is not None}
+
+
+def train_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Those options of ``stoker train`` that were given, as fields of ``TrainConfig``."""
+    settings = {name: value for name, value in given.items() if value is not None}
+    own = [settings.pop(name, None) for name in ("bottom", "top", "hidden", "model_option")]
+    if "batch_size" in settings:
+        settings["batch_size"] = _examples(settings["batch_size"])
+    if "row_cow_clip" in settings:
+        settings["row_cow_clip"] = cow_clip(settings["row_cow_clip"])
+    if settings.get("tt_own"):
+        settings["tt_own"] = own_numbers(settings["tt_own"])
+    if chosen := model_options(*own):
+        settings["model_options"] = chosen
+    return settings
+
+
+def _examples(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"--batch-size {text!r} is neither a whole number nor auto.") from error
 
 
 def model_options(bottom: str | None, top: str | None, hidden: str | None, others: list[str] | None) -> dict[str, Any]:

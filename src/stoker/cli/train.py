@@ -42,7 +42,10 @@ def train(
     tt_own: options.TTOwn = None,
     dense_dtype: Annotated[str | None, option(_MODEL, "Of the dense part: float32 or bfloat16.")] = None,
     compile: Annotated[bool | None, option(_MODEL, "Compile the dense part.", "--compile/--no-compile")] = None,
-    batch_size: options.BatchSize = None,
+    batch_size: Annotated[
+        str | None,
+        option(_OPTIMIZER, "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"),
+    ] = None,
     epochs: Annotated[int | None, option(_OPTIMIZER, "Passes over the data. (default: 1)")] = None,
     steps: Annotated[int | None, option(_OPTIMIZER, "Batches in all, instead of epochs.")] = None,
     seed: Annotated[int | None, option(_OPTIMIZER, "Of initial values and order. (default: 0)")] = None,
@@ -129,15 +132,9 @@ def train(
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """
     given = dict(locals())
-    for name in ("dataset", "out", "resume", "json_lines", "bottom", "top", "hidden", "model_option"):
+    for name in ("dataset", "out", "resume", "json_lines"):
         given.pop(name)
-    settings = {name: value for name, value in given.items() if value is not None}
-    if row_cow_clip is not None:
-        settings["row_cow_clip"] = options.cow_clip(row_cow_clip)
-    if chosen := options.model_options(bottom, top, hidden, model_option):
-        settings["model_options"] = chosen
-    if tt_own:
-        settings["tt_own"] = options.own_numbers(tt_own)
+    settings = options.train_settings(given)
 
     from stoker.training import train as run_training
 

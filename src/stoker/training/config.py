@@ -133,6 +133,12 @@ class TrainConfig:
         object.__setattr__(self, "model_options", options)  # equal to what comes back from JSON
         if self.row_cow_clip is not None:
             object.__setattr__(self, "row_cow_clip", tuple(self.row_cow_clip))
+        if not isinstance(self.batch_size, int):
+            raise ConfigError(
+                f"batch_size is {self.batch_size!r}; settings hold a whole number of examples. 'auto' is for "
+                "stoker.train.",
+                settings=("batch_size",),
+            )
         _choice("model", self.model, MODELS)
         _choice("row_optimizer", self.row_optimizer, ROW_OPTIMIZERS)
         _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)

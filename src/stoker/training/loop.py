@@ -24,6 +24,7 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
 from stoker.timeline import span
 from stoker.training import checkpoint
+from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.evaluation import dataset_identity, evaluate, finite
@@ -62,7 +63,8 @@ def train(
         out: the run directory to make.
         resume: the run directory to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
-        settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone.
+        settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
+            be "auto": the one that trains fastest here (:func:`stoker.training.auto_batch.choose_batch_size`).
 
     Raises:
         ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not
@@ -72,9 +74,15 @@ def train(
         StokerError: the loss is no longer finite.
         Interrupted: SIGTERM or Ctrl-C came; a checkpoint was written, unless it came twice.
     """
+    auto = settings.get("batch_size") == "auto"
+    if auto:  # what a run chose when it began is among its settings
+        settings = {name: value for name, value in settings.items() if name != "batch_size"}
     data, config = _opened(dataset, config, out, resume, settings)
+    choice = choose_batch_size(data, config) if auto and resume is None else None
+    if choice is not None:
+        config = config.replace(batch_size=choice.batch_size)
     with tidy(config) as models:
-        return _train(data, config, out, resume, display, models)
+        return _train(data, config, out, resume, display, models, choice)
 
 
 def _train(
@@ -84,8 +92,9 @@ def _train(
     resume: str | Path | None,
     display: Display | Mode,
     models: list[RecModel],
+    choice: BatchChoice | None,
 ) -> TrainResult:
-    """:func:`train` with its arguments checked; ``models`` gets the model."""
+    """:func:`train` with its arguments checked; ``models`` gets the model, ``choice`` says how its batch size came."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
@@ -116,6 +125,10 @@ def _train(
         check_disk(path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done))
     )
     kept = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+    if resume is not None:
+        kept = {**RunDirectory(str(resume)).read("config.json"), **kept}
+    elif choice is not None:
+        kept["batch_size_chosen"] = choice.to_dict()
     run = RunDirectory.create(out, kept) if out is not None else RunDirectory(str(resume))
     progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown, run.locked():
@@ -133,7 +146,7 @@ def _train(
             ignored = _without_effect(
                 config, placement, total, len(model.tensor_train), grouped=data.groups is not None
             )
-            for note in (*filter(None, warnings), *ignored):
+            for note in (*_chosen(choice, config), *filter(None, warnings), *ignored):
                 shown.note(note)
             try:
                 clock = _fit(model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown)
@@ -351,6 +364,19 @@ def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, 
     }
 
 
+def _chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
+    """How the batch size came, and what it means for the learning rates."""
+    if choice is not None:
+        yield str(choice)
+        if config.lr_scaling == "none" and choice.batch_size != config.base_batch_size:
+            yield (
+                f"the learning rates are those meant for batches of {config.base_batch_size:,}: "
+                "with lr scaling they would follow the batch size"
+            )
+    elif config.lr_scaling == "none" and (said := _ignored(config, "base_batch_size")):
+        yield f"{said}: without lr scaling the learning rates do not follow the batch size"
+
+
 def _without_effect(
     config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
 ) -> Iterator[str]:
@@ -374,8 +400,6 @@ def _without_effect(
             yield f"{said}: without a limit on device memory all rows lie there"
     elif config.lookahead == 0 and not config.foresight:
         yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
-    if config.lr_scaling == "none" and (said := _ignored(config, "base_batch_size")):
-        yield f"{said}: without lr scaling the learning rates do not follow the batch size"
     if config.schedule != "one-cycle" and (said := _ignored(config, "cycle_rise")):
         yield f"{said}: only the schedule one-cycle has a rise"
     if "lamb" not in (config.row_optimizer, config.dense_optimizer) and (said := _ignored(config, "max_trust")):

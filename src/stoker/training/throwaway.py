@@ -1,0 +1,91 @@
+"""Steps of a model that nobody keeps: for finding learning rates and batch sizes before a run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from stoker.data.dataset import Dataset
+from stoker.models import RecModel
+from stoker.optim import Constant, Schedule
+from stoker.training.config import TrainConfig
+from stoker.training.placing import place_run, tidy
+from stoker.training.rerun import undisturbed
+from stoker.training.scheduled import run_feed, run_stream
+
+__all__ = ["Throwaway", "throwaway"]
+
+
+class Throwaway:
+    """A model as a run would begin with it, and its batches, shuffled, epoch after epoch."""
+
+    def __init__(self, model: RecModel, data: Dataset, config: TrainConfig, steps: int, schedule: Schedule) -> None:
+        self.model, self.config, self.schedule = model, config, schedule
+        self.dense = config.make_dense_optimizer(model)
+        self._rates = [group["lr"] for group in self.dense.param_groups]
+        self._parameters = model.dense_parameters()
+        self._feed = iter(run_feed(run_stream(config, data), steps, model, config, metered=False))
+        self._done = 0
+        if config.compile:
+            model.compile_dense()
+        model.train()
+
+    def step(self, *, vary_dense: bool = True) -> Tensor:
+        """Train on the next batch; its loss.
+
+        Args:
+            vary_dense: let the dense rate follow the schedule, as the rows' rate does.
+        """
+        factor = self.schedule.factor(self._done) if vary_dense else 1.0
+        for group, rate in zip(self.dense.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        loss = self.model.loss(next(self._feed))
+        loss.backward()  # rows are updated here, in place
+        if self.config.dense_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self.config.dense_clip_norm)
+        self.dense.step()
+        self.dense.zero_grad()
+        self._done += 1
+        return loss.detach()
+
+    def close(self) -> None:
+        """Let go of the batches and what was staged of them."""
+        close = getattr(self._feed, "close", None)
+        if close is not None:
+            close()
+
+
+@contextmanager
+def throwaway(
+    data: Dataset,
+    config: TrainConfig,
+    steps: int,
+    schedule: Schedule | None = None,
+    row_schedule: Schedule | None = None,
+) -> Iterator[Throwaway]:
+    """A model to throw away, its rows placed as the settings say; generators and threads are as before afterwards.
+
+    Args:
+        data: the dataset.
+        config: settings of the run that is to come.
+        steps: batches that will be asked for at most.
+        schedule: of the dense rate; None: constant.
+        row_schedule: of the rows' rate; None: the same.
+
+    Raises:
+        ConfigError: a budget that cannot work.
+    """
+    config = config.replace(batch_order="shuffled")
+    schedule = schedule or Constant()
+    with undisturbed(config), tidy(config) as models:
+        torch.manual_seed(config.seed)
+        optimizer = config.make_row_optimizer(row_schedule or schedule)
+        model = config.make_model(data.schema, optimizer, place_run(config, data, optimizer))
+        models.append(model)
+        made = Throwaway(model, data, config, steps, schedule)
+        yield made
+        made.close()
+        model.embeddings.close()

@@ -1,0 +1,142 @@
+"""The range test for learning rates: what it sees, suggests, shows and leaves alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import HALF, ROWS, SMALL
+
+import stoker
+from stoker.cli.find_lr import curve
+from stoker.cli.train import train as train_command
+from stoker.errors import ConfigError
+from stoker.testing import make_dataset
+from stoker.training.find_lr import Finding, find_lr
+
+SETTINGS: dict[str, Any] = {
+    **{k: v for k, v in SMALL.items() if k != "display"},
+    "batch_size": 128,
+    "backend": "reference",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
+    return make_dataset(tmp_path_factory.mktemp("lr") / "d", rows=3000, num_embeddings=ROWS)
+
+
+@pytest.fixture(scope="module")
+def finding(data: stoker.Dataset) -> Finding:
+    return find_lr(data, lr_steps=150, low=0.01, high=300.0, **SETTINGS)
+
+
+def made(losses: list[float], **changes: Any) -> Finding:
+    factors = tuple(10 ** (-3 + 6 * at / (len(losses) - 1)) for at in range(len(losses)))
+    given = {"which": "both", "batch_size": 1, "row_lr": 0.5, "dense_lr": 0.1, "diverged": False, **changes}
+    return Finding(factors=factors, losses=tuple(losses), smoothed=tuple(losses), **given)
+
+
+def test_rates_rise_evenly_and_the_loss_falls_before_it_rises(finding: Finding) -> None:
+    steps = [b / a for a, b in zip(finding.factors, finding.factors[1:], strict=False)]
+    assert steps == pytest.approx([steps[0]] * len(steps))
+    assert finding.factors[0] == pytest.approx(0.01)
+    assert finding.minimum is not None
+    assert finding.smoothed[finding.minimum] < finding.smoothed[5] - 0.01
+    assert finding.steepest is not None
+    assert finding.steepest < finding.minimum
+    found = finding.suggestions
+    assert found["steepest"]["row_lr"] / 0.05 == pytest.approx(found["steepest"]["dense_lr"] / 1e-3)
+    assert found["minimum / 10"]["row_lr"] == pytest.approx(0.05 * finding.factors[finding.minimum] / 10)
+
+
+def test_smoothing_is_a_mean_of_the_past_without_its_bias(finding: Finding) -> None:
+    for at in (0, 7, len(finding.losses) - 1):
+        weights = [0.9 ** (at - k) for k in range(at + 1)]
+        mean = sum(w * loss for w, loss in zip(weights, finding.losses, strict=False)) / sum(weights)
+        assert finding.smoothed[at] == pytest.approx(mean)
+
+
+def test_it_finds_the_bend_of_a_known_curve() -> None:
+    steps = 121
+    losses = [1.0 - 1 / (1 + math.exp(-(at - 60) / 4)) + max(0, at - 90) * 0.02 for at in range(steps)]
+    found = made(losses)
+    assert found.steepest == pytest.approx(60, abs=1)
+    assert found.minimum == 90
+    assert found.suggestions["steepest"] == pytest.approx({"row_lr": 0.5, "dense_lr": 0.1}, rel=0.15)
+
+
+def test_what_does_not_fall_suggests_nothing() -> None:
+    assert made([1.0 + at for at in range(40)]).suggestions == {}
+
+
+@pytest.mark.parametrize(("which", "names"), [("rows", {"row_lr"}), ("dense", {"dense_lr"})])
+def test_one_rate_may_stand_still(data: stoker.Dataset, which: Any, names: set[str]) -> None:
+    found = find_lr(data, lr_steps=20, which=which, low=0.1, high=50, **SETTINGS)
+    assert set(found.rates(1.0)) == names
+
+
+def test_it_is_a_function_of_its_settings_wherever_rows_lie(data: stoker.Dataset, finding: Finding) -> None:
+    placed = find_lr(data, lr_steps=150, low=0.01, high=300.0, device_memory=HALF, **SETTINGS)
+    assert placed.losses == finding.losses
+
+
+def test_generators_and_files_are_left_alone(data: stoker.Dataset, tmp_path: Path) -> None:
+    before, there = torch.get_rng_state(), sorted(data.path.rglob("*"))
+    find_lr(data, lr_steps=20, home_path=str(tmp_path / "home"), device_memory=HALF, **SETTINGS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(data.path.rglob("*")) == there
+
+
+def test_it_ends_where_the_loss_leaves_all_bounds(data: stoker.Dataset) -> None:
+    found = find_lr(data, lr_steps=60, high=1e9, row_optimizer="sgd", dense_optimizer="sgd", **SETTINGS)
+    assert found.diverged
+    assert len(found.losses) < 60
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr_steps": 5}, "at least 20"),
+        ({"low": 1.0, "high": 0.5}, "low must be above 0"), ({"which": "x"}, "'rows'"),
+
+        ({"smoothing": 1.0}, "weight of the past"), ({"row_lr": 0.0}, "stays 0"), ({"no_such": 1}, "do not exist"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work(data: stoker.Dataset, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_lr(data, **{**SETTINGS, **options})
+
+
+def test_the_curve_in_characters_marks_its_suggestions(finding: Finding) -> None:
+    lines = curve(finding).splitlines()
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 80
+    assert lines[12].index("s") < lines[12].index("m")
+    assert f"{min(finding.smoothed):.4f}" in lines[11]
+
+
+def test_a_picture(finding: Finding, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    finding.plot(tmp_path / "lr.png")
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"\.png"):
+        finding.plot(tmp_path / "lr.pdf")
+
+
+def test_plain_values(finding: Finding) -> None:
+    again = json.loads(json.dumps(finding.to_dict(), allow_nan=False))
+    assert again["suggestions"] == finding.suggestions
+
+
+def test_its_options_are_those_of_train() -> None:
+    import inspect
+
+    from stoker.cli.find_lr import _WITHOUT, _with_options_of_train
+
+    mine, theirs = (set(inspect.signature(each).parameters) for each in (_with_options_of_train(), train_command))
+    assert theirs - mine == _WITHOUT - ({"dataset"} & mine)
