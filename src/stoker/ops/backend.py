@@ -96,6 +96,43 @@ class Backend(ABC):
             values = reference.init_rows(key, start + begin, start + stop, out.shape[1], scale)
             out[begin:stop] = values.to(out.dtype)
 
+    def lamb_direct(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        table: Tensor,
+        tables: int,
+        grad: Tensor | None,
+        rule: RowRule,
+        counts: Tensor | None,
+    ) -> tuple[Tensor, list[int]]:
+        """:func:`stoker.ops.lamb.direct`, and the sum of squares of the directions of each of T tables; ``grad`` may be
+        used up."""
+        from stoker.ops.lamb import direct, squares
+
+        directions = direct(weight, state, rows, grad, rule, counts)
+        return directions, squares(directions, table, tables)
+
+    def lamb_move(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        table: Tensor,
+        directions: Tensor,
+        ratios: list[float],
+        rule: RowRule,
+        rounding: Rounding,
+        space: AddressSpace,
+    ) -> list[int]:
+        """:func:`stoker.ops.lamb.move`."""
+        from stoker.ops.lamb import move
+
+        def random(some: Tensor) -> Tensor:
+            return rounding.bits(some, weight.shape[1], space)
+
+        return move(weight, rows, table, directions, ratios, rule, random)
+
     def synchronize(self) -> None:
         """Raise what a device found out late, such as an id outside its table; where nothing is late, nothing."""
         return None

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from stoker.ops import cpu_kernels as kernels
+from stoker.ops import lamb_cpu
 from stoker.ops.arena import Arena
 from stoker.ops.backend import Backend, Bags, Rounding
+from stoker.ops.lamb import ROWS
 from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
@@ -214,6 +216,36 @@ class CpuBackend(Backend):
                 np.zeros(1, dtype=np.int64),
                 threads=threads,
             )
+
+    def lamb_direct(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        rows: Tensor,
+        table: Tensor,
+        tables: int,
+        grad: Tensor | None,
+        rule: RowRule,
+        counts: Tensor | None,
+    ) -> tuple[Tensor, list[int]]:
+        if len(rows) > ROWS:
+            return super().lamb_direct(weight, state, rows, table, tables, grad, rule, counts)
+        return lamb_cpu.direct(weight, state, rows, table, tables, grad, rule, counts)
+
+    def lamb_move(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        table: Tensor,
+        directions: Tensor,
+        ratios: list[float],
+        rule: RowRule,
+        rounding: Rounding,
+        space: AddressSpace,
+    ) -> list[int]:
+        if len(rows) > ROWS:
+            return super().lamb_move(weight, rows, table, directions, ratios, rule, rounding, space)
+        return lamb_cpu.move(weight, rows, table, directions, ratios, rule, rounding, space)
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         layout = self._layout(space)

@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,12 +27,13 @@ from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f3
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace, slot_space
 
-__all__ = ["Touched", "direct", "gradients", "move", "squares", "touched", "trust_ratios"]
+__all__ = ["ROWS", "Touched", "combined", "direct", "gradients", "move", "squares", "touched", "trust_ratios"]
 
 _SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _LIMB = 40  # bits of each fraction
 _MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
-_ROWS = 2**22  # whose integers are added at a time: the sum stays below 2^62
+#: rows whose integers are added at a time: the sum stays at or below 2^62
+ROWS = 2**22
 _CHUNK = 2**16  # elements worked on at a time: they stay in the cache
 
 
@@ -43,8 +46,8 @@ def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[
         tables: T.
     """
     totals = [0] * tables
-    for start in range(0, len(rows), _ROWS):
-        part = rows[start : start + _ROWS]
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
         limbs = torch.zeros(3, tables, dtype=torch.int64, device=rows.device)
         size = max(1, _CHUNK // max(1, rows.shape[1]))
         norms = torch.cat(
@@ -57,8 +60,16 @@ def squares(rows: Tensor, table: Tensor | None = None, tables: int = 1) -> list[
             if table is None:
                 limb[0] = whole.to(torch.int64).sum()
             else:
-                limb.index_add_(0, table[start : start + _ROWS], whole.to(torch.int64))
-        for index, (high, middle, low) in enumerate(limbs.T.tolist()):
+                limb.index_add_(0, table[start : start + ROWS], whole.to(torch.int64))
+        totals = [total + more for total, more in zip(totals, combined(limbs.T.cpu().numpy()[None]), strict=True)]
+    return totals
+
+
+def combined(limbs: npt.NDArray[np.int64]) -> list[int]:
+    """The sum over the first axis of integers, units of 2^-40 and units of 2^-80 [n, T, 3], in units of 2^-80."""
+    totals = [0] * limbs.shape[1]
+    for part in limbs.tolist():
+        for index, (high, middle, low) in enumerate(part):
             totals[index] += (high << 2 * _LIMB) + (middle << _LIMB) + low
     return totals
 

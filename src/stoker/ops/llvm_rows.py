@@ -20,6 +20,7 @@ __all__ = [
     "CLIP_VALUE",
     "COW",
     "DECAY",
+    "MOVE",
     "fetch_add",
     "prefetch",
     "row_accumulate",
@@ -29,13 +30,16 @@ __all__ = [
     "row_copy",
     "row_dot",
     "row_init",
+    "row_lamb",
     "row_rowwise_adagrad",
     "row_scale",
     "row_sgd",
+    "row_squares",
 ]
 
 # Flags of row_condition.
 CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
+MOVE = 16  # of row_lamb
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WIDEST = 64  # elements handled as one vector
@@ -408,5 +412,68 @@ def row_adam(typingctx, dim, row, row_at, mean, square, grad, grad_at, constants
             value = row.load(start, width) - (m * step) / (v.sqrt() * root + eps)
             row.store(start, value, args[8], args[9])
         return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def row_lamb(typingctx, dim, flags, row, row_at, mean, square, out, out_at, constants):
+    """LAMB's direction into ``out``; literal ``flags``: MOVE, ``out`` holds the gradient, with which the moments move
+    first, and DECAY. ``constants`` is [beta1, 1 - beta1, beta2, 1 - beta2, 1/bias1, 1/sqrt(bias2), eps, decay]."""
+    signature = types.void(dim, flags, row, types.intp, mean, square, out, types.intp, constants)
+
+    def codegen(context, b, signature, args):
+        kinds = signature.args
+        flags = kinds[1].literal_value
+        row = _Row(context, b, kinds[2], args[2], args[3])
+        mean = _Row(context, b, kinds[4], args[4], args[3])
+        square = _Row(context, b, kinds[5], args[5], args[3])
+        out = _Row(context, b, kinds[6], args[6], args[7])
+        data = context.make_array(kinds[8])(context, b, args[8]).data
+        loaded = (b.load(b.gep(data, [ir.Constant(_I64, i)])) for i in range(8))
+        beta1, rest1, beta2, rest2, step, root, eps, decay = loaded
+        for start, width in _chunks(kinds[0].literal_value):
+            m, v = mean.load(start, width), square.load(start, width)
+            if flags & MOVE:
+                g = out.load(start, width)
+                m, v = m * beta1 + g * rest1, v * beta2 + (g * g) * rest2
+                mean.store(start, m)
+                square.store(start, v)
+            direction = (m * step) / (v.sqrt() * root + eps)
+            if flags & DECAY:
+                direction = direction + row.load(start, width) * decay
+            out.store(start, direction)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def row_squares(typingctx, dim, row, row_at):
+    """reference.row_norm_squared of a row in float64."""
+    signature = types.float64(dim, row, types.intp)
+
+    def codegen(context, b, signature, args):
+        row = _Row(context, b, signature.args[1], args[1], args[2])
+        wide = ir.DoubleType()
+        total = ir.Constant(ir.VectorType(wide, _LANES), [0.0] * _LANES)
+        for start, width in _chunks(signature.args[0].literal_value):
+            part = row.load(start, width)
+            for begin in range(0, width, _LANES):
+                lanes = b.fpext(part.lanes(begin, min(_LANES, width - begin), _LANES), total.type)
+                total = b.fadd(total, b.fmul(lanes, lanes))
+        width = _LANES
+        while width > 1:
+            width //= 2
+            low, high = (
+                b.shuffle_vector(
+                    total,
+                    ir.Constant(total.type, None),
+                    ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width))),
+                )
+                for first in (0, width)
+            )
+            total = b.fadd(low, high)
+        return b.extract_element(total, ir.Constant(_I32, 0))
 
     return signature, codegen

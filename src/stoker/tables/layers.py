@@ -67,24 +67,26 @@ class Layers:
             found = touched(lease.bags, lease.space)
             summed = gradients(backend, found, lease.space, lease.bags, grad)
             counts = None if rule.cow_ratio == math.inf else found.counts
-            directions = direct(storage.weight, storage.state, found.rows, summed, rule, counts)
-            _add(lengths, squares(directions, found.table, len(lengths)))
+            directions, more = backend.lamb_direct(
+                storage.weight, storage.state, found.rows, found.table, len(lengths), summed, rule, counts
+            )
+            _add(lengths, more)
             return found, directions
 
         def measure_part(lease: Lease) -> None:
             measure(lease)
 
         def step(lease: Lease, found: Touched, directions: Tensor, ratios: list[float]) -> None:
-            rounding = lease.rounding(keys)
-
-            def random(rows: Tensor) -> Tensor:
-                return rounding.bits(rows, group.dim, lease.space)
-
-            _add(squares_of, move(storage.weight, found.rows, found.table, directions, ratios, rule, random))
+            grown = backend.lamb_move(
+                storage.weight, found.rows, found.table, directions, ratios, rule, lease.rounding(keys), lease.space
+            )
+            _add(squares_of, grown)
 
         def step_again(lease: Lease) -> None:
             found = touched(lease.bags, lease.space)
-            directions = direct(storage.weight, storage.state, found.rows, None, rule)  # the moments have moved
+            directions, _ = backend.lamb_direct(  # the moments have moved
+                storage.weight, storage.state, found.rows, found.table, len(lengths), None, rule, None
+            )
             step(lease, found, directions, ratios)
 
         try:

@@ -1,0 +1,69 @@
+"""LAMB's kernels against their definition: equal to the bit, directions, rows and sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker import LAMB
+from stoker.ops import Rounding, get_backend, lamb
+from stoker.ops.space import make_space, slot_space
+
+pytest.importorskip("numba", reason="the CPU back end needs numba")
+
+REFERENCE, CPU = (get_backend(name, torch.device("cpu")) for name in ("reference", "cpu"))
+LAMBS = [
+    LAMB(lr=0.1), LAMB(lr=0.2, weight_decay=0.1, betas=(0.5, 0.9)),
+    LAMB(lr=0.1, clip_value=0.5, clip_norm=1.0, cow_clip=(0.4, 0.01), weight_decay=0.01),
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dim=st.sampled_from([1, 16, 65]), count=st.integers(0, 700), optimizer=st.sampled_from(LAMBS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), slotted=st.booleans(), threads=st.sampled_from([1, 3]),
+    scale=st.sampled_from([1e-6, 1.0, 1e25]), seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, threads, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    space = make_space(["a", "b"], [400, 600], [["x"], ["y"]], ["x", "y"])
+    rows = torch.randperm(1000, generator=g)[:count]
+    table = (rows >= 400).to(torch.int64)
+    rounding = Rounding((5, -7))
+    if slotted:
+        local = torch.randint(0, 2**40, (1000,), generator=g)
+        space = slot_space(space, 1000)
+        rounding = Rounding((5, -7), (torch.arange(1000) >= 400).to(torch.int64), local)
+    weight = (scale * torch.randn(1000, dim, generator=g)).to(dtype)
+    state = {"exp_avg": torch.randn(1000, dim, generator=g), "exp_avg_sq": torch.rand(1000, dim, generator=g)}
+    grad = torch.randn(count, dim, generator=g)
+    counts = torch.randint(1, 50, (count,), generator=g)
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        for backend in (REFERENCE, CPU):
+            w, s = weight.clone(), {name: tensor.clone() for name, tensor in state.items()}
+            outcome = []
+            for tick in (0, 1):
+                rule = optimizer.rule(tick)
+                given = grad.clone() if tick == 0 else None
+                directions, lengths = backend.lamb_direct(w, s, rows, table, 2, given, rule, counts)
+                grown = backend.lamb_move(w, rows, table, directions, [0.3, 1.7], rule, rounding, space)
+                outcome += [directions, lengths, grown]
+            found.append([*outcome, w, *s.values()])
+    finally:
+        torch.set_num_threads(before)
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got) if isinstance(expected, torch.Tensor) else expected == got
+
+
+def test_more_rows_than_their_integers_may_sum_go_to_the_definition(monkeypatch):
+    asked = []
+    monkeypatch.setattr("stoker.ops.cpu.ROWS", 3)
+    monkeypatch.setattr(lamb, "direct", lambda weight, *rest: asked.append(len(rest[1])) or torch.zeros(4, 2))
+    state = {"exp_avg": torch.zeros(9, 2), "exp_avg_sq": torch.zeros(9, 2)}
+    rows = torch.arange(4)
+    CPU.lamb_direct(torch.zeros(9, 2), state, rows, rows * 0, 1, torch.zeros(4, 2), LAMBS[0].rule(0), None)
+    assert asked == [4]
