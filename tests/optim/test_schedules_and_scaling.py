@@ -85,6 +85,7 @@ def test_default_rates_are_scaled_too():
         ({"schedule": "one-cycle", "warmup": 5}, "warm-up of its own"),
         ({"cycle_rise": 1.0}, "between 0 and 1"),
         ({"max_trust": 0.0}, "above 0"),
+        ({"min_trust": 2.0, "max_trust": 1.0}, "bound the trust ratio"),
     ],
 )
 def test_settings_out_of_range(settings, words):

@@ -83,7 +83,7 @@ def test_the_rule_of_scaling_cannot_change_in_a_run(data: stoker.Dataset, tmp_pa
     [
         ({"base_batch_size": 64}, "base batch size is ignored: without lr scaling"),
         ({"cycle_rise": 0.5}, "cycle rise is ignored: only the schedule one-cycle"),
-        ({"max_trust": 2.0}, "max trust is ignored: only lamb"),
+        ({"min_trust": 0.1, "max_trust": 2.0}, "min trust and max trust are ignored: only lamb"),
     ],
 )
 def test_settings_without_effect_are_told(

@@ -71,6 +71,7 @@ def train(
     dense_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the dense part.")] = None,
     dense_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of the dense part.")] = None,
     dense_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of the dense gradient.")] = None,
+    min_trust: Annotated[float | None, option(_OPTIMIZER, "Of lamb: least trust ratio. (default: 0)")] = None,
     max_trust: Annotated[float | None, option(_OPTIMIZER, "Of lamb: largest trust ratio. (default: 10)")] = None,
     lr_scaling: Annotated[
         str | None,

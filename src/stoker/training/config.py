@@ -94,7 +94,8 @@ class TrainConfig:
     dense_lr: float | None = None  # None means 0.1 for sgd, 0.01 for adagrad and lamb, 1e-3 for adam
     dense_weight_decay: float = 0.0  # L2; of lamb decoupled from its moments
     dense_clip_norm: float | None = None  # largest norm over all dense gradients
-    max_trust: float = 10.0  # of lamb: largest trust ratio
+    min_trust: float = 0.0  # of lamb: least trust ratio; above 0 tables that begin small grow as under Adam
+    max_trust: float = 10.0  # and the largest
     lr_scaling: Literal["none", "sqrt", "linear", "cowclip"] = "none"  # of rates with batch_size / base_batch_size
     base_batch_size: int = 2048  # examples; the batch size that the learning rates are meant for
     # Of both learning rates.
@@ -155,8 +156,12 @@ class TrainConfig:
                 "cycle_rise, the share of the steps that it takes.",
                 settings=("schedule", "warmup"),
             )
-        if not 0 < self.max_trust < math.inf:
-            raise ConfigError(f"max_trust is {self.max_trust}; it must be finite and above 0.", settings=("max_trust",))
+        if not (0 < self.max_trust < math.inf and 0 <= self.min_trust <= self.max_trust):
+            raise ConfigError(
+                f"min_trust is {self.min_trust} and max_trust {self.max_trust}; they bound the trust ratio of lamb, so "
+                "0 <= min_trust <= max_trust, and max_trust is finite and above 0.",
+                settings=("min_trust", "max_trust"),
+            )
         _choice("metric", self.metric, DECIDING)
         _choice("batch_order", self.batch_order, ("auto", "shuffled", "hot-cold"))
         object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
@@ -295,7 +300,9 @@ class TrainConfig:
         """The row optimizer, its rate scaled to the batch size."""
         scaling = self.scaling
         lr = _ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
-        more: dict[str, Any] = {"max_trust": self.max_trust} if self.row_optimizer == "lamb" else {}
+        more: dict[str, Any] = (
+            {"min_trust": self.min_trust, "max_trust": self.max_trust} if self.row_optimizer == "lamb" else {}
+        )
         return ROW_OPTIMIZERS[self.row_optimizer](
             lr=lr * scaling.row_lr,
             schedule=schedule,
@@ -311,7 +318,7 @@ class TrainConfig:
         lr = (_DENSE_LR[self.dense_optimizer] if self.dense_lr is None else self.dense_lr) * self.scaling.dense_lr
         kind: Any = _DENSE_OPTIMIZERS[self.dense_optimizer]
         if self.dense_optimizer == "lamb":
-            options: dict[str, Any] = {"max_trust": self.max_trust}
+            options: dict[str, Any] = {"min_trust": self.min_trust, "max_trust": self.max_trust}
         else:
             fused = self.dense_optimizer != "adagrad" or model.device.type == "cpu"
             options = {"fused": True} if fused else {"foreach": True}

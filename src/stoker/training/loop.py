@@ -402,7 +402,9 @@ def _without_effect(
         yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
     if config.schedule != "one-cycle" and (said := _ignored(config, "cycle_rise")):
         yield f"{said}: only the schedule one-cycle has a rise"
-    if "lamb" not in (config.row_optimizer, config.dense_optimizer) and (said := _ignored(config, "max_trust")):
+    if "lamb" not in (config.row_optimizer, config.dense_optimizer) and (
+        said := _ignored(config, "min_trust", "max_trust")
+    ):
         yield f"{said}: only lamb has a trust ratio"
     if config.warmup >= total:
         yield (
