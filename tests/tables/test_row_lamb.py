@@ -180,6 +180,22 @@ def test_rows_that_are_replaced_are_looked_at_again():
         assert torch.equal(tables.rows(name), again.rows(name))
 
 
+def test_a_bad_id_that_a_device_found_late_stops_the_update(monkeypatch):
+    tables = tables_of(LAMB(lr=0.1), "reference")
+    before = {name: value.clone() for name, value in tables.state_dict().items()}
+    out = tables(torch.zeros(2, 3, dtype=torch.int64)).sum()
+
+    def late() -> None:
+        raise IndexError("example 1 has id 77")
+
+    monkeypatch.setattr(tables.groups[0].backend, "synchronize", late)
+    with pytest.raises(IndexError, match="77"):
+        out.backward()
+    monkeypatch.undo()
+    for name, value in tables.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_an_empty_batch_moves_nothing():
     tables = tables_of(LAMB(lr=0.1))
     before = tables.rows("a")

@@ -59,6 +59,7 @@ class Layers:
             rule: constants.
             keys: of the random bits, see :meth:`Lease.rounding`.
         """
+        group.backend.synchronize()  # a device that found a bad id late must say so before rows are addressed by it
         squares_of = self.squares(group)
         storage, backend = group.storage, group.backend
         lengths = [0] * len(squares_of)

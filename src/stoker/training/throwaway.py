@@ -86,6 +86,8 @@ def throwaway(
         model = config.make_model(data.schema, optimizer, place_run(config, data, optimizer))
         models.append(model)
         made = Throwaway(model, data, config, steps, schedule)
-        yield made
-        made.close()
+        try:
+            yield made
+        finally:
+            made.close()
         model.embeddings.close()
