@@ -44,8 +44,7 @@ def test_a_script_reads_one_object(data: Dataset, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--batch-size", "auto"], "is for stoker train"),
-        (["--batch-size", "many"], "neither a whole number nor auto"),
+        (["--batch-size", "auto"], "parse string as an integer"),
         (["--row-cow-clip", "1"], "is not r,zeta"),
         (["--row-cow-clip", "0,0"], "clip every gradient to 0"),
         (["--row-lr", "0"], "stays 0"),
@@ -57,6 +56,12 @@ def test_mistakes_are_explained(
     code, _, err = output(capsys, "find-lr", data.path, *given, *QUICK)
     assert code == 2
     assert words in " ".join(err.split())
+
+
+def test_a_batch_size_that_is_none(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = output(capsys, "train", data.path, "--out", tmp_path / "a", "--batch-size", "many", *QUICK)
+    assert code == 2
+    assert "neither a whole number nor auto" in " ".join(err.split())
 
 
 def test_auto_batch_size_is_chosen_once(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,9 @@ _WIDTH, _HEIGHT = 64, 12  # of the curve: it fits a terminal of 80
 #: options of stoker train that a test without end, evaluation and checkpoints has no use for
 _WITHOUT = frozenset(
     {
-        "dataset", "out", "resume", "epochs", "steps", "batch_order", "swap_rate", "schedule_rows", "schedule",
-        "cycle_rise", "warmup", "decay_steps", "eval_every", "valid_rows", "metric", "patience", "save_every",
-        "keep_last", "log_every", "tensorboard", "json_lines",
+        "dataset", "out", "resume", "batch_size", "epochs", "steps", "batch_order", "swap_rate", "schedule_rows",
+        "schedule", "cycle_rise", "warmup", "decay_steps", "eval_every", "valid_rows", "metric", "patience",
+        "save_every", "keep_last", "log_every", "tensorboard", "json_lines",
     }
 )  # fmt: skip
 
@@ -43,6 +43,7 @@ def find_lr(
     high: Annotated[float, option(_TEST, "Last factor.")] = 1e3,
     which: Annotated[str, option(_TEST, "Rates that rise: both, rows or dense.")] = "both",
     smoothing: Annotated[float, option(_TEST, "Weight of the past in the smoothed loss.")] = 0.9,
+    batch_size: options.BatchSize = None,
     plot: Annotated[Path | None, option(_RESULT, "File to write the curve to, as .png (needs matplotlib).")] = None,
     as_json: OneObject = False,
     **given: Any,
@@ -69,9 +70,7 @@ def find_lr(
     from stoker.cli.bars import Bars
     from stoker.training.find_lr import find_lr as run
 
-    settings = options.train_settings(given)
-    if settings.get("batch_size") == "auto":
-        raise ConfigError("--batch-size auto is for stoker train. Give the size that the learning rates are for.")
+    settings = options.train_settings({"batch_size": batch_size, **given})
     with Bars(quiet=as_json) as bars:
         found = run(
             dataset, lr_steps=lr_steps, low=low, high=high, which=which, smoothing=smoothing,  # type: ignore[arg-type]

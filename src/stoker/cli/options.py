@@ -178,7 +178,7 @@ def train_settings(given: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _examples(text: str) -> int | str:
+def _examples(text: str | int) -> int | str:
     if text == "auto":
         return text
     try:
