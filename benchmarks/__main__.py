@@ -12,6 +12,7 @@ from benchmarks import (
     classify,
     dlrm_step,
     embedding,
+    extreme_batches,
     hot_cold,
     lookahead,
     placed,
@@ -52,6 +53,7 @@ def all_bars() -> list[Bar]:
         tensor_train_accuracy,
         tensor_train_step,
         tensor_train_mix,
+        extreme_batches,
     )
     return [bar for module in modules for bar in module.bars()]
 
