@@ -164,6 +164,11 @@ def test_a_batch_of_one_row_trains_by_the_running_moments() -> None:
 def test_mistakes_are_told() -> None:
     with pytest.raises(ConfigError, match=r"dims names \['C9'\]"):
         Tabular(SPEC, dims={"C9": 3})
+    for wrong in (5, {"C1": "wide"}):
+        with pytest.raises(ConfigError, match="not columns by table"):
+            Tabular(SPEC, dims=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="embedding_dim=0; both must be at least 1"):
+        Tabular(SPEC, dims={"C1": 0})
     with pytest.raises(ConfigError, match="3 shares for 2 layers"):
         Tabular(SPEC, dropout=(0.1, 0.2, 0.3))
     with pytest.raises(ConfigError, match=r"dropout of 1\.0 is no share"):

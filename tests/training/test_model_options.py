@@ -68,8 +68,8 @@ def test_values_are_those_of_the_annotation(name: str, good: list[Any], bad: lis
 def test_every_option_of_every_model_is_checked(model: str, tmp_path: Any) -> None:
     spec = make_dataset(tmp_path, rows=50, sequence={1: 4}).schema
     for name in own_options(MODELS[model]):
-        config = TrainConfig(model=model, model_options={name: {"odd": 3}})
-        with pytest.raises(ConfigError, match=rf"option {name} of model '{model}' is \{{'odd': 3\}}, expected "):
+        config = TrainConfig(model=model, model_options={name: {"odd": None}})
+        with pytest.raises(ConfigError, match=rf"option {name} of model '{model}' is \{{'odd': None\}}, expected "):
             config.make_model(spec, SGD(lr=0.1))
 
 

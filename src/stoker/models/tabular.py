@@ -49,7 +49,7 @@ class Tabular(RecModel):
         settings: those of :class:`RecModel`.
 
     Raises:
-        ConfigError: a share outside [0, 1), or columns of a table that does not exist.
+        ConfigError: a share outside [0, 1), columns of a table that does not exist, or below 1.
     """
 
     name: ClassVar[str] = "tabular"
@@ -89,7 +89,9 @@ class Tabular(RecModel):
 
     @classmethod
     def table_dims(cls, spec: FeatureSpec, config: Mapping[str, Any]) -> dict[str, int]:
-        given = dict(config.get("dims") or {})
+        given = config.get("dims") or {}
+        if not isinstance(given, Mapping) or not all(isinstance(columns, int) for columns in given.values()):
+            raise ConfigError(f'dims is {given!r}, not columns by table such as {{"hotel": 16}}.', settings=("dims",))
         tables = dict.fromkeys(feature.table for feature in spec.features)
         if unknown := sorted(set(given) - set(tables)):
             raise ConfigError(f"dims names {unknown}, but the tables are {', '.join(tables)}.", settings=("dims",))

@@ -80,6 +80,15 @@ def _expected(hint: Any) -> _Check | None:
         return _LISTS[
             given[0]
         ], lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(fits, value))
+    if origin is Mapping and given == (str, int):
+        whole = _PLAIN[int][1]
+        return (
+            'an object of whole numbers such as {"a": 1}',
+            lambda value: (
+                isinstance(value, Mapping)
+                and all(isinstance(key, str) and whole(number) for key, number in value.items())
+            ),
+        )
     if origin is Mapping and given == (str, str):
         return (
             'an object of texts such as {"a": "b"}',
