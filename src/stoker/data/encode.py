@@ -322,7 +322,7 @@ class Encoder:
         ``rows_of`` gives the rows of a part that belong to the split, in order.
         """
         n = sum(piece.end - piece.begin for piece in slices)
-        dense = np.empty((n, len(self.layout.schema.dense)), np.float32)
+        dense = np.empty((n, len(self.layout.schema.dense_names)), np.float32)
         labels = np.empty(n, np.float32)
         bags = bool(self.layout.sequences)
         width = len(self.layout.features)

@@ -102,7 +102,7 @@ class _Publisher:
                     ids += sum(arrays.size(f"codes.{index}") for index in self.layout.sequences)
         rows = sum(part.rows for part in self.fitting.parts)
         lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
-        return 4 * (1 + len(self.schema.dense)) + lengths + (8 if self._wide else 4) * ids / rows
+        return 4 * (1 + len(self.schema.dense_names)) + lengths + (8 if self._wide else 4) * ids / rows
 
     def _group_bytes(self, rows: int) -> int:
         return 4 * rows if self.layout.group is not None else 0
@@ -170,7 +170,7 @@ class _Publisher:
             files |= written
             splits = {name: entry | self._groups_of(of_splits, name) for name, entry in splits.items()}
         features = FeatureSpec(
-            dense=tuple(column.name for column in self.schema.dense),
+            dense=self.schema.dense_names,
             features=tuple(column.feature() for column in self.layout.features),
             num_embeddings={name: record["rows"] for name, record in self.fitting.tables.items()},
         )

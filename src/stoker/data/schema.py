@@ -139,6 +139,7 @@ class DenseColumn:
     clip_min: float | None = None
     clip_max: float | None = None
     transforms: tuple[str, ...] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
+    null_flag: bool = False  # another column, NAME_is_null, behind this one: 1 where the value was missing, else 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", tuple(self.transforms))
@@ -156,6 +157,11 @@ class DenseColumn:
     def raw(self) -> str:
         """Name of the raw column."""
         return self.source or self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what the model sees of it."""
+        return (self.name, f"{self.name}_is_null") if self.null_flag else (self.name,)
 
     @property
     def fitted(self) -> bool:
@@ -283,7 +289,7 @@ class Schema:
             self._check_features()
         if not (self.dense or self.categorical or self.sequence):
             raise SchemaError("the schema has no feature. Add at least one dense, categorical or sequence column.")
-        names = [column.name for column in self.dense] + [column.name for column in self.features]
+        names = [*self.dense_names, *(column.name for column in self.features)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
@@ -340,6 +346,11 @@ class Schema:
                     )
 
     @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the dense columns that models see, in order: those of the schema, each before its flag."""
+        return tuple(name for column in self.dense for name in column.names)
+
+    @property
     def features(self) -> tuple[CategoricalColumn, ...]:
         """Categorical, then sequence columns: the order of ids in every batch."""
         return (*self.categorical, *self.sequence)
@@ -352,6 +363,9 @@ class Schema:
         values["feature"] = [feature.to_dict() for feature in self.feature]
         if not self.feature:  # schemas without features have the hashes that they always had
             del values["feature"]
+        for column in values["dense"]:
+            if not column["null_flag"]:  # so that schemas without one keep their hash
+                del column["null_flag"]
         return cast("dict[str, Any]", _plain(values))
 
     @classmethod

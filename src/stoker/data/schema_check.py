@@ -183,5 +183,5 @@ def _matches(value: Any, kind: Any) -> bool:
 
 
 def _word(kind: Any) -> str:
-    plain = {str: "text", int: "a whole number", float: "a number"}.get(kind)
+    plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
     return plain or ("a list of texts" if typing.get_origin(kind) is tuple else "a table of texts")

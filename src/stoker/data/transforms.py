@@ -43,12 +43,16 @@ def raw_dense(values: Sequence[Array], rows: int) -> npt.NDArray[np.float64]:
 def dense_values(
     columns: Sequence[DenseColumn], values: Sequence[Array], rows: int, fit: Sequence[DenseFit] | None = None
 ) -> npt.NDArray[np.float32]:
-    """[n, D] as the model sees them. ``fit`` is needed where a column is fitted."""
-    out = np.empty((rows, len(columns)), np.float32)
+    """[n, D] as the model sees them, flags of missing values among them. ``fit`` is needed where a column is fitted."""
+    out = np.empty((rows, sum(len(column.names) for column in columns)), np.float32)
+    at = 0
     for index, (column, raw) in enumerate(zip(columns, values, strict=True)):
         fitted = fit[index] if fit is not None else DenseFit.of(column)
         low, high, log = _steps(column)
-        _apply(raw, fitted.fill, low, high, log, fitted.scale, fitted.shift, out, index)
+        _apply(raw, fitted.fill, low, high, log, fitted.scale, fitted.shift, out, at)
+        if column.null_flag:
+            out[:, at + 1] = np.isnan(raw)
+        at += len(column.names)
     return out
 
 
