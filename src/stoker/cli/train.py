@@ -106,6 +106,10 @@ def train(
     tensorboard: Annotated[
         bool | None, option(_RUN, "Write TensorBoard events.", "--tensorboard/--no-tensorboard")
     ] = None,
+    data_memory: Annotated[
+        str | None,
+        option(_RUN, "For a copy of the training rows in fast memory. (default: auto, see docs/training.md)"),
+    ] = None,
     device_memory: options.DeviceMemory = None,
     host_memory: options.HostMemory = None,
     home_path: options.HomePath = None,

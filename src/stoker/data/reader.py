@@ -3,7 +3,8 @@
 Rows are copied once, from the mapped shards into the tensors of the batch. What stays resident is the pages
 of one pool (``shuffle_memory`` at most): when a pool is finished its pages are unmapped, and while it is
 consumed the kernel is asked to read the next one. These are clean pages of the page cache; the stream itself
-holds about 1 MB.
+holds about 1 MB. Where ``data_memory`` has room for the split, its rows are copied there once instead, and batches
+are gathered from the copy (:mod:`stoker.data.held`).
 
 A shard is checked when the first of its rows is due: in file order one after the other, shuffled all of them before
 the first batch.
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor
 
 from stoker.data.batch import Batch
-from stoker.data.gather import make_gather
+from stoker.data.copies import copied_ahead
+from stoker.data.gather import Gather, make_gather
+from stoker.data.held import bytes_held, hold
 from stoker.data.integrity import ShardChecks
 from stoker.data.order import EpochOrder, rows_that_fit
 from stoker.data.prefetch import prefetched
@@ -102,6 +105,7 @@ class BatchStream:
         reuse: bool = False,
         pin_memory: bool = False,
         device: torch.device | str | None = None,
+        data_memory: str | int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; a batch has at least 1 row.")
@@ -133,6 +137,9 @@ class BatchStream:
         bytes_per_row = split.bytes / max(len(split), 1)
         self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
         self._prefetch, self._reuse = prefetch, reuse
+        room = 0 if data_memory is None else parse_size(data_memory)
+        self.held = bool(self.rows) and bytes_held(split, self.rows) <= room  # whether rows are copied to memory
+        self._gather: Gather | None = None  # from that copy
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
@@ -140,12 +147,23 @@ class BatchStream:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._produce(self.epoch, self.position)
-        with closing(prefetched(batches, self._prefetch) if self._prefetch else batches) as source:
+        with (
+            closing(prefetched(batches, self._prefetch) if self._prefetch else batches) as made,
+            closing(self._copied(made)) as source,
+        ):
             for batch in source:
                 self.position += 1  # counted when handed out: a checkpoint made now resumes behind it
-                yield batch if self._device is None else batch.to(self._device, non_blocking=True)
+                yield batch
         self.epoch += 1
         self.position = 0
+
+    def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        """The batches on the device that was asked for."""
+        if self._device is not None and self._device.type == "cuda" and not self.held:
+            yield from copied_ahead(batches, self._device)
+            return
+        for batch in batches:
+            yield batch if self._device is None else batch.to(self._device)
 
     @property
     def step(self) -> int:
@@ -253,18 +271,26 @@ class BatchStream:
         if position >= end:
             return
         order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
-        pages = _Pages(self.split, order, self.rows)
-        gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only)
         checks = ShardChecks(self.split)
-        if self._seed is not None:
+        held = self.held and not again
+        if self._seed is not None or held:
             checks.before(0, self.rows)  # a shuffled batch takes its rows from everywhere
+        pages: _Pages | None = None
+        if held:
+            if self._gather is None:
+                self._gather = hold(self.split, self.rows, self._device or torch.device("cpu"))
+            gather = self._gather
+        else:
+            pages = _Pages(self.split, order, self.rows)
+            gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only)
         # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
         ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
         for index in range(position, end):
             start, stop = self._shares.span(index, self._rank)
             if self._seed is None:
                 checks.before(start, stop)
-            pages.at(start)
+            if pages is not None:
+                pages.at(start)
             step = epoch * len(self) + index
             allocate = _fresh if again else partial(self._allocate, ring[index % len(ring)])
             tensors = gather(order.take(start, stop), allocate)

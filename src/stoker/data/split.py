@@ -134,6 +134,7 @@ class Split:
         reuse: bool = False,
         pin_memory: bool = False,
         device: torch.device | str | None = None,
+        data_memory: str | int | None = None,
     ) -> BatchStream:
         """A stream of batches; iterate it once per epoch.
 
@@ -151,7 +152,10 @@ class Split:
             prefetch: batches made ahead by a thread; 0 makes them when asked for.
             reuse: recycle the tensors. A batch is then valid until the next one is asked for, no longer.
             pin_memory: page-locked tensors, for asynchronous copies to a GPU.
-            device: hand out batches on this device; pins memory where that is a GPU.
+            device: hand out batches on this device; on a GPU through page-locked memory, one batch ahead.
+            data_memory: bytes of that device (None: of main memory) for a copy of the rows. Where they fit, the copy is
+                made before the first batch, and batches, equal to the bit, are gathered from it; rows that do not fit,
+                and None, stay in their files.
 
         Raises:
             ConfigError: settings that leave no batch, or contradict each other.
@@ -169,6 +173,7 @@ class Split:
             reuse=reuse,
             pin_memory=pin_memory,
             device=device,
+            data_memory=data_memory,
         )
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:

@@ -115,6 +115,9 @@ class TrainConfig:
     log_every: int = 50  # steps between two lines of metrics.jsonl
     tensorboard: bool = True
 
+    # For a copy of the training rows in fast memory, such as "2GiB"; "auto": half of what is free on a GPU whose tables
+    # are resident, else none, as the page cache holds what was read; "0": none.
+    data_memory: str = "auto"
     device_memory: str | None = None  # for rows and their optimizer state, such as "4GiB"; None or "all": no limit
     host_memory: str | None = None  # for rows that do not fit there; None means 80 % of what is available
     home_path: str | None = None  # directory of the file for rows that do not fit either; None: the temporary one
@@ -203,8 +206,8 @@ class TrainConfig:
             object.__setattr__(self, "home_path", os.fspath(self.home_path))  # a Path cannot go into JSON
         if self.device_memory == "all":
             object.__setattr__(self, "device_memory", None)
-        for name in ("device_memory", "host_memory", "shuffle_memory"):
-            if (size := getattr(self, name)) is not None:
+        for name in ("device_memory", "host_memory", "shuffle_memory", "data_memory"):
+            if (size := getattr(self, name)) is not None and (name, size) != ("data_memory", "auto"):
                 try:
                     parse_size(size)
                 except ConfigError as error:
@@ -410,7 +413,7 @@ class TrainConfig:
 RESUMABLE = frozenset(
     {
         "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
-        "tensorboard", "device", "backend", "threads", "device_memory", "host_memory", "home_path", "lookahead",
-        "foresight", "in_flight", "spill", "strategy",
+        "tensorboard", "device", "backend", "threads", "data_memory", "device_memory", "host_memory", "home_path",
+        "lookahead", "foresight", "in_flight", "spill", "strategy",
     }
 )  # fmt: skip

@@ -36,7 +36,7 @@ from stoker.training.placing import Epochs, moved, movement, place_run, tidy
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
-from stoker.training.room import check_disk, check_memory
+from stoker.training.room import check_disk, check_memory, data_budget
 from stoker.training.rundir import RunDirectory, open_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
 from stoker.units import format_count, format_size, plural
@@ -104,12 +104,20 @@ def _train(
     placement = place_run(config, data, optimizer)
     tables = config.stored_tables(data.schema)
     warnings = [check_memory(tables, optimizer.state, device, placement)]
+    placed = placement is not None and not placement.resident
     stream = run_stream(
         config,
         data,
-        reuse=device.type != "cuda" and (placement is None or placement.resident),  # staged batches wait in the window
+        reuse=device.type != "cuda" and not placed,  # staged batches wait in the window
         pin_memory=device.type == "cuda",
+        device=device if device.type == "cuda" and not placed else None,  # the rows of a batch are planned here
+        data_memory=data_budget(config, tables, optimizer.state, device, placed=placed),
     )
+    if config.data_memory not in ("auto", "0") and not stream.held:
+        warnings.append(
+            f"data memory of {config.data_memory} does not hold the training rows, {format_size(data.train.bytes)}: "
+            "they are read from their files"
+        )
     total = config.total_steps(len(stream))
     schedule = config.make_schedule(total)
     model = config.make_model(data.schema, config.make_row_optimizer(schedule), placement)
@@ -447,7 +455,8 @@ def _facts(
     return (
         f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
         f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
-        f"rows, {plural(total, 'step')} of {config.batch_size:,} on {model.device}"
+        f"rows{' held in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} on "
+        f"{model.device}"
         + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
         + ("" if placement is None else f"\n{placement.summary()}")
     )

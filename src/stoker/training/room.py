@@ -15,9 +15,9 @@ from stoker.errors import CheckpointError, ConfigError
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Device, TableConfig
 from stoker.training.config import TrainConfig
-from stoker.units import format_size
+from stoker.units import format_size, parse_size
 
-__all__ = ["check_disk", "check_memory"]
+__all__ = ["check_disk", "check_memory", "data_budget"]
 
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 
@@ -69,6 +69,26 @@ def check_memory(
             f"{format_size(free)} is free. {remedy}."
         )
     return None
+
+
+def data_budget(
+    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, *, placed: bool
+) -> int:
+    """Bytes for a copy of the training rows, where batches are made.
+
+    Args:
+        config: of the run.
+        tables: of the model.
+        state: of the row optimizer.
+        device: that trains.
+        placed: whether rows of tables come and go; batches are then made in main memory, where their ids are planned.
+    """
+    if config.data_memory != "auto":
+        return parse_size(config.data_memory)
+    if device.type == "cpu" or placed:
+        return 0
+    rows = sum(table.num_embeddings * row_bytes(table, state) for table in tables)
+    return max(0, (memory_of(device)[0] - rows) // 2)
 
 
 def _address_space() -> int | None:

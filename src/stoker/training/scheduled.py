@@ -63,7 +63,8 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     Args:
         config: its settings.
         data: its dataset.
-        options: ``reuse`` and ``pin_memory`` of :meth:`stoker.data.split.Split.batches`.
+        options: ``reuse``, ``pin_memory``, ``device`` and ``data_memory`` (bytes) of
+            :meth:`stoker.data.split.Split.batches`.
 
     Raises:
         ConfigError: see :func:`batch_order`.
@@ -71,11 +72,14 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     if batch_order(config, data) == "shuffled":
         return data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory, **options)
     memory, whole = parse_size(config.shuffle_memory), data.train.bytes
+    held = int(options.pop("data_memory", None) or 0) >= whole
 
     def batches(part: Split) -> BatchStream:
         row = -(-part.bytes // max(1, len(part)))
         share = max(1, row, -(-memory * part.bytes // whole))
-        return part.batches(config.batch_size, seed=config.seed, shuffle_memory=share, **options)
+        return part.batches(
+            config.batch_size, seed=config.seed, shuffle_memory=share, data_memory=whole if held else None, **options
+        )
 
     return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
 
@@ -123,6 +127,11 @@ class HotColdStream:
     def __len__(self) -> int:
         """Batches per epoch."""
         return sum(map(len, self.streams.values()))
+
+    @property
+    def held(self) -> bool:
+        """Whether the rows are copied to memory."""
+        return any(stream.held for stream in self.streams.values())
 
     def __str__(self) -> str:
         cold, hot = (f"{len(stream):,} {kind}" for kind, stream in self.streams.items())

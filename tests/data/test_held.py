@@ -1,0 +1,151 @@
+"""Rows held in memory give the batches that files give, and copies to a GPU run one ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+
+from small_runs import SMALL, assert_same_run
+
+import stoker
+from stoker.data import copies
+from stoker.data.batch import Batch
+from stoker.data.gather import NumpyGather
+from stoker.data.held import HeldTensors, bytes_held
+from stoker.errors import ConfigError
+from stoker.testing import make_dataset
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one-hot": {},
+    "no dense, wide ids": {"num_dense": 0, "id_type": "int64"},
+    "sequences": {"sequence": {1: 4}},
+}
+
+
+def dataset(path: Path, kind: str) -> stoker.Dataset:
+    return make_dataset(path, rows=1500, shard_rows=256, **KINDS[kind])
+
+
+def fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    found = (batch.dense, batch.ids, batch.offsets, batch.labels)
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"seed": 3}, {"seed": 3, "limit": 700, "shuffle_memory": "16KiB"}], ids=str)
+def test_held_batches_equal_those_from_files(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    split = dataset(tmp_path / "d", kind).train
+    plain = split.batches(64, **settings)
+    held = split.batches(64, **settings, data_memory=bytes_held(split, plain.rows))
+    assert held.held
+    assert not plain.held
+    assert not split.batches(64, **settings, data_memory=bytes_held(split, plain.rows) - 1).held
+    for _ in range(2):
+        for ours, theirs in zip(held, plain, strict=True):
+            assert ours.step == theirs.step
+            assert_equal(tensors(ours), tensors(theirs))
+    assert held.state_dict() == plain.state_dict()
+    assert_equal(tensors(next(iter(held.rest_of_epoch()))), tensors(next(iter(plain.rest_of_epoch()))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_on_a_device_equal_those_from_files(kind: str, tmp_path: Path) -> None:
+    split = dataset(tmp_path / "d", kind).train
+    held, plain = HeldTensors(split.shards, torch.device("cpu")), NumpyGather(split.shards, split.starts)
+    for rows in (np.array([5]), np.random.default_rng(0).permutation(len(split))[:300], np.arange(250, 260)):
+        ours, theirs = held(rows, fresh), plain(rows, fresh)
+        assert ours.keys() == theirs.keys()
+        assert_equal([ours[name] for name in theirs], theirs.values())
+
+
+def test_held_rows_do_not_need_their_files(tmp_path: Path) -> None:
+    split = dataset(tmp_path / "d", "one-hot").train
+    expected = [tensors(batch) for batch in split.batches(64)]
+    stream = split.batches(64, data_memory="1GiB")
+    for _ in stream:
+        pass
+    for shard in split.shards:
+        with shard.path.open("r+b") as file:  # the very pages that are mapped
+            file.seek(4096)
+            file.write(bytes(2048))
+    changed = [tensors(batch) for batch in split.batches(64)]
+    assert not all(all(map(torch.equal, *pair)) for pair in zip(changed, expected, strict=True)), "nothing was changed"
+    for batch, other in zip(stream, expected, strict=True):
+        assert_equal(tensors(batch), other)
+
+
+def test_runs_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = dataset(tmp_path / "d", "sequences")
+    settings = {**SMALL, "display": "plain"}
+    stoker.train(data, out=tmp_path / "a", **settings)
+    assert "held in memory" not in capsys.readouterr().err
+    stoker.train(data, out=tmp_path / "b", **settings, data_memory="1MiB")
+    assert "1,200 training rows held in memory" in capsys.readouterr().err
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    stoker.train(data, out=tmp_path / "c", **settings, data_memory="1KiB")
+    assert "data memory of 1KiB does not hold the training rows" in capsys.readouterr().err
+    stoker.train(data, out=tmp_path / "e", **settings, data_memory="1MiB", device_memory="20KiB")
+    assert_same_run(tmp_path / "a", tmp_path / "e")
+    with pytest.raises(ConfigError, match="data_memory"):
+        stoker.TrainConfig(data_memory="plenty")
+
+
+class _Event:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+
+class _Stream:
+    """Stands for a CUDA stream: writes down what is asked of it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.count = log, 0
+
+    def record_event(self) -> _Event:
+        self.count += 1
+        return _Event(self.log, f"copy {self.count - 1}")
+
+    def wait_event(self, event: _Event) -> None:
+        self.log.append(f"wait for {event.name}")
+
+
+def test_copies_run_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU in the tests: this is the order of what is asked of one."""
+    log: list[str] = []
+    beside, working = _Stream(log), _Stream(log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: beside)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: working)
+    monkeypatch.setattr(Batch, "to", lambda self, device, non_blocking: log.append(f"start {self.step}") or self)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("record"))
+
+    def made() -> Iterator[Batch]:
+        for step in range(3):
+            yield Batch(dense=torch.zeros(1, 1), ids=torch.zeros(1, 1), step=step)
+
+    for batch in copies.copied_ahead(made(), torch.device("cuda")):
+        log.append(f"train {batch.step}")
+    assert [entry for entry in log if entry != "record"] == [
+        "start 0", "start 1", "wait for copy 0", "train 0", "start 2", "wait for copy 1", "train 1",
+        "wait for copy 2", "train 2",
+    ]  # fmt: skip
+    assert log.count("record") == 6
