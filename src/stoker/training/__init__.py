@@ -8,10 +8,12 @@ from stoker.training.evaluation import evaluate, predict
 from stoker.training.interrupt import Interrupted
 from stoker.training.loop import TrainResult, train
 from stoker.training.metrics import StreamingMetrics
+from stoker.training.ranking import RankingMetrics
 
 __all__ = [
     "Checkpoint",
     "Interrupted",
+    "RankingMetrics",
     "StreamingMetrics",
     "TrainConfig",
     "TrainResult",
