@@ -14,6 +14,7 @@ from prepared import digests, rows_of
 from typer.testing import CliRunner
 
 import stoker
+from stoker import features as f
 from stoker.cli import app
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
@@ -177,3 +178,57 @@ def test_inspect_shows_groups(log: Path, tmp_path: Path) -> None:
     told: dict[str, Any] = json.loads(CliRunner().invoke(app, ["inspect", str(data.path), "--json"]).output)
     assert told["groups"]["column"] == "session"
     assert told["splits"]["test"]["groups"]["count"] == data.test.entry["groups"]["count"]
+
+
+FEATURED = Schema(
+    label=Label(column="clicked"),
+    dense=(
+        DenseColumn(name="row"),
+        DenseColumn(name="place"),
+        DenseColumn(name="price", fill="median", null_flag=True),
+    ),
+    categorical=(CategoricalColumn(name="item"),),
+    feature=(f.PastCount(name="place", by=("item",), order="row"),),
+    group="list",
+    split=SplitRule(rule="column", column="day", values={"mo": "train", "tu": "valid", "look": "drop"}),
+)
+
+
+def featured_log(path: Path, *, days: tuple[str, ...]) -> pl.DataFrame:
+    """Rows of lists, and between them rows that are only looked back at, which belong to no list."""
+    made = pl.DataFrame(
+        {
+            "clicked": [row % 5 == 0 for row in range(400)],
+            "row": range(400),
+            "item": [f"i{row % 7}" for row in range(400)],
+            "list": [None if row % 4 == 3 else f"l{row // 8}" for row in range(400)],
+            "day": ["look" if row % 4 == 3 else days[row // 8 % len(days)] for row in range(400)],
+            "price": [None if row % 3 == 0 else float(row) for row in range(400)],
+        }
+    ).with_columns(pl.col("clicked").cast(int))
+    made.write_csv(path)
+    return made
+
+
+def test_groups_beside_features_and_in_rows_prepared_alike(tmp_path: Path) -> None:
+    raw = featured_log(tmp_path / "log.csv", days=("mo", "mo", "tu"))
+    data = stoker.prepare(FEATURED, tmp_path / "log.csv", out=tmp_path / "a")
+    assert data.manifest["quarantined"] == 0, "rows of no split need no group"
+    names = {name: place for place, name in enumerate(raw["list"].unique().drop_nulls().to_list())}
+    lists = pl.Series([names.get(name, -1) for name in raw["list"]])
+    for name, split in data.splits.items():
+        if len(split):
+            assert split.groups is not None
+            assert split.groups.tolist() == numbers_by_hand(data.path, name, lists)
+    assert data.schema.dense == ("row", "place", "price", "price_is_null")
+    later = featured_log(tmp_path / "later.csv", days=("tu",))
+    new = stoker.prepare(like=data.path, files=tmp_path / "later.csv", out=tmp_path / "b")
+    assert new.test.groups is not None
+    assert new.test.groups.tolist() == numbers_by_hand(new.path, "test", lists)
+    flags = [row[3] for row in rows_of(new.path, "test")["dense"]]
+    assert flags == later.filter(pl.col("day") != "look")["price"].is_null().cast(float).to_list()
+    raw.with_columns(list=pl.when(pl.col("row") == 16).then(None).otherwise(pl.col("list"))).write_csv(
+        tmp_path / "x.csv"
+    )
+    with pytest.raises(DataError, match="has no list, which tells the group of a row"):
+        stoker.prepare(FEATURED, tmp_path / "x.csv", out=tmp_path / "c")

@@ -75,7 +75,9 @@ def evaluate(
 
 def predict(
     run: Run,
-    out: Annotated[Path, typer.Option(help="File to write, .parquet or .csv: row, label, score, and group where there are groups.")],
+    out: Annotated[
+        Path, typer.Option(help="File to write, .parquet or .csv: row, label, score, and group where there are groups.")
+    ],
     data: Data = None,
     split: SplitName = "test",
     rows: Rows = None,

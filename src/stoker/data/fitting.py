@@ -48,6 +48,7 @@ class Fitting:
         self.sizes = np.zeros((len(self.parts), 4), np.int64)  # rows in train, valid, test, nowhere
         for part in self.parts:
             self._measure(part)
+            self._check_groups(part)
         if not self.sizes[:, 0].any() and task.like is None:
             raise UnusableInput(
                 f"the split rule {task.schema.split.rule!r} leaves no training row of "
@@ -74,6 +75,19 @@ class Fitting:
 
     def _measure(self, part: PartRows) -> None:
         self.sizes[part.index] = np.bincount(np.minimum(self.assign(part), 3), minlength=4)
+
+    def _check_groups(self, part: PartRows) -> None:
+        """Refuse rows of a split that have no group."""
+        column = self.task.schema.group
+        if column is None:
+            return
+        with self.open(part) as arrays:
+            without = np.flatnonzero((arrays["codes.group"] == 0) & (self.assign(part) < SPLIT_CODES["drop"]))
+        if len(without):
+            raise UnusableInput(
+                f"{self.place_of(part, int(without[0]))} has no {column}, which tells the group of a row, as "
+                f"{len(without) - 1:,} more rows near it. Let the split rule drop such rows, or fill the column."
+            )
 
     def drop(self, part: PartRows, rows: npt.NDArray[np.bool_]) -> None:
         """Leave rows out of every split."""

@@ -34,7 +34,7 @@ class Layout:
     and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
     dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
     for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; and for groups
-    ``codes.group`` [n] with its dictionary.
+    ``codes.group`` [n] with its dictionary (0: none).
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
@@ -61,7 +61,10 @@ class Layout:
             "last_touch",
         ):
             self.split = Field(column=schema.split.column, kind="string", required=True)
-        self.group = None if schema.group is None else Field(column=schema.group, kind="string", required=True)
+        self.group: Field | None = None
+        if schema.group is not None and not keys_only:
+            # Rows that features look back at belong to no split, and need no group.
+            self.group = Field(column=schema.group, kind="string", required=not schema.feature)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
         everything = [self.label, *self.dense, *self.feature_fields, *optional]
         self.fields: list[Field] = list(dict.fromkeys(everything))
