@@ -56,6 +56,7 @@ def by_loops(path: Path) -> list[dict[str, Any]]:
             earlier = [e for e in past if e["item"] == item and e["when"] < when]
             rows.append({
                 "clickout": clickout, "item": item, "y": int(item == line["reference"]), "price": price, "rank": place,
+                "price_is_null": 0,
                 "price_rank": 1 + sum(float(p) < price for p in prices[: len(items)]),
                 "is_last_item": int(bool(session) and session[-1]["item"] == item),
                 "steps_since": step - session[-1]["step"] if session else -1,
@@ -87,6 +88,9 @@ def test_every_feature_is_that_of_the_loops(folder: Path, tmp_path: Path) -> Non
     names = list(data.schema.dense)
     folds = {c: naive.hash_text(str(c)) % 8 for c in {row["clickout"] for row in rows}}
     for split, own in (("train", train), ("valid", valid)):
+        known: dict[int, int] = {}
+        lists = [known.setdefault(row["clickout"], len(known)) for row in own]
+        np.testing.assert_array_equal(data.split(split).groups, lists)
         dense = dense_of(data, split)
         for name in names:
             if not name.endswith("_mean") and name != "item_shown":

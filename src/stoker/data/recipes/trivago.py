@@ -47,8 +47,9 @@ def _schema() -> Schema:
     return Schema(
         name="trivago",
         label=Label(column="label"),
+        group="clickout",
         dense=(
-            DenseColumn(name="price", fill="median", transforms=("log1p", "zscore")),
+            DenseColumn(name="price", fill="median", null_flag=True, transforms=("log1p", "zscore")),
             DenseColumn(name="rank", transforms=("zscore",)),
             DenseColumn(name="step", transforms=("log1p", "zscore")),
         ),

@@ -60,9 +60,10 @@ def features_schema(name: str = "features") -> Schema:
     return Schema(
         name=f"trivago/{name}",
         label=Label(column="label"),
+        group="clickout",
         feature=(*_features(), *properties),
         dense=(
-            _logged("price", "median"),
+            DenseColumn(name="price", fill="median", null_flag=True, transforms=("log1p", "zscore")),
             *(DenseColumn(name=column, transforms=("zscore",)) for column in plain),
             *(_logged(column) for column in counted),
             *(_logged(column, 1e6) for column in late),
