@@ -38,7 +38,7 @@ class RankingMetrics:
     * ``group_auc``: AUC within each group, mean weighted by rows (Zhou et al. 2018, Eq. 7).
 
     The first three are over groups that have a positive row, as in the RecSys Challenge 2019; group AUC over those that
-    have both classes. Memory: 8 bytes a row, and a few MB while they are computed.
+    have both classes. Memory: 8 bytes a row, and as much again while they are computed.
 
     Args:
         k: places looked at by ``ndcg`` and ``hr``.
