@@ -16,6 +16,8 @@ __all__ = [
     "block_ints",
     "block_texts",
     "count_codes",
+    "find_ints",
+    "find_texts",
     "gather_bytes",
     "insert_ints",
     "insert_texts",
@@ -150,6 +152,41 @@ def insert_ints(slots, values, counts, entry_values, entry_counts, entries, refs
         entry_counts[entry] += counts[i]
         refs[i] = entry
     return entries
+
+
+@_jit
+def find_ints(slots, values, out):  # type: ignore[no-untyped-def]
+    """Entry of each value in a table's ``slots``, -1 where it has none."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for i in range(values.size):
+        value = values[i]
+        at = _mix(value) & mask
+        while slots[at, 1] != 0 and slots[at, 0] != value:
+            at = (at + np.uint64(1)) & mask
+        out[i] = slots[at, 1] - 1
+
+
+@_jit
+def find_texts(slots, data, ends, arena, entry_ends, out):  # type: ignore[no-untyped-def]
+    """As :func:`find_ints` for texts."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for i in range(ends.size - 1):
+        start, length = ends[i], ends[i + 1] - ends[i]
+        h = _text_hash(data, start, length)
+        tag = np.int64(h)
+        at = h & mask
+        out[i] = -1
+        while slots[at, 1] != 0:
+            entry = slots[at, 1] - 1
+            begin = entry_ends[entry]
+            if (
+                slots[at, 0] == tag
+                and entry_ends[entry + 1] - begin == length
+                and _same_text(data, start, arena, begin, length)
+            ):
+                out[i] = entry
+                break
+            at = (at + np.uint64(1)) & mask
 
 
 @_jit

@@ -14,6 +14,7 @@ from typing import Any
 
 import polars as pl
 
+from stoker.data.ordered import ordered_map
 from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
@@ -70,9 +71,15 @@ class FeaturePasses:
         for number, features in enumerate(runs):
             self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
             if self.given is None:
-                for feature in features:
-                    if isinstance(feature, Learned):
-                        self.learned[feature.name] = self._learn(feature)
+                learned = [feature for feature in features if isinstance(feature, Learned)]
+                for feature, (table, record) in zip(
+                    learned, ordered_map(self._learn, learned, self.task.threads), strict=True
+                ):
+                    self.learned[feature.name] = table
+                    if record is None:
+                        self.task.reused += 1
+                    else:
+                        self.task.journal.add(f"feature {feature.name}", record)
             path = self._folder / f"{number:03d}.parquet"
             if self.task.journal.finished(f"pass {number}", path) is None:
                 beside = path.with_suffix(".tmp")
@@ -100,27 +107,24 @@ class FeaturePasses:
         beside = [pl.scan_parquet(file).slice(start, count) for file in (self.keys, *self.files)]
         return pl.concat([pl.scan_parquet(rows), *beside], how="horizontal")
 
-    def _learn(self, feature: Learned) -> LearnedTable:
+    def _learn(self, feature: Learned) -> tuple[LearnedTable, dict[str, Any] | None]:
+        """What a feature learned, and its record for the journal; None where an earlier run has left it."""
         folder = self.task.work / "features"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         path, folds = folder / f"{feature.name}.parquet", folder / f"{feature.name}.folds"
         step = f"feature {feature.name}"
         done = self.task.journal.finished(step, path)
         if done is not None and (done["folds"] is None or (folds.exists() and checksum(folds) == done["folds"])):
-            self.task.reused += 1
             kept = pl.read_parquet(folds) if done["folds"] is not None else None
-            return LearnedTable(table=pl.read_parquet(path), facts=done["facts"], folds=kept)
+            return LearnedTable(table=pl.read_parquet(path), facts=done["facts"], folds=kept), None
         wanted = dict.fromkeys((*feature.inputs, ROW, LABEL))
         with _explained([feature]):
             found = feature.learn(self.whole().filter(pl.col(SPLIT) == 0).select(*wanted))
         _write(path, found.table)
         if found.folds is not None:
             _write(folds, found.folds)
-        self.task.journal.add(
-            step,
-            {**checksum(path), "facts": found.facts, "folds": checksum(folds) if found.folds is not None else None},
-        )
-        return found
+        kept_folds = checksum(folds) if found.folds is not None else None
+        return found, {**checksum(path), "facts": found.facts, "folds": kept_folds}
 
     def _attach(self, features: Sequence[Derivation], path: Path) -> None:
         frame = self.whole()

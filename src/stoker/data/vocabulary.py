@@ -85,6 +85,30 @@ class TableBuilder:
         )
         return refs
 
+    def find_ints(self, values: Array) -> npt.NDArray[np.int64]:
+        """Entry of each number, -1 where it has none; any number of threads may look at once."""
+        out = np.empty(len(values), np.int64)
+        kernels.find_ints(self._slots, values, out)
+        return out
+
+    def find_texts(self, data: Array, ends: Array) -> npt.NDArray[np.int64]:
+        """As :meth:`find_ints` for texts."""
+        out = np.empty(len(ends) - 1, np.int64)
+        kernels.find_texts(self._slots, data, ends, self._arena, self._ends, out)
+        return out
+
+    def values(self) -> npt.NDArray[np.int64]:
+        """[entries] numbers in the order in which they came."""
+        return self._values[: self.entries]
+
+    def occurrences(self) -> npt.NDArray[np.int64]:
+        """[entries] the counts given with each value."""
+        return self._counts[: self.entries]
+
+    def series(self, entries: npt.NDArray[np.int64]) -> Any:
+        """A Polars series of the values of some entries."""
+        return self._series(entries)
+
     def _make_room(self, more: int) -> None:
         needed = self.entries + more
         if needed > _MAX_ENTRIES:

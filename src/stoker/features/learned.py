@@ -9,18 +9,19 @@ means); out of fold as in the RecSys Challenge 2019 solution of Rabhi et al., "A
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from stoker.data.schema_check import fail, positive
 from stoker.features.base import ROW, Derivation, texts
-from stoker.features.engine import collect
 
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["LABEL", "CountEncoding", "Learned", "LearnedTable", "MeanTargetEncoding", "same_types"]
+__all__ = ["LABEL", "CountEncoding", "Learned", "LearnedTable", "MeanTargetEncoding", "values_at"]
 
 LABEL = "__label"  # what is to be predicted, Float64; there while features are fitted
 _SUM, _COUNT, _FOLD = "sum", "count", "__fold"
@@ -30,9 +31,24 @@ _SUM, _COUNT, _FOLD = "sum", "count", "__fold"
 class LearnedTable:
     """What one feature learned: kept in the dataset and used unchanged on new rows."""
 
-    table: pl.DataFrame  # one row per distinct key, sorted
+    table: pl.DataFrame  # one row per distinct key
     facts: dict[str, Any] = field(default_factory=dict)  # plain values
-    folds: pl.DataFrame | None = None  # per key and fold; needed for training rows only and not kept with the dataset
+    folds: pl.DataFrame | None = None  # of each key, fold by fold; for training rows, and not kept with a dataset
+    _keys: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def remember(self, names: Sequence[str], keys: Any) -> None:
+        """Keep the :class:`~stoker.features.keys.KeyTable` that the table was made of."""
+        self._keys[tuple(names)] = keys
+
+    def rows_of(self, names: Sequence[str]) -> Callable[[Sequence[pl.Series]], Any]:
+        """Finds the table's row of each key, -1 where it has none: columns called ``names`` -> [n] int64."""
+        from stoker.features.keys import KeyTable
+
+        key = tuple(names)
+        if key not in self._keys:
+            self._keys[key] = KeyTable.of(self.table, names)
+        find: Callable[[Sequence[pl.Series]], Any] = self._keys[key].find
+        return find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +70,12 @@ class Learned(Derivation):
         """
 
 
-def same_types(frame: pl.LazyFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.LazyFrame:
-    """The frame with its keys in the types of the learned table's, so that they can be compared."""
+def values_at(series: pl.Series, rows: Any) -> pl.Series:
+    """``series[rows]``, missing where a row is -1."""
     import polars as pl
 
-    there = frame.collect_schema()
-    casts = [pl.col(key).cast(table.schema[key], strict=False) for key in keys if there[key] != table.schema[key]]
-    return frame.with_columns(casts) if casts else frame
-
-
-def _left(frame: pl.LazyFrame, table: pl.DataFrame, on: Sequence[str]) -> pl.LazyFrame:
-    return frame.join(table.lazy(), on=list(on), how="left", maintain_order="left", nulls_equal=True)
+    places = pl.Series(rows)
+    return series.gather(places.set(places < 0, None) if (rows < 0).any() else places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +95,30 @@ class CountEncoding(Learned):
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
         import polars as pl
 
-        counted = rows.group_by(list(self.by)).agg(pl.len().cast(pl.Int64).alias(_COUNT))
-        return LearnedTable(table=collect(counted, engine).sort(list(self.by)))
+        from stoker.features.keys import KeyTable, batches
+        from stoker.features.learned_kernels import count_at
+
+        there = rows.collect_schema()
+        keys = KeyTable({name: there[name] for name in self.by})
+        counts = np.zeros(0, np.int64)
+        for part in batches(rows.select(self.by), engine):
+            found = keys.add([part.get_column(name) for name in self.by])
+            counts = _grown(counts, len(keys))
+            count_at(counts, found)
+        made = LearnedTable(table=keys.frame().with_columns(pl.Series(_COUNT, counts[: len(keys)])))
+        made.remember(self.by, keys)
+        return made
 
     def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
         import polars as pl
 
-        there = frame.collect_schema()
-        renamed = learned.table.rename({_COUNT: self.name})
-        found = _left(same_types(frame, learned.table, self.by), renamed, self.by)
-        return _restored(found.with_columns(pl.col(self.name).fill_null(0)), there, self.by)
+        find, counts = learned.rows_of(self.by), learned.table.get_column(_COUNT)
+
+        def counted(series: pl.Series) -> pl.Series:
+            return values_at(counts, find(series.struct.unnest().get_columns())).fill_null(0)
+
+        made = pl.struct(self.by).map_batches(counted, return_dtype=pl.Int64, is_elementwise=True)
+        return frame.with_columns(made.alias(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,49 +173,67 @@ class MeanTargetEncoding(Learned):
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
         import polars as pl
 
-        keys = list(self.by)
-        counted = rows.with_columns(self.fold()).group_by([*keys, _FOLD]).agg(
-            pl.col(LABEL).sum().alias(_SUM), pl.len().cast(pl.Int64).alias(_COUNT)
-        )  # fmt: skip
-        # Sorted before anything is added up, so that labels other than 0 and 1 give the same bits, too.
-        folds = collect(counted, engine).sort([*keys, _FOLD])
-        totals = folds.group_by(keys, maintain_order=True).agg(pl.col(_SUM).sum(), pl.col(_COUNT).sum())
-        each = folds.group_by(_FOLD).agg(pl.col(_SUM).sum(), pl.col(_COUNT).sum()).sort(_FOLD)
-        held = {f: (float(s), int(n)) for f, s, n in each.iter_rows()}
-        total, count = sum(s for s, _ in held.values()), sum(n for _, n in held.values())
+        from stoker.features.keys import KeyTable, batches
+        from stoker.features.learned_kernels import add_at, count_at
+
+        there = rows.collect_schema()
+        keys = KeyTable({name: there[name] for name in self.by})
+        # A place for every key and fold: most keys have a few rows, and a place costs less than finding one.
+        sums, counts = np.zeros(0), np.zeros(0, np.int32)
+        for part in batches(rows.select(*self.by, LABEL, self.fold()), engine):
+            places = keys.add([part.get_column(name) for name in self.by]) * self.folds
+            places += part.get_column(_FOLD).to_numpy()
+            sums, counts = (_grown(array, len(keys) * self.folds) for array in (sums, counts))
+            add_at(sums, places, part.get_column(LABEL).to_numpy())
+            count_at(counts, places)
+        sums, counts = (array[: len(keys) * self.folds].reshape(-1, self.folds) for array in (sums, counts))
+        held = [(float(s), int(n)) for s, n in zip(sums.sum(axis=0), counts.sum(axis=0, dtype=np.int64), strict=True)]
+        total, count = sum(s for s, _ in held), sum(n for _, n in held)
         mean = total / count if count else 0.0
-        out = [held.get(f, (0.0, 0)) for f in range(self.folds)]
-        others = [(total - s) / (count - n) if count > n else mean for s, n in out]
-        return LearnedTable(table=totals, folds=folds, facts={"mean": mean, "other_folds_mean": others})
+        others = [(total - s) / (count - n) if count > n else mean for s, n in held]
+        table = keys.frame().with_columns(
+            pl.Series(_SUM, sums.sum(axis=1)), pl.Series(_COUNT, counts.sum(axis=1, dtype=np.int64))
+        )
+        made = LearnedTable(
+            table=table,
+            folds=pl.DataFrame({_SUM: sums.reshape(-1), _COUNT: counts.reshape(-1)}),
+            facts={"mean": mean, "other_folds_mean": others},
+        )
+        made.remember(self.by, keys)
+        return made
 
     def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
         import polars as pl
 
-        there = frame.collect_schema()
-        found = same_types(frame, learned.table, self.by)
-        total, count = pl.col("__s").fill_null(0.0), pl.col("__n").fill_null(0)
-        mean = pl.lit(learned.facts["mean"], pl.Float64)
+        from stoker.features.learned_kernels import smoothed_means
+
+        find, folds = learned.rows_of(self.by), learned.folds
+        sums, counts = (learned.table.get_column(name).to_numpy() for name in (_SUM, _COUNT))
+        mean, others = learned.facts["mean"], np.array(learned.facts["other_folds_mean"])
+        columns: list[Any] = [pl.col(name) for name in self.by]
+        own: Any = (np.zeros(0), np.zeros(0, np.int32))
         if train is not None:
-            assert learned.folds is not None
-            own = learned.folds.rename({_SUM: "__fs", _COUNT: "__fn"})
-            found = _left(found.with_columns(self.fold()), own, [*self.by, _FOLD])
-            total = total - pl.when(train).then(pl.col("__fs")).fill_null(0.0)
-            count = count - pl.when(train).then(pl.col("__fn")).fill_null(0)
-            others = learned.facts["other_folds_mean"]
-            elsewhere = pl.col(_FOLD).replace_strict(list(range(self.folds)), others, return_dtype=pl.Float64)
-            mean = pl.when(train).then(elsewhere).otherwise(mean)
-        found = _left(found, learned.table.rename({_SUM: "__s", _COUNT: "__n"}), self.by)
-        weight = count.cast(pl.Float64) + self.smoothing
-        encoded = pl.when(weight > 0).then((total + self.smoothing * mean) / weight).otherwise(mean)
-        return _restored(found.with_columns(encoded.alias(self.name)), there, self.by, self.name)
+            assert folds is not None
+            own = tuple(folds.get_column(name).to_numpy() for name in (_SUM, _COUNT))
+            columns += [self.fold(), train.alias("__train")]
+
+        def encoded(series: pl.Series) -> pl.Series:
+            parts = series.struct.unnest()
+            rows = find([parts.get_column(name) for name in self.by])
+            chosen, fold = np.zeros(len(rows), np.bool_), np.zeros(len(rows), np.int32)
+            if train is not None:
+                chosen, fold = parts.get_column("__train").to_numpy(), parts.get_column(_FOLD).to_numpy()
+            out = np.empty(len(rows))
+            smoothed_means(rows, fold, chosen, sums, counts, *own, mean, others, float(self.smoothing), out)
+            return pl.Series(out)
+
+        made = pl.struct(columns).map_batches(encoded, return_dtype=pl.Float64, is_elementwise=True)
+        return frame.with_columns(made.alias(self.name))
 
 
-def _restored(frame: pl.LazyFrame, there: Any, keys: Sequence[str], *made: str) -> pl.LazyFrame:
-    """The columns that were there, in their own types, and the new ones only."""
-    import polars as pl
-
-    have = frame.collect_schema()
-    casts = [pl.col(key).cast(there[key], strict=False) for key in keys if have[key] != there[key]]
-    new = made or tuple(name for name in have.names() if name not in there and not name.startswith("__"))
-    return frame.select(*(pl.col(name) for name in there.names() if name not in keys or have[name] == there[name]),
-                        *casts, *new)  # fmt: skip
+def _grown(array: Any, size: int) -> Any:
+    if size <= len(array):
+        return array
+    larger = np.zeros(max(size, 2 * len(array)), array.dtype)
+    larger[: len(array)] = array
+    return larger

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stoker.data.schema_check import fail, near
+from stoker.data.schema_check import fail
 from stoker.errors import DataError
 from stoker.features.base import texts
-from stoker.features.learned import Learned, LearnedTable, same_types
+from stoker.features.learned import Learned, LearnedTable, values_at
 
 if TYPE_CHECKING:
     import polars as pl
@@ -51,6 +51,8 @@ class Merge(Learned):
         return tuple(f"{self.name}_{column}" for column in (*self.columns, *self.number_columns))
 
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+        import polars as pl
+
         from stoker.features.tables import read_table
 
         key = self.key or self.on
@@ -66,24 +68,21 @@ class Merge(Learned):
                 f"{twice[self.on][0]!r}. Keep one line for each."
             )
         there = rows.collect_schema()[self.on]
-        if not there.is_integer() and not there.is_(_text()):
-            raise DataError(
-                f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers. {near('', [])}"
-            )
+        if not there.is_integer() and there != pl.String:
+            raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")
         # Keys that are no such number can match no row.
-        return LearnedTable(table=table.cast({self.on: there}, strict=False).drop_nulls(self.on).sort(self.on))
+        return LearnedTable(table=table.cast({self.on: there}, strict=False).drop_nulls(self.on))
 
     def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        there = frame.collect_schema()
-        found = same_types(frame, learned.table, [self.on]).join(
-            learned.table.lazy(), on=self.on, how="left", maintain_order="left"
-        )
-        if learned.table.schema[self.on] != there[self.on]:
-            found = found.cast({self.on: there[self.on]}, strict=False)
-        return found.select(*there.names(), *self.outputs)
+        import polars as pl
 
+        find = learned.rows_of([self.on])
+        table = learned.table.select(self.outputs)
 
-def _text() -> type[pl.DataType]:
-    import polars as pl
+        def joined(series: pl.Series) -> pl.Series:
+            rows = find([series])
+            return pl.DataFrame([values_at(column, rows) for column in table.get_columns()]).to_struct("__joined")
 
-    return pl.String
+        kind = pl.Struct(dict(table.schema))
+        made = pl.col(self.on).map_batches(joined, return_dtype=kind, is_elementwise=True)
+        return frame.with_columns(made.alias("__joined")).unnest("__joined")

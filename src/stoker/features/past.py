@@ -67,9 +67,9 @@ class GroupOrder:
     def __init__(self, frame: pl.DataFrame, by: tuple[str, ...], order: str, direction: int) -> None:
         import polars as pl
 
-        from stoker.features.past_kernels import group_codes
+        from stoker.features.keys import KeyTable
 
-        codes = group_codes([frame.get_column(name) for name in by])
+        codes = KeyTable({name: frame.schema[name] for name in by}).add([frame.get_column(name) for name in by])
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()

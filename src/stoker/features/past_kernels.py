@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numba as nb
-import numpy as np
-import numpy.typing as npt
 
-__all__ = ["count_before", "group_codes", "last_before", "rank_in_group"]
+__all__ = ["count_before", "last_before", "rank_in_group"]
 
-Array = npt.NDArray[Any]
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
@@ -58,28 +55,3 @@ def rank_in_group(groups, order, dense, out):  # type: ignore[no-untyped-def]
         elif order[i] != order[i - 1]:
             rank = rank + 1 if dense else i - begin + 1
         out[i] = rank
-
-
-def group_codes(columns: list[Any]) -> npt.NDArray[np.int64]:
-    """A number for each distinct combination of values of some Polars columns, by exact comparison, [n]."""
-    codes: npt.NDArray[np.int64] | None = None
-    for series in columns:
-        own, size = _dictionary(series)
-        if codes is None:
-            codes, room = own, size
-        else:
-            if room * size >= 2**62:
-                codes, room = _densified(codes)
-            codes, room = codes * size + own, room * size
-    assert codes is not None
-    return codes
-
-
-def _dictionary(series: Any) -> tuple[npt.NDArray[np.int64], int]:
-    encoded = series.rechunk().to_arrow().dictionary_encode(null_encoding="encode")
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), max(1, len(encoded.dictionary))
-
-
-def _densified(codes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    distinct, dense = np.unique(codes, return_inverse=True)
-    return dense.astype(np.int64), max(1, len(distinct))

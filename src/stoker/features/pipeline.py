@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.data.ordered import ordered_map
 from stoker.errors import ConfigError
 from stoker.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, missing_column
 from stoker.features.engine import check_engine, collect
@@ -99,6 +101,7 @@ def fit(
     *,
     label: str,
     engine: str = "streaming",
+    threads: int = 2,
 ) -> Fitted:
     """Fit features on training rows, in order.
 
@@ -106,7 +109,8 @@ def fit(
         features: each may read the columns of ``rows`` and the outputs of those before it.
         rows: training rows only.
         label: column to predict, numbers.
-        engine: Polars' ``"streaming"``, or ``"gpu"`` for the group-bys of learned features.
+        engine: Polars' ``"streaming"``, or ``"gpu"`` for what is read of the rows; counting is done on the CPU.
+        threads: learned features that are fitted at a time.
 
     Returns:
         The fitted features; :meth:`Fitted.apply_to_training` gives these rows' features, :meth:`Fitted.apply` others'.
@@ -119,6 +123,7 @@ def fit(
     check_engine(engine)
     check_features(features)
     frame, learned, numbered = rows.lazy(), dict[str, LearnedTable](), False
+    wanted = _read_by_learned(features)
     names = list(frame.collect_schema().names())
     for number, feature in enumerate(features):
         check_present(feature, names)
@@ -128,13 +133,43 @@ def fit(
             frame, numbered = frame.with_columns(
                 pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
             ), True  # fmt: skip
-        table: LearnedTable | None = None
-        if isinstance(feature, Learned):
-            table = learned[feature.name] = feature.learn(frame, engine=engine)
+        if isinstance(feature, Learned) and feature.name not in learned:
+            some = _learned_together(features[number:])
+            work = partial(_learn, rows=frame, engine=engine)
+            learned |= zip((one.name for one in some), ordered_map(work, some, threads), strict=True)
+        table = learned.get(feature.name)
         names += feature.outputs
-        if any(isinstance(later, Learned) for later in features[number + 1 :]):
+        if feature.name in wanted or isinstance(feature, RowSteps):
             train = pl.lit(True) if table is not None and table.folds is not None else None
             frame = apply_feature(frame, feature, table, train)
             if isinstance(feature, Past):  # not anew for every learned one that follows
                 frame = collect(frame, engine).lazy()
     return Fitted(features=tuple(features), learned=learned)
+
+
+def _learn(feature: Learned, *, rows: pl.LazyFrame, engine: str) -> LearnedTable:
+    return feature.learn(rows, engine=engine)
+
+
+def _learned_together(features: Sequence[Derivation]) -> list[Learned]:
+    """The learned features from the first one on that can be fitted before any of them is worked out."""
+    found: list[Learned] = []
+    made: set[str] = set()
+    for feature in features:
+        if not isinstance(feature, Learned) or made & set(feature.inputs):
+            break
+        found.append(feature)
+        made |= set(feature.outputs)
+    return found
+
+
+def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
+    """Names of the features that learned ones read, by way of others too."""
+    columns: set[str] = set()
+    found: set[str] = set()
+    for feature in reversed(features):
+        if isinstance(feature, Learned) or columns & set(feature.outputs):
+            if columns & set(feature.outputs):
+                found.add(feature.name)
+            columns |= set(feature.inputs)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from stoker.errors import DataError
 if TYPE_CHECKING:
     import polars as pl
 
+    from stoker.data.columns import Block
     from stoker.data.schema import SourceFormat
 
 __all__ = ["read_table"]
@@ -50,11 +51,15 @@ def read_table(
     source = Source(number=0, path=path, fields=fields, format=format or SourceFormat())
     source.open()
 
+    def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
+        block = job[2]()
+        return block_frame(block, list(columns)), block  # by this thread: the next block takes the memory of this one
+
     frames, before = [], 0
-    for block in ordered_map(lambda job: job[2](), source.blocks(BLOCK_BYTES), threads):
+    for frame, block in ordered_map(work, source.blocks(BLOCK_BYTES), threads):
         if block.bad:
             bad = block.bad[0]
             raise DataError(f"{path}:{before + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
         before += block.lines
-        frames.append(block_frame(block, list(columns)))
+        frames.append(frame)
     return pl.concat(frames)
