@@ -99,7 +99,7 @@ class _Column:
         """The values behind some codes, in the column's own type."""
         if not self._builder.entries:
             return pl.Series([None], dtype=self.dtype).gather(np.zeros(len(codes), np.int64))
-        series = self._builder.series(np.maximum(codes - 1, 0))
+        series: pl.Series = self._builder.series(np.maximum(codes - 1, 0))
         if self.dtype == pl.UInt64:
             series = pl.Series(series.to_numpy().view(np.uint64))
         if (codes == 0).any():

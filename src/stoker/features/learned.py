@@ -179,7 +179,8 @@ class MeanTargetEncoding(Learned):
         there = rows.collect_schema()
         keys = KeyTable({name: there[name] for name in self.by})
         # A place for every key and fold: most keys have a few rows, and a place costs less than finding one.
-        sums, counts = np.zeros(0), np.zeros(0, np.int32)
+        sums: Any = np.zeros(0)
+        counts: Any = np.zeros(0, np.int32)
         for part in batches(rows.select(*self.by, LABEL, self.fold()), engine):
             places = keys.add([part.get_column(name) for name in self.by]) * self.folds
             places += part.get_column(_FOLD).to_numpy()

@@ -53,10 +53,14 @@ def read_table(
 
     def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
         block = job[2]()
-        return block_frame(block, list(columns)), block  # by this thread: the next block takes the memory of this one
+        for column in block.columns.values():  # the next block of this thread takes the memory of this one
+            column.values = None if column.values is None else column.values.copy()
+        return block_frame(block, list(columns)), block
 
+    # Blocks of a small file are small, so that every thread has some.
+    size = min(BLOCK_BYTES, max(2**16, path.stat().st_size // (4 * threads)))
     frames, before = [], 0
-    for frame, block in ordered_map(work, source.blocks(BLOCK_BYTES), threads):
+    for frame, block in ordered_map(work, source.blocks(size), threads):
         if block.bad:
             bad = block.bad[0]
             raise DataError(f"{path}:{before + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
