@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from stoker import features as f
 from stoker.errors import ConfigError, DataError, DependencyError, SchemaError
+from stoker.features.keys import KeyTable
+from stoker.features.tables import read_table
 
 SCHEMA = {
     "u": pl.String, "i": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Int64, "p": pl.String, "q": pl.String,
@@ -190,6 +193,38 @@ def test_merge(tmp_path: Path) -> None:
         f.fit([merge], rows, label="y")
 
 
+def test_a_table_of_many_blocks_is_read_whole(tmp_path: Path) -> None:
+    lines = [f'{n},"city {n * n}, of {n}",{n / 8}' for n in range(40_000)]
+    (tmp_path / "many.csv").write_text("id,name,x\n" + "\n".join(lines) + "\n")
+    table = read_table(tmp_path / "many.csv", {"x": "float", "name": "string", "id": "int"}, threads=2)
+    assert table["id"].to_list() == list(range(40_000))
+    assert table["name"].to_list() == [f"city {n * n}, of {n}" for n in range(40_000)]
+    assert table["x"].to_list() == [n / 8 for n in range(40_000)]
+    with pytest.raises(DataError, match="there is no file"):
+        read_table(tmp_path / "none.csv", {"id": "int"})
+
+
+def test_keys_of_many_types_are_numbered_and_found(tmp_path: Path) -> None:
+    frame = pl.DataFrame({
+        "text": ["a", None, "", "a", "b"], "whole": [1, -1, None, 1, 2], "real": [0.5, -0.0, 0.0, 0.5, None],
+        "flag": [True, None, False, True, True], "when": [1, 2, 3, 1, None],
+    }).with_columns(pl.col("when").cast(pl.Datetime("us")), big=pl.lit(2**63 + 1, pl.UInt64))  # fmt: skip
+    for names in ([name] for name in frame.columns), [frame.columns], [["whole", "text"]]:
+        for some in names:
+            columns = [frame[name] for name in some]
+            keys = KeyTable(dict(frame.select(some).schema))
+            numbers = keys.add(columns)
+            assert keys.frame().equals(frame.select(some).unique(maintain_order=True))
+            assert (keys.find(columns) == numbers).all()
+            assert (KeyTable.of(keys.frame(), some).find(columns) == numbers).all()
+    keys = KeyTable({"whole": pl.Int64, "text": pl.String})
+    keys.add([frame["whole"], frame["text"]])
+    found = keys.find([pl.Series(["1", "x", None, "2"]), pl.Series(["a", "a", "", "a"])])  # other types, other values
+    assert found.tolist() == [0, -1, 2, -1]
+    with pytest.raises(DataError, match=r"column 'l' holds List\(Int64\), which is no key"):
+        KeyTable({"l": pl.List(pl.Int64)})
+
+
 def auc(scores: list[float], labels: list[int]) -> float:
     ranked = sorted(zip(scores, labels, strict=True))
     places: dict[float, list[int]] = {}
@@ -340,3 +375,19 @@ def test_every_kind_survives_a_schema_file() -> None:
     assert {feature.kind for feature in some} == set(f.KINDS)
     for feature in some:
         assert f.feature_from_dict(feature.to_dict(), "here") == feature
+
+
+def test_the_feature_of_the_guide_works() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "features.md").read_text(encoding="utf-8")
+    kinds = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert kinds == set(f.KINDS)
+    source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
+    try:
+        exec(compile(source, "guide", "exec", dont_inherit=True), {"__name__": "guide"})
+        assert f.feature_from_dict({"kind": "ratio", "left": "a", "right": "b"}, "w").outputs == ("ratio_a_b",)
+    finally:
+        del f.KINDS["ratio"]
+    for line in page.splitlines():  # every example in the table can be made
+        if line.startswith("| `"):
+            feature = eval(line.split("`")[-2], vars(f))
+            assert feature.kind == line.split("`")[1]
