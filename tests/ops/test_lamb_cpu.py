@@ -15,14 +15,14 @@ pytest.importorskip("numba", reason="the CPU back end needs numba")
 
 REFERENCE, CPU = (get_backend(name, torch.device("cpu")) for name in ("reference", "cpu"))
 LAMBS = [
-    LAMB(lr=0.1), LAMB(lr=0.2, weight_decay=0.1, betas=(0.5, 0.9)),
-    LAMB(lr=0.1, clip_value=0.5, clip_norm=1.0, cow_clip=(0.4, 0.01), weight_decay=0.01),
+    LAMB(lr=0.1), LAMB(lr=0.1, clip_value=0.5, clip_norm=1.0, cow_clip=(0.4, 0.01), weight_decay=0.01),
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
-    dim=st.sampled_from([1, 16, 65]), count=st.integers(0, 700), optimizer=st.sampled_from(LAMBS),
+    # Each width is two kernels to compile, or more.
+    dim=st.sampled_from([4, 65]), count=st.integers(0, 700), optimizer=st.sampled_from(LAMBS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), slotted=st.booleans(), threads=st.sampled_from([1, 3]),
     scale=st.sampled_from([1e-6, 1.0, 1e25]), seed=st.integers(0, 2**20),
 )  # fmt: skip
