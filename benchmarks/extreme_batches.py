@@ -46,15 +46,15 @@ CASES = {
         title=TASKS["movielens"].title,
         open=lambda run: Dataset(prepared(TASKS["movielens"], run)),
         settings={**_DLRM, "epochs": 3},
-        small={"row_optimizer": "adam", "row_lr": 1e-2, "dense_lr": 4e-3},
+        small={"row_optimizer": "adam", "row_lr": 1e-2, "row_weight_decay": 1e-4, "dense_lr": 4e-3},
         large={
             "lamb": {
-                "batch_size": 16384, "row_optimizer": "lamb", "row_lr": 0.1, "dense_optimizer": "lamb",
-                "dense_lr": 0.05,
+                "batch_size": 16384, "row_optimizer": "lamb", "row_lr": 0.1, "row_weight_decay": 2.0,
+                "dense_optimizer": "lamb", "dense_lr": 0.05, "schedule": "linear", "warmup": 10,
             },
             "cowclip": {
-                "batch_size": 16384, "row_optimizer": "adam", "row_lr": 3e-2, "row_cow_clip": (1.0, 1e-4),
-                "dense_lr": 1e-2,
+                "batch_size": 8192, "row_optimizer": "adam", "row_lr": 1e-2, "row_weight_decay": 1e-4,
+                "row_cow_clip": (1.0, 1e-4), "dense_lr": 4e-3,
             },
         },
     ),
@@ -62,14 +62,14 @@ CASES = {
         title="Globo, one reader in 4, last click",
         open=globo_sessions,
         settings={**_DLRM, "epochs": 1},
-        small={"row_optimizer": "adam", "row_lr": 3e-3, "dense_lr": 2e-3},
+        small={"row_optimizer": "adam", "row_lr": 3e-2, "dense_lr": 4e-3},
         large={
             "lamb": {
-                "batch_size": 65536, "row_optimizer": "lamb", "row_lr": 0.1, "dense_optimizer": "lamb",
-                "dense_lr": 0.05,
+                "batch_size": 16384, "row_optimizer": "lamb", "row_lr": 0.1, "dense_optimizer": "lamb",
+                "dense_lr": 0.05, "schedule": "linear", "warmup": 10,
             },
             "cowclip": {
-                "batch_size": 65536, "row_optimizer": "adam", "row_lr": 1e-2, "row_cow_clip": (1.0, 1e-4),
+                "batch_size": 16384, "row_optimizer": "adam", "row_lr": 6e-2, "row_cow_clip": (1.0, 1e-4),
                 "dense_lr": 8e-3,
             },
         },

@@ -64,7 +64,7 @@ def test_sides_with_different_metrics_are_no_result(trained: dict[str, Any]) -> 
 def test_settings_are_what_the_bars_say(name: str) -> None:
     case = CASES[name]
     for means, own in {"small": {"batch_size": SMALL, **case.small}, **case.large}.items():
-        config = stoker.TrainConfig(**case.settings, **own)
+        config = stoker.TrainConfig(**{**case.settings, **own})
         optimizer = config.make_row_optimizer(Constant())
         assert (config.batch_size > SMALL) == (means != "small")
         assert (optimizer.kind == "lamb") == (means == "lamb")
