@@ -285,6 +285,8 @@ def test_what_was_fitted_is_kept_and_checked(tmp_path: Path) -> None:
     loaded = f.Fitted.load(tmp_path / "one")
     assert loaded.features == tuple(features)
     assert loaded.apply(rows).collect().equals(fitted.apply(rows).collect())
+    with pytest.raises(ConfigError, match=r"feature 'm' .* would be encoded with their own labels. Fit again"):
+        loaded.apply_to_training(rows)
     damaged = bytearray((tmp_path / "one" / "m.parquet").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (tmp_path / "one" / "m.parquet").write_bytes(bytes(damaged))

@@ -13,9 +13,10 @@ import polars as pl
 import pytest
 
 import stoker
+from stoker import features as f
 from stoker.data import recipes
 from stoker.data.recipe import Recipe
-from stoker.errors import DataError
+from stoker.errors import DataError, SchemaError
 
 
 def plain(preset: str) -> Recipe:
@@ -145,6 +146,22 @@ def test_rows_of_a_click_out_carry_its_number(folder: Path) -> None:
     between = rows.filter(pl.col("split") == "interaction")
     assert between["event"].min() == 1
     assert between["clickout"].null_count() == between.height > 0
+
+
+def test_a_feature_that_takes_the_place_of_a_column(folder: Path, tmp_path: Path) -> None:
+    recipe = recipes.get("trivago", "features")
+    schema = replace(
+        recipe.schema(), feature=(*recipe.schema().feature, f.CountEncoding(name="platform", by=("city",)))
+    )
+    taken = replace(recipe, presets={"features": lambda: schema})
+    with pytest.raises(
+        SchemaError, match=r"feature 'platform' \(count\) makes column 'platform', which rows .* have already"
+    ):
+        stoker.prepare(taken, folder / "log.csv", out=tmp_path / "out")
+    schema2 = replace(recipe.schema(), feature=(*recipe.schema().feature, f.CountEncoding(by=("town",))))
+    absent = replace(recipe, presets={"features": lambda: schema2})
+    with pytest.raises(SchemaError, match=r"reads column 'town', which is neither in the input nor made"):
+        stoker.prepare(absent, folder / "log.csv", out=tmp_path / "out")
 
 
 def test_a_log_without_a_column(folder: Path, tmp_path: Path) -> None:

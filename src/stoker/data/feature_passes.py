@@ -27,7 +27,7 @@ from stoker.features.pipeline import apply_feature
 __all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of"]
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
-GROUP_ROWS = 2**22  # rows of the groups that are worked on together, about: they lie in memory
+GROUP_ROWS = 2**21  # rows of the groups that are worked on together, about: they lie in memory
 _ROWS = 2**17  # of a row group
 
 

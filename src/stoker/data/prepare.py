@@ -239,7 +239,9 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
 def _like(path: Path, recipe: object, preset: str | None) -> Like:
     """The dataset to prepare like."""
     if preset is not None:
-        raise ConfigError("the dataset to prepare like has its preset. Leave the preset out.", settings=("preset",))
+        raise ConfigError(
+            "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
+        )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ConfigError(
             f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)

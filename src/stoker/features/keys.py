@@ -21,7 +21,7 @@ from stoker.errors import DataError
 __all__ = ["KeyTable", "batches"]
 
 Entries = npt.NDArray[np.int64]
-_CHUNK = 2**18  # rows numbered at a time; bounds the room that is made for new keys
+_CHUNK = 2**17  # rows numbered at a time; bounds the room that is made for new keys
 _BITS, _LOW = np.int64(32), np.int64(2**32 - 1)
 
 

@@ -55,6 +55,8 @@ class LearnedTable:
 class Learned(Derivation):
     """A feature that training rows teach. One of your own writes :meth:`learn` and :meth:`attach`."""
 
+    out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
+
     @abstractmethod
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
         """Learn from training rows, which have the inputs, ``__row`` and ``__label``."""
@@ -139,6 +141,7 @@ class MeanTargetEncoding(Learned):
     """
 
     kind: ClassVar[str] = "mean_target"
+    out_of_fold: ClassVar[bool] = True
     by: tuple[str, ...]
     folds: int = 8
     smoothing: float = 20.0
@@ -174,7 +177,7 @@ class MeanTargetEncoding(Learned):
         import polars as pl
 
         from stoker.features.keys import KeyTable, batches
-        from stoker.features.learned_kernels import add_at, count_at
+        from stoker.features.learned_kernels import add_at, count_at, fold_totals
 
         there = rows.collect_schema()
         keys = KeyTable({name: there[name] for name in self.by})
@@ -187,17 +190,18 @@ class MeanTargetEncoding(Learned):
             sums, counts = (_grown(array, len(keys) * self.folds) for array in (sums, counts))
             add_at(sums, places, part.get_column(LABEL).to_numpy())
             count_at(counts, places)
-        sums, counts = (array[: len(keys) * self.folds].reshape(-1, self.folds) for array in (sums, counts))
-        held = [(float(s), int(n)) for s, n in zip(sums.sum(axis=0), counts.sum(axis=0, dtype=np.int64), strict=True)]
+        sums, counts = sums[: len(keys) * self.folds], counts[: len(keys) * self.folds]
+        of_key: Any = (np.zeros(len(keys)), np.zeros(len(keys), np.int64))
+        of_fold: Any = (np.zeros(self.folds), np.zeros(self.folds, np.int64))
+        fold_totals(sums, counts, *of_key, *of_fold)
+        held = list(zip(of_fold[0].tolist(), of_fold[1].tolist(), strict=True))
         total, count = sum(s for s, _ in held), sum(n for _, n in held)
         mean = total / count if count else 0.0
         others = [(total - s) / (count - n) if count > n else mean for s, n in held]
-        table = keys.frame().with_columns(
-            pl.Series(_SUM, sums.sum(axis=1)), pl.Series(_COUNT, counts.sum(axis=1, dtype=np.int64))
-        )
+        table = keys.frame().with_columns(pl.Series(_SUM, of_key[0]), pl.Series(_COUNT, of_key[1]))
         made = LearnedTable(
             table=table,
-            folds=pl.DataFrame({_SUM: sums.reshape(-1), _COUNT: counts.reshape(-1)}),
+            folds=pl.DataFrame({_SUM: sums, _COUNT: counts}),
             facts={"mean": mean, "other_folds_mean": others},
         )
         made.remember(self.by, keys)

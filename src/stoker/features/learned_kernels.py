@@ -7,7 +7,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-__all__ = ["add_at", "count_at", "smoothed_means"]
+__all__ = ["add_at", "count_at", "fold_totals", "smoothed_means"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
@@ -24,6 +24,19 @@ def count_at(counts, places):  # type: ignore[no-untyped-def]
     """``counts[places[i]] += 1``."""
     for i in range(places.size):
         counts[places[i]] += 1
+
+
+@_jit
+def fold_totals(sums, counts, key_sums, key_counts, fold_sums, fold_counts):  # type: ignore[no-untyped-def]
+    """Totals of each key and of each fold, of ``sums`` and ``counts`` [keys * folds]."""
+    width = fold_sums.size
+    for key in range(key_sums.size):
+        for fold in range(width):
+            at = key * width + fold
+            key_sums[key] += sums[at]
+            key_counts[key] += counts[at]
+            fold_sums[fold] += sums[at]
+            fold_counts[fold] += counts[at]
 
 
 @_jit

@@ -68,6 +68,7 @@ class GroupOrder:
         import polars as pl
 
         from stoker.features.keys import KeyTable
+        from stoker.features.past_kernels import in_order
 
         codes = KeyTable({name: frame.schema[name] for name in by}).add([frame.get_column(name) for name in by])
         values = frame.get_column(order)
@@ -81,8 +82,11 @@ class GroupOrder:
         # Rows without an order are set apart, each a group of its own.
         apart = np.flatnonzero(~self.known)
         codes[apart] = -1 - np.arange(len(apart))
-        places = pl.DataFrame({"g": codes, "o": order_of}).select(pl.arg_sort_by("g", "o", maintain_order=True))
-        self.sorted: Any = places.to_series().to_numpy().astype(np.int64)
+        if in_order(codes, order_of):  # as logs often are
+            self.sorted: Any = np.arange(len(codes))
+        else:
+            places = pl.DataFrame({"g": codes, "o": order_of}).select(pl.arg_sort_by("g", "o", maintain_order=True))
+            self.sorted = places.to_series().to_numpy().astype(np.int64)
         self.groups, self.order = codes[self.sorted], order_of[self.sorted]
         self._last: dict[str | None, Any] = {}
 

@@ -6,9 +6,18 @@ from typing import Any
 
 import numba as nb
 
-__all__ = ["count_before", "last_before", "rank_in_group"]
+__all__ = ["count_before", "in_order", "last_before", "rank_in_group"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def in_order(groups, order):  # type: ignore[no-untyped-def]
+    """Whether rows are sorted by (group, order) already."""
+    for i in range(1, groups.size):
+        if groups[i] < groups[i - 1] or (groups[i] == groups[i - 1] and order[i] < order[i - 1]):
+            return False
+    return True
 
 
 @_jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,29 @@ def apply_feature(
             raise ConfigError(f"{feature.where} was not fitted. Use what stoker.features.fit returns.")
         return feature.attach(frame, learned, train)
     assert isinstance(feature, Past)
+    return look_back(frame, [feature])
+
+
+def look_back(frame: pl.LazyFrame, features: list[Past]) -> pl.LazyFrame:
+    """The frame with features of the rows before, none of which reads another's output; those of one order share it."""
     before = frame.collect_schema()
-    probe = work_out(before.to_frame(), [feature]).schema  # no rows: the types of the outputs
+    probe = work_out(before.to_frame(), features).schema  # no rows: the types of the outputs
     return frame.map_batches(
-        lambda rows: rows.with_columns(work_out(rows, [feature]).get_columns()), schema={**before, **probe}
+        lambda rows: rows.with_columns(work_out(rows, features).get_columns()), schema={**before, **probe}
     )
+
+
+def in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
+    """The features one by one, but neighbours that look back together, as far as none reads another's output."""
+    run: list[Derivation] = []
+    for feature in features:
+        made = {output for other in run for output in other.outputs}
+        if run and not (isinstance(feature, Past) and isinstance(run[0], Past) and not made & set(feature.inputs)):
+            yield run
+            run = []
+        run.append(feature)
+    if run:
+        yield run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +76,19 @@ class Fitted:
     def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """New rows with all features, as the training rows taught them; in order, lazily."""
         frame = rows.lazy()
-        for feature in self.features:
-            check_present(feature, frame.collect_schema().names())
-            frame = apply_feature(frame, feature, self.learned.get(feature.name))
+        for run in in_runs(self.features):
+            for feature in run:
+                check_present(feature, frame.collect_schema().names())
+            frame = self._with(frame, run, None)
         return frame
+
+    def _with(self, frame: pl.LazyFrame, run: list[Derivation], train: pl.Expr | None) -> pl.LazyFrame:
+        if len(run) > 1:
+            return look_back(frame, [feature for feature in run if isinstance(feature, Past)])
+        learned = self.learned.get(run[0].name)
+        if learned is None or learned.folds is None:
+            train = None
+        return apply_feature(frame, run[0], learned, train)
 
     def apply_to_training(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """The rows that were fitted on, in the same order, with all features, target encodings out of fold.
@@ -71,13 +98,17 @@ class Fitted:
         """
         import polars as pl
 
-        frame, numbered = rows.lazy(), False
         for feature in self.features:
-            if not isinstance(feature, RowSteps) and not numbered:
+            if isinstance(feature, Learned) and feature.out_of_fold and self.learned[feature.name].folds is None:
+                raise ConfigError(
+                    f"{feature.where}: files keep what all training rows taught, not the folds, so training rows would "
+                    "be encoded with their own labels. Fit again on them."
+                )
+        frame, numbered = rows.lazy(), False
+        for run in in_runs(self.features):
+            if not isinstance(run[0], RowSteps) and not numbered:
                 frame, numbered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
-            learned = self.learned.get(feature.name)
-            train = pl.lit(True) if learned is not None and learned.folds is not None else None
-            frame = apply_feature(frame, feature, learned, train)
+            frame = self._with(frame, run, pl.lit(True))
         return frame.drop(ROW, strict=False)
 
     def save(self, directory: str | Path) -> None:
