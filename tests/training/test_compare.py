@@ -70,23 +70,28 @@ def test_other_data_and_another_metric_are_told(made: Path) -> None:
 
 
 def test_same_rows_with_another_feature(made: Path, tmp_path: Path) -> None:
-    """What a loop of feature engineering compares: the same lines of the log, one column more."""
-    make_dataset(tmp_path / "d2", rows=2000, num_embeddings=(60, 30, 10))
-    manifest = tmp_path / "d2" / "manifest.json"
-    values = json.loads(manifest.read_text())
-    values["splits"]["test"]["shards"][0]["sha256"] = "0" * 64
-    values["schema_hash"] = "1" * 64
-    manifest.write_text(json.dumps(values))
-    run = tmp_path / "a2"
-    shutil.copytree(made / "runs" / "a", run)
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "dataset": str(tmp_path / "d2")}))
-    found = stoker.compare(made / "runs" / "a", run)
+    """What a loop of feature engineering compares: the same lines of the log, prepared otherwise."""
+    counts = json.loads((made / "d" / "manifest.json").read_text())["splits"]["test"]
+    for name, seed in (("same", 0), ("other", 1)):
+        make_dataset(tmp_path / name / "d", rows=2000, num_dense=4, num_embeddings=(60, 30, 10), seed=seed)
+        manifest = tmp_path / name / "d" / "manifest.json"
+        values = json.loads(manifest.read_text())
+        for key in ("valid", "test"):  # as another column would
+            values["splits"][key]["shards"][0]["sha256"] = "0" * 64
+        values["splits"]["test"]["positives"] = counts["positives"]
+        values["schema_hash"] = "1" * 64
+        manifest.write_text(json.dumps(values))
+        run = tmp_path / name / "run"
+        shutil.copytree(made / "runs" / "a", run)
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "dataset": str(manifest.parent)}))
+    found = stoker.compare(made / "runs" / "a", tmp_path / "same" / "run")
     assert "the same columns, prepared otherwise" in found.data[0]
     notes = " | ".join(found.notes)
-    assert "test rows of a and a2 are as many, with as many positives, but prepared otherwise" in notes
-    assert "validation" not in notes
-    assert "was prepared otherwise when a2 was trained" in notes
+    assert "rows of a and run" not in notes, "the same labels in the same order: figures compare"
+    assert "was prepared otherwise when run was trained" in notes
+    notes = " | ".join(stoker.compare(made / "runs" / "a", tmp_path / "other" / "run").notes)
+    assert "test rows of a and run are as many, with as many positives, but not in the same order" in notes
 
 
 def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:

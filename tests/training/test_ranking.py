@@ -157,8 +157,14 @@ def test_ranking_metrics_need_groups(tmp_path: Path) -> None:
     assert not set(records(tmp_path / "b", "test")[0]) & {*ranking.RANKING, "groups"}
 
 
-def test_evaluate_shows_them(data: Dataset, tmp_path: Path) -> None:
-    stoker.train(data, out=tmp_path / "a", **SMALL)
+def test_evaluate_and_tensorboard_show_them(data: Dataset, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stoker.train(data, out=tmp_path / "a", **{**SMALL, "tensorboard": True})
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
+    events.Reload()
+    for name in ranking.RANKING:
+        assert events.Scalars(f"valid/{name}")[0].value == pytest.approx(records(tmp_path / "a", "valid")[0][name])
     shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--k", "2"])
     assert shown.exit_code == 0, shown.output
     for words in ("MRR", "nDCG@2", "hit rate@2", "group AUC", "lists with a positive"):
