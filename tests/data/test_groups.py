@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import stoker
 from stoker import features as f
 from stoker.cli import app
-from stoker.data.prepare import run_prepare
+from stoker.data.prepare import Progress, run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 from stoker.errors import DataError, SchemaError
 
@@ -140,6 +140,22 @@ def test_an_empty_group_is_a_bad_line(tmp_path: Path) -> None:
         replace(SCHEMA, group="")
     with pytest.raises(DataError, match="sesion"):
         stoker.prepare(replace(SCHEMA, group="sesion"), tmp_path / "log.csv", out=tmp_path / "b")
+
+
+def test_interrupted_preparations_end_with_the_same_bytes(log: Path, tmp_path: Path) -> None:
+    whole = stoker.prepare(SCHEMA, log, out=tmp_path / "a")
+
+    def stop(at: Progress) -> None:
+        if at.stage == "write" and at.done > at.total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stoker.prepare(SCHEMA, log, out=tmp_path / "b", progress=stop)
+    assert not (tmp_path / "b" / "manifest.json").exists()
+    again = stoker.prepare(SCHEMA, log, out=tmp_path / "b")
+    assert digests(again.path) == digests(whole.path)
+    made = stoker.prepare(replace(SCHEMA, group=None), log, out=tmp_path / "b", overwrite=True)
+    assert not (made.path / "groups").exists()
 
 
 def test_damage_is_told(log: Path, tmp_path: Path) -> None:
