@@ -2,7 +2,10 @@
 
 import signal
 
+import pytest
 from hypothesis import settings
+
+pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown in full, whoever imports it first
 
 # A shell makes what it starts in the background deaf to Ctrl-C, and so all that is started from there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -379,7 +379,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ({"seed": -1}, "0 or more"),
         ({"embedding_dim": 0}, "at least 1 column"),
         ({"dtype": "int8"}, "'int8' is unknown"),
-        ({"optimizer": "lamb"}, "'lamb' is unknown"),
+        ({"optimizer": "lion"}, "'lion' is unknown"),
     ],
 )
 def test_settings_out_of_range(data: Dataset, settings: dict[str, Any], words: str) -> None:

@@ -356,7 +356,7 @@ def test_too_few_slots_are_refused_with_the_number_that_works(data: Dataset) -> 
         ({"batch_size": 0}, "batch_size is 0"),
         ({"dim": 0}, "at least 1 column"),
         ({"dtype": "float16"}, "'float16' is unknown"),
-        ({"optimizer": "lamb"}, "'lamb' is unknown"),
+        ({"optimizer": "lion"}, "'lion' is unknown"),
     ],
 )
 def test_settings_that_cannot_work(data: Dataset, settings: dict[str, Any], message: str) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown in full
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _keep_threads() -> Iterator[None]:
