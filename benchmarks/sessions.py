@@ -28,7 +28,9 @@ DIMS = {
 OURS = Contestant(label="stoker", script="stoker_sessions.py")
 PANDAS = Contestant(label="pandas", script="pandas_sessions.py", environment="pandas")
 PLAIN = Contestant(label="plain PyTorch", script="plain_tabular.py")
-SETTINGS = {"model_options": {"dims": DIMS}, "batch_size": 4096, "epochs": 1}
+SETTINGS = {
+    "model_options": {"dims": DIMS}, "batch_size": 4096, "epochs": 1, "row_optimizer": "adam", "row_lr": 1e-3,
+}  # fmt: skip
 BASELINE = {"dims": list(DIMS.values())[:-1], "lr": 1e-3, "batch": 4096, "workers": 2, "epochs": 1, "seed": 0}
 WITHIN = 0.002  # AUC and MRR
 
