@@ -142,16 +142,25 @@ class FeaturePasses:
         by_keys: dict[tuple[str, ...], list[Past]] = {}
         for feature in features:
             by_keys.setdefault(feature.by, []).append(feature)
-        found = []
+        shares = -(-self.count // GROUP_ROWS)
+        found, jobs = [], []
         for keys, some in enumerate(by_keys.values()):
-            shares = -(-self.count // GROUP_ROWS)
             files = [self._folder / f"{number:03d}.{keys}.{share}.rows" for share in range(shares)]
-            for share, file in enumerate(files):
-                step = f"share {file.name}"
-                if self.task.journal.finished(step, file) is None:
-                    _write(file, self._share(some, share, shares))
-                    self.task.journal.add(step, checksum(file))
+            jobs += [(some, share, file) for share, file in enumerate(files)]
             found.append((files, [feature.name for feature in some]))
+
+        def work(job: tuple[list[Past], int, Path]) -> tuple[str, dict[str, Any] | None]:
+            some, share, file = job
+            step = f"share {file.name}"
+            if self.task.journal.finished(step, file) is not None:
+                return step, None
+            _write(file, self._share(some, share, shares))
+            return step, checksum(file)
+
+        # Two at a time and no more, whatever there are of processors: each holds a share of the rows.
+        for step, record in ordered_map(work, jobs, min(2, self.task.threads), ahead=1):
+            if record is not None:
+                self.task.journal.add(step, record)
         if all(len(files) == 1 for files, _ in found):
             frames = [pl.scan_parquet(files).select(names) for files, names in found]
             pl.concat(frames, how="horizontal").sink_parquet(
