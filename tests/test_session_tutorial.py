@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from stoker.cli import main
 
 PAGE = Path(__file__).parents[1] / "docs" / "sessions.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="docs/sessions.md is not beside these tests: not a checkout")
-def test_every_block_of_the_tutorial_runs(tmp_path: Path) -> None:
+def test_every_block_of_the_tutorial_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     blocks = re.findall(r"^```(sh|toml)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
     schemas = [text for kind, text in blocks if kind == "toml"]
     assert len(schemas) == 2
@@ -25,12 +28,11 @@ def test_every_block_of_the_tutorial_runs(tmp_path: Path) -> None:
     for command in (line for kind, text in blocks if kind == "sh" for line in text.splitlines()):
         name, *arguments = shlex.split(command)
         assert name == "stoker"
-        done = subprocess.run(
-            [sys.executable, "-m", "stoker", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False,
-            env={**os.environ, "COLUMNS": "120"},
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        said[command] = done.stdout + done.stderr
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capsys.readouterr()
+        assert not ended.value.code, f"{command}\n{out}{err}"
+        said[command] = out + err
     [compared] = [text for command, text in said.items() if command.startswith("stoker compare")]
     assert "MRR" in compared
     assert "only rates has item_rate" in compared
