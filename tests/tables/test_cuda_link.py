@@ -21,7 +21,7 @@ from stoker.tables import cuda_link
 from stoker.tables.cuda_link import CudaLink
 from stoker.tables.storage import Rows
 
-CASES = int(os.environ.get("STOKER_SOAK", "300"))
+CASES = int(os.environ.get("STOKER_SOAK", "200"))
 
 
 @pytest.fixture(autouse=True)
