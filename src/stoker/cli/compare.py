@@ -44,7 +44,7 @@ def compare(
     from stoker.training.compare import compare as run_comparison
 
     if plot is not None:
-        from stoker.placement.hot_plot import check_plot
+        from stoker.data.picture import check_plot
 
         check_plot(plot)
     found = run_comparison(*runs, metric=metric)

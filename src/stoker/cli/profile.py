@@ -70,7 +70,7 @@ def profile(
             f"{' and '.join(given)}."
         )
     if plot is not None:
-        from stoker.placement.hot_plot import check_plot
+        from stoker.data.picture import check_plot
 
         check_plot(plot)
     from stoker.data.shards import check_target

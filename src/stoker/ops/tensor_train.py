@@ -22,8 +22,19 @@ from torch import Tensor
 from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tensor_train_shape import TTShape
 
-__all__ = ["Level", "Trie", "build_trie", "digits_of", "expand", "gradients", "init_core", "rows_by_definition"]
+__all__ = [
+    "Level",
+    "Trie",
+    "build_trie",
+    "digits_of",
+    "expand",
+    "fill_core",
+    "gradients",
+    "init_core",
+    "rows_by_definition",
+]
 
+_FILL = 2**22  # values of a fresh core made at a time
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 
 
@@ -212,19 +223,33 @@ def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) ->
 
 
 def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> Tensor:
-    """Core ``place`` of a fresh table: uniform around 0, so wide that rows have the variance of a uniform value in
-    [-scale, scale).
+    """Core ``place`` of a fresh table, as :func:`fill_core` fills it: [n_k, r_{k-1}, m_k * r_k] float32."""
+    made = torch.empty(shape.core_shapes[place])
+    fill_core(made, key_seed, name, shape, place, scale)
+    return made
+
+
+def fill_core(out: Tensor, key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> None:
+    """Fill ``out`` with core ``place`` of a fresh table, some rows at a time: uniform around 0, so wide that rows have
+    the variance of a uniform value in [-scale, scale).
 
     An entry of a row is a sum of r_1 * ... * r_{d-1} products of d independent values, so each core needs the variance
-    ``(variance of the row / prod(ranks)) ** (1 / d)``. Returns [n_k, r_{k-1}, m_k * r_k] float32.
+    ``(variance of the row / prod(ranks)) ** (1 / d)``.
 
     Where rows have slices of their own (:attr:`TTShape.own`), those carry the variance and the common cores have 1: a
     step on a row's own numbers then moves the row as far as it would move an uncompressed one.
+
+    Args:
+        out: contiguous, [n_k, r_{k-1}, m_k * r_k] or [n_k, r_{k-1} * m_k * r_k]; of any type, on any device.
+        key_seed, name, shape, place: the values are a function of these, and of ``scale``.
+        scale: half-width of the uniform distribution whose variance rows have.
     """
-    before, width = shape.core_shapes[place][1:]
-    wide = scale_of(shape, scale, place)
-    made = init_rows(derive_key(key_seed, "init", name, "core", place), 0, shape.rows[place], before * width, wide)
-    return made.view(shape.core_shapes[place])
+    rows = out.view(shape.rows[place], -1)
+    key, wide = derive_key(key_seed, "init", name, "core", place), scale_of(shape, scale, place)
+    step = max(1, _FILL // rows.shape[1])
+    for start in range(0, len(rows), step):
+        stop = min(start + step, len(rows))
+        rows[start:stop] = init_rows(key, start, stop, rows.shape[1], wide)
 
 
 def scale_of(shape: TTShape, scale: float, place: int) -> float:

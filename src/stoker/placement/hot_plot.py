@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.data.shards import atomic_file
-from stoker.errors import ConfigError, DependencyError
+from stoker.data.picture import blank, check_plot, write_png
 from stoker.units import format_size
 
 if TYPE_CHECKING:
@@ -14,24 +13,7 @@ if TYPE_CHECKING:
 
     from stoker.placement.hot_profile import HotProfile
 
-__all__ = ["check_plot", "draw_profile", "plot_profile"]
-
-
-def check_plot(path: Path) -> None:
-    """Refuse a picture that :func:`plot_profile` cannot write, before anything is measured.
-
-    Raises:
-        ConfigError: its name does not end in .png.
-        DependencyError: matplotlib is not installed.
-    """
-    if path.suffix != ".png":
-        raise ConfigError(f"{path} does not end in .png. Choose for example {path.with_suffix('.png')}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            "the picture needs matplotlib, which is not installed. Run: pip install 'stoker[plot]'"
-        ) from error
+__all__ = ["draw_profile", "plot_profile"]
 
 
 def plot_profile(profile: HotProfile, path: Path) -> None:
@@ -43,19 +25,14 @@ def plot_profile(profile: HotProfile, path: Path) -> None:
         DataError: the disk has no room.
     """
     check_plot(path)
-    figure = draw_profile(profile)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    write_png(draw_profile(profile), path)
 
 
 def draw_profile(profile: HotProfile) -> Figure:
     """The picture itself."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9, 3.6)
     sizes, shares = figure.subplots(1, 2)
     thresholds = [point.threshold for point in profile.curve]
     mib = [point.hot_bytes / 2**20 for point in profile.curve]

@@ -22,7 +22,7 @@ from stoker.errors import ConfigError
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
 from stoker.ops.reference import addresses, update_rows
 from stoker.ops.space import slot_space
-from stoker.ops.tensor_train import Trie, build_trie, expand, gradients, init_core
+from stoker.ops.tensor_train import Trie, build_trie, expand, fill_core, gradients
 from stoker.ops.tensor_train_shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
@@ -143,7 +143,7 @@ class CompressedGroup(TableGroup):
         shape = self.strategy.shape_of(table)
         storage = TensorTrainCores(shape, table.num_embeddings, dict(optimizer.state), device)
         for place, core in enumerate(storage.cores):
-            core.weight.copy_(init_core(self.seed, table.name, shape, place, table.scale).view_as(core.weight))
+            fill_core(core.weight, self.seed, table.name, shape, place, table.scale)
         self.stored = core_tables(table, shape)
         return storage
 

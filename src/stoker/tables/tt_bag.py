@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, get_backend
-from stoker.ops.tensor_train import build_trie, expand, gradients, init_core
+from stoker.ops.tensor_train import build_trie, expand, fill_core, gradients
 from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
@@ -156,7 +156,7 @@ class TTEmbeddingBag(nn.Module):
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         for place, core in enumerate(self.cores):
-            core.copy_(init_core(seed, "tt", self.shape, place, self.std * 3**0.5))
+            fill_core(core, seed, "tt", self.shape, place, self.std * 3**0.5)
         for state in self.buffers():
             state.zero_()
         self.tick, self.import_error = 0, None

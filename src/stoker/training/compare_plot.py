@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.data.shards import atomic_file
-from stoker.placement.hot_plot import check_plot
+from stoker.data.picture import blank, check_plot, write_png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,18 +85,12 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         DataError: the disk has no room.
     """
     check_plot(path)
-    figure = draw_comparison(comparison)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    write_png(draw_comparison(comparison), path)
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
     """The picture itself: training loss and the metric on the validation rows, by epoch."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9, 3.6)
     losses, metric = figure.subplots(1, 2)
     measured = curves(comparison)
     for number, run in enumerate(comparison.runs):

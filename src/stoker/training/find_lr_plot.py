@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.data.shards import atomic_file
-from stoker.placement.hot_plot import check_plot
+from stoker.data.picture import blank, check_plot, write_png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,18 +24,12 @@ def plot_finding(finding: Finding, path: Path) -> None:
         DataError: the disk has no room.
     """
     check_plot(path)
-    figure = draw_finding(finding)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    write_png(draw_finding(finding), path)
 
 
 def draw_finding(finding: Finding) -> Figure:
     """The picture itself."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(7, 4)
     axes = figure.subplots()
     name = "row_lr" if finding.which == "rows" else "dense_lr"
     base = finding.row_lr if finding.which == "rows" else finding.dense_lr
