@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import stoker.data.integrity as integrity
 from stoker.data.dataset import Dataset, hash_schema, write_manifest, write_shard
 from stoker.data.features import Feature, FeatureSpec
+from stoker.data.prepare import prepare
+from stoker.data.schema import CategoricalColumn, Label, Schema, SplitRule
 from stoker.data.shards import MappedShard
 from stoker.errors import DataError
 from stoker.testing import make_dataset
@@ -263,3 +265,21 @@ def test_checking_can_be_watched_and_is_done_once(path: Path, hashed: list[str])
     train.check(lambda done, total: seen.append((done, total)))
     next(iter(train.batches(64, seed=1)))
     assert len(hashed) == len(train.entry["shards"])
+
+
+def test_what_this_process_wrote_is_hashed_again_only_if_it_changed(tmp_path: Path, hashed: list[str]) -> None:
+    raw = tmp_path / "log.csv"
+    raw.write_text("label,user\n" + "".join(f"{row % 2},u{row % 9}\n" for row in range(300)))
+    schema = Schema(
+        name="x", label=Label(column="label"), categorical=(CategoricalColumn(name="user"),),
+        split=SplitRule(rule="hash", column="user", train=0.6, valid=0.2, test=0.2),
+    )  # fmt: skip
+    data = prepare(schema, raw, out=tmp_path / "out")
+    for split in (data.train, data.valid):
+        split.check()
+    assert not hashed
+    flip(
+        tmp_path / "out" / "train" / "00000.safetensors", -1 + (tmp_path / "out/train/00000.safetensors").stat().st_size
+    )
+    with pytest.raises(DataError, match="is damaged"):
+        Dataset(tmp_path / "out").train.check()

@@ -27,10 +27,16 @@ from stoker.data.features import Feature, FeatureSpec
 from stoker.data.gather import NumbaGather, NumpyGather, make_gather
 from stoker.data.order import EpochOrder
 from stoker.data.prefetch import prefetched
+from stoker.data.shards import MappedShard
 from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.testing import make_dataset
 
 FEATURES = 3
+
+
+def plain_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Any:
+    """What reads where Numba is missing."""
+    return NumpyGather(shards, starts, ids_only=ids_only)
 
 
 def numbered(path: Path, rows: int, shard_rows: int, *, sequence: bool = False, wide: bool = False) -> Dataset:
@@ -144,7 +150,7 @@ def test_the_rest_of_an_epoch_is_what_the_stream_goes_on_with(
     state = stream.state_dict()
     with pytest.MonkeyPatch.context() as patch:
         if plain:
-            patch.setattr(reader_module, "make_gather", NumpyGather)
+            patch.setattr(reader_module, "make_gather", plain_gather)
         rest = stream.rest_of_epoch(until=until, ids_only=ids_only)
         found = list(rest)
     assert len(found) == len(rest)
@@ -290,7 +296,11 @@ def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Data
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_kernels_equal_numpy(tmp_path: Path, sequence: bool, wide: bool) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_kernels_equal_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, sequence: bool, wide: bool
+) -> None:
+    monkeypatch.setattr("stoker.data.gather._SHARE", 8)
     pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
     assert isinstance(make_gather(split.shards, split.starts), NumbaGather)
@@ -301,7 +311,7 @@ def test_the_kernels_equal_numpy(tmp_path: Path, sequence: bool, wide: bool) -> 
     generator = np.random.default_rng(0)
     for size in (0, 1, 15, 16, 17, 400):
         rows = generator.integers(0, 1000, size)
-        fast = NumbaGather(split.shards, split.starts)(rows, poisoned)
+        fast = NumbaGather(split.shards, split.starts, threads=threads)(rows, poisoned)
         slow = NumpyGather(split.shards, split.starts)(rows, poisoned)
         assert fast.keys() == slow.keys()
         for name, tensor in fast.items():
@@ -315,7 +325,7 @@ def test_the_kernels_equal_numpy(tmp_path: Path, sequence: bool, wide: bool) -> 
 def test_without_numba(sets: dict[tuple[int, int, bool], Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
     split = sets[3000, 1000, True].train
     expected = [rows_of(batch) for batch in split.batches(100, seed=4)]
-    monkeypatch.setattr(reader_module, "make_gather", NumpyGather)
+    monkeypatch.setattr(reader_module, "make_gather", plain_gather)
     assert [rows_of(batch) for batch in split.batches(100, seed=4)] == expected
 
 

@@ -92,6 +92,22 @@ def test_equals_the_reference_to_the_bit(case, dim, optimizer, dtype, threads):
         torch.set_num_threads(before)
 
 
+@given(tables=st.lists(st.integers(1, 300), min_size=1, max_size=6), threads=st.integers(1, 9))
+def test_every_run_of_16_rows_has_one_part_of_its_table(tables, threads):
+    space = make_space([f"t{i}" for i in range(len(tables))], tables, [[f"f{i}"] for i in range(len(tables))],
+                       [f"f{i}" for i in range(len(tables))])  # fmt: skip
+    items, parts = CPU._layout(space).items(threads)
+    found = sorted(map(tuple, items.tolist()))
+    assert found == [(table, part) for table in range(len(tables)) for part in range(parts[table])]
+    for table, rows in enumerate(tables):
+        owners = {row >> 4 & (int(parts[table]) - 1) for row in range(rows)}
+        assert owners == set(range(parts[table]))  # none without rows
+    if threads == 1:
+        assert parts.max() == 1
+    elif min(tables) >= 64 * threads:
+        assert len(items) >= 2 * threads
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 16, 65, 200])
 def test_initial_rows(dim, dtype):

@@ -92,6 +92,13 @@ def test_layer_chain_equals_linear_and_relu(sizes, relu_last, batch, products):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [511, 1023, 1024, 1700, 2**14 + 1500])
+def test_weight_gradients_by_chunks_of_rows_are_those_of_all(batch):
+    """Exactly so for whole numbers, whose sums have no rounding."""
+    grad, x = (torch.randint(-3, 4, (batch, width)).float() for width in (5, 7))
+    assert torch.equal(ops_mlp._by_chunks(grad, x), (grad.double().t() @ x.double()).float())
+
+
 def test_layer_chain_ignores_columns_of_zeros(products):
     torch.manual_seed(0)
     layers = [nn.Linear(13, 20), nn.Linear(20, 1)]

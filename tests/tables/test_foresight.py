@@ -101,7 +101,9 @@ def test_training_fetches_no_more_than_belady(
 def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code finds and orders the distinct rows, reads the ids and plans."""
     monkeypatch.setattr("stoker.ops.distinct._HAVE_NUMBA", False)
-    monkeypatch.setattr("stoker.data.reader.make_gather", NumpyGather)
+    monkeypatch.setattr(
+        "stoker.data.reader.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
+    )
     monkeypatch.setattr("stoker.tables.slotted.make_residency", partial(make_residency, fast=False))
     test_training_fetches_no_more_than_belady(data, 5, 3, False)
 

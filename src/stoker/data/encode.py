@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from stoker.data.dictionary_kernels import count_codes
 from stoker.data.layout import Layout
-from stoker.data.parts import PartFile, write_part
+from stoker.data.parts import Part, PartFile, write_part
 from stoker.data.schema import CategoricalColumn
 from stoker.data.shards import ShardInfo, write_shard
 from stoker.data.split_rules import PartRows
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Encoder", "Slice", "build_table", "look_up_table"]
 
 Array = npt.NDArray[Any]
-Open = Callable[[PartRows], PartFile]
+Open = Callable[[PartRows], Part]
 Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
 _jit: Any = nb.njit(nogil=True, cache=True)
 _STRIPE = 256  # rows whose ids are written together, so that the row-major output stays in cache
@@ -71,14 +71,14 @@ def _gather_bags(  # type: ignore[no-untyped-def]
                     at += 1
 
 
-def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, Array | None]:
+def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
     """Codes of a feature and, for a sequence, how many belong to each row."""
     if index in layout.one_hot:
         return arrays["codes"][layout.one_hot.index(index)], None
     return arrays[f"codes.{index}"], arrays[f"counts.{index}"]
 
 
-def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
+def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
     """The value behind a code above 0, after fill and modulo."""
     if column.type == "string":
         ends = arrays[f"ends.{index}"]
@@ -352,13 +352,13 @@ class Encoder:
         info = write_shard(path, dense=dense, labels=labels, ids=joined, lengths=lengths, row_offsets=offsets)
         return info, positives, unknown
 
-    def _dense(self, arrays: PartFile, rows: Array, out: Array, at: int) -> None:
+    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
         if "dense" in arrays:
             out[at : at + len(rows)] = arrays["dense"][rows]
         else:
             dense_values(self.layout.schema.dense, arrays["raw"], self._fit, rows=rows, out=out, at=at)
 
-    def _bags(self, arrays: PartFile, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
+    def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
         layout = self.layout
         slots = np.array(
             [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)

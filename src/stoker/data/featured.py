@@ -25,7 +25,7 @@ from stoker.data.ingest import IngestedBlock, Source
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
-from stoker.data.parts import PartFile, checksum, write_part
+from stoker.data.parts import PartFile, checksum
 from stoker.data.raw_rows import Rows, derive, ingest_sources
 from stoker.data.schema import SourceFormat
 from stoker.data.split_rules import PartRows, Splitter
@@ -183,7 +183,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        return piece, path, write_part(path, task.layout.arrays(block, piece.source.name)), False
+        return piece, path, task.parts.write(path, task.layout.arrays(block, piece.source.name)), False
 
     blocks = []
     for piece, path, record, reused in ordered_map(work, [p for p in pieces if p.part.rows], task.threads):

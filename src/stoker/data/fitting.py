@@ -16,7 +16,7 @@ from stoker.data.ingest import IngestedBlock
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
-from stoker.data.parts import PartFile
+from stoker.data.parts import Part
 from stoker.data.shards import hash_file
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
@@ -63,9 +63,9 @@ class Fitting:
         self._fit_tables()
         self._fit_dense()
 
-    def open(self, part: PartRows) -> PartFile:
+    def open(self, part: PartRows) -> Part:
         """The arrays of a part."""
-        return PartFile(self.blocks[part.index].path)
+        return self.task.parts.open(self.blocks[part.index].path)
 
     def place_of(self, part: PartRows, row: int) -> str:
         """Where a row of a part stands, for messages."""

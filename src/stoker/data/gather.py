@@ -8,6 +8,7 @@ Legend: B rows of the batch, S shards, F features, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from stoker.data.shards import MappedShard
 from stoker.errors import DataError
+from stoker.ops.threads import team
 
 __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
 
 Int64 = npt.NDArray[np.int64]
+_SHARE = 4096  # rows that are worth waking a thread for
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
 
 
@@ -36,13 +39,13 @@ class Gather(Protocol):
         ...
 
 
-def make_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> Gather:
+def make_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
     """The fastest form that this machine can run; ``ids_only``: without dense columns and labels."""
     try:
         import stoker.data.gather_cpu  # noqa: F401
     except ImportError:
         return NumpyGather(shards, starts, ids_only=ids_only)
-    return NumbaGather(shards, starts, ids_only=ids_only)
+    return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)
 
 
 def _one_per_row(shard: MappedShard, *, ids_only: bool) -> tuple[str, ...]:
@@ -116,10 +119,13 @@ class NumpyGather:
 class NumbaGather:
     """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
 
-    def __init__(self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> None:
+    def __init__(
+        self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1
+    ) -> None:
         from stoker.data import gather_cpu
 
         self._kernels: Any = gather_cpu
+        self._threads = threads
         self._shards = shards
         self._starts = np.asarray(starts, np.int64)
         self._biggest = max(shard.rows for shard in shards)
@@ -148,10 +154,16 @@ class NumbaGather:
             name: allocate(name, (count, *columns), self._types[name]) for name, columns in self._columns.items()
         }
         targets = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
-        scratch = np.empty((len(targets), count), np.int64)
-        self._kernels.copy_rows(
-            rows, self._starts, self._biggest, self._sources, self._widths, self._strides, targets, scratch
-        )
+        threads = max(1, min(self._threads, count // _SHARE))
+        bounds = [count * part // threads for part in range(threads + 1)]
+
+        def copy(begin: int, end: int) -> None:
+            self._kernels.copy_rows(
+                rows[begin:end], self._starts, self._biggest, self._sources, self._widths, self._strides,
+                targets + self._widths * begin, np.empty((len(targets), end - begin), np.int64),
+            )  # fmt: skip
+
+        team(threads).run(copy, list(pairwise(bounds)))
         if self._features:
             offsets = allocate("offsets", (count * self._features + 1,), torch.int64)
             scratch = np.empty((2, count), np.int64)

@@ -43,13 +43,13 @@ def _record(shard: MappedShard) -> tuple[dict[str, int], int]:
     return widths, -(-sum(widths.values()) // _ALIGN) * _ALIGN
 
 
-def hold(split: Split, rows: int, device: torch.device) -> Gather:
+def hold(split: Split, rows: int, device: torch.device, *, threads: int = 1) -> Gather:
     """Copy the shards that have the first ``rows`` rows into the memory of a device; what gathers batches there."""
     count = next((place for place, start in enumerate(split.starts) if start >= rows), len(split.shards))
     shards, starts = split.shards[:count], split.starts[: count + 1]
     if device.type != "cpu":
         return HeldTensors(shards, device)
-    return make_gather([_copied(shard) for shard in shards], starts)
+    return make_gather([_copied(shard) for shard in shards], starts, threads=threads)
 
 
 def _copied(shard: MappedShard) -> MappedShard:

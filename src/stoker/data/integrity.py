@@ -1,7 +1,8 @@
 """Shards are checked before their rows are read: the bytes against the manifest, the ids against their tables.
 
 A file is hashed once per process, with all of torch's threads where several files are due: about 1.5 GB/s a core,
-so 0.1 s for a million rows of Criteo, in files that are then in the page cache.
+so 0.1 s for a million rows of Criteo, in files that are then in the page cache. What this process wrote was hashed on
+its way.
 
 Legend: n rows of a shard, F features, L ids in all.
 """
@@ -9,7 +10,8 @@ Legend: n rows of a shard, F features, L ids in all.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +19,14 @@ import numpy.typing as npt
 import torch
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import MappedShard
+from stoker.data.shards import MappedShard, file_identity
 from stoker.errors import DataError
 from stoker.ops.threads import team
 
 if TYPE_CHECKING:
     from stoker.data.split import Split
 
-__all__ = ["ShardChecks", "check_ids"]
+__all__ = ["ShardChecks", "check_ids", "written"]
 
 _IDS = 2**20  # looked at together
 _REMEDY = "Restore the file from a copy, or {again}: the same input gives the same bytes, and runs go on from them."
@@ -38,6 +40,12 @@ _AGAIN = {
 }
 
 _good: set[Hashable] = set()  # what this process has found good: file, checksum, sizes of the tables
+
+
+def written(path: Path, sha256: str, sizes: Sequence[int]) -> None:
+    """Take note of a shard that this process has just written, with ids below ``sizes`` by feature."""
+    with path.open("rb") as file:
+        _good.add((file_identity(file), sha256, tuple(sizes)))
 
 
 class ShardChecks:

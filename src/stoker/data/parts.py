@@ -1,8 +1,9 @@
-"""The work directory of a preparation: typed parts on disk and the journal that says which are finished.
+"""The work of a preparation: typed parts, and the journal that says which are finished.
 
-A part holds the rows of one block of one file as plain arrays. It is written beside and renamed, and its
-size and checksum go to the journal afterwards; a part counts only if the journal has it and its bytes still
-agree. So a run that was killed, or a machine that lost power, never reads a half-written part.
+A part holds the rows of one block of one file as plain arrays. On disk it is written beside and renamed, and its
+size and checksum go to the journal afterwards; such a part counts only if the journal has it and its bytes still
+agree. So a run that was killed, or a machine that lost power, never reads a half-written part. The first parts are
+held in memory instead (:class:`PartStore`): most logs are small, and are in shards before a disk would have them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import json
 import mmap
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.errors import DataError
 
-__all__ = ["Journal", "PartFile", "checksum", "write_part"]
+__all__ = ["Journal", "Part", "PartFile", "PartStore", "checksum", "write_part"]
 
 Array = npt.NDArray[Any]
 _ALIGN = 64
+_HELD = "held"  # of a record: the path of a part that is in memory only
 
 
 def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -65,8 +68,46 @@ def checksum(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc": crc}
 
 
-class PartFile:
-    """Read-only arrays of one part, mapped. Use as a context manager so that its pages leave memory again."""
+class Part:
+    """Read-only arrays of one part. Use as a context manager so that what it took of memory goes again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def __contains__(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Array:
+        raise NotImplementedError
+
+    def size(self, name: str) -> int:
+        """Elements of an array, without touching it."""
+        raise NotImplementedError
+
+
+class _HeldPart(Part):
+    """A part in memory."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+    def size(self, name: str) -> int:
+        return self.arrays[name].size
+
+
+class PartFile(Part):
+    """A part on disk, mapped."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -74,9 +115,6 @@ class PartFile:
         length = int.from_bytes(self._map[:8], "little")
         self._start = 8 + length
         self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
-
-    def __enter__(self) -> PartFile:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -95,7 +133,6 @@ class PartFile:
         return flat.reshape(shape)
 
     def size(self, name: str) -> int:
-        """Elements of an array, without touching it."""
         return int(np.prod(self._header[name][1], dtype=np.int64))
 
 
@@ -146,9 +183,10 @@ class Journal:
         return kept
 
     def add(self, step: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a finished step."""
+        """Record a finished step; only in memory where its part is held there."""
         full = {"step": step, **entry}
-        self._append(full)
+        if _HELD not in full:
+            self._append(full)
         self.done[step] = full
         return full
 
@@ -169,6 +207,48 @@ class Journal:
         """Let go of the directory."""
         self._file.close()
         self._lock.close()
+
+
+class PartStore:
+    """Where finished parts lie until their rows are in shards: in memory while there is room, on disk after that.
+
+    A kill loses what is held, which is seconds of work; :meth:`save` keeps it for a run that is stopped otherwise.
+
+    Args:
+        room: bytes to hold at most.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._held: dict[str, _HeldPart] = {}  # by path
+        self._lock = threading.Lock()
+
+    def write(self, path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
+        """Keep arrays as the part ``path``; returns what its step's record must say of it."""
+        size = sum(array.nbytes for array in arrays.values())
+        with self._lock:
+            fits = size <= self._room
+            self._room -= size * fits
+        if not fits:
+            return write_part(path, arrays)
+        # A view would keep the whole of what it looks at.
+        held = {name: array if array.base is None else array.copy() for name, array in arrays.items()}
+        with self._lock:
+            self._held[str(path)] = _HeldPart(held)
+        return {_HELD: str(path)}
+
+    def open(self, path: Path) -> Part:
+        """The arrays of a finished part."""
+        return self._held.get(str(path)) or PartFile(path)
+
+    def save(self, journal: Journal) -> None:
+        """Write held parts to disk, and their steps to the journal, which then forgets any it could not have."""
+        waiting = {step: entry for step, entry in journal.done.items() if _HELD in entry}
+        for step in waiting:
+            del journal.done[step]
+        for step, entry in waiting.items():
+            path = entry.pop(_HELD)
+            journal.add(step, {**entry, **write_part(Path(path), self._held[path].arrays)})
 
 
 def _lock(directory: Path) -> IO[bytes]:

@@ -126,6 +126,7 @@ def run_prepare(
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
+    hold_bytes: int | None = None,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
     if reorder is not False and like is not None:
@@ -139,7 +140,7 @@ def run_prepare(
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
                 recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes,
+                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
             )  # fmt: skip
         return plain.report
     measure: Like | None = None
@@ -162,6 +163,7 @@ def run_prepare(
         threads=threads or _cores(),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
+        hold_bytes=hold_bytes,
         like=measure,
     )
     try:
@@ -295,6 +297,9 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
             manifest = publish(task, rows, fitting)
         except UnusableInput:
             task.discard()
+            raise
+        except BaseException:
+            task.save()
             raise
         finally:
             task.journal.close()

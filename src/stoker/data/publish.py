@@ -16,6 +16,7 @@ from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import write_groups
+from stoker.data.integrity import written
 from stoker.data.like import FEATURES
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
@@ -50,6 +51,7 @@ class _Publisher:
         counts = self._table_counts(encoder)
         self._check_room()
         jobs = [job for number in range(3) for job in self._shards(number)]
+        sizes = [self.fitting.tables[column.table_name]["rows"] for column in self.layout.features]
         done_rows, total = 0, int(self.fitting.sizes[:, :3].sum())
 
         def work(job: tuple[str, list[Slice], int]) -> tuple[str, dict[str, Any], bool]:
@@ -60,6 +62,7 @@ class _Publisher:
             info, positives, zeros = encoder.write(
                 self.out / file, slices, lambda part: np.flatnonzero(self.fitting.assign(part) == split)
             )
+            written(self.out / file, info.sha256, sizes)
             return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
 
         splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
@@ -166,8 +169,8 @@ class _Publisher:
         }
         grouped: dict[str, Any] = {}
         if self.layout.group is not None:
-            grouped["groups"], of_splits, written = write_groups(self.fitting, self.out)
-            files |= written
+            grouped["groups"], of_splits, made = write_groups(self.fitting, self.out)
+            files |= made
             splits = {name: entry | self._groups_of(of_splits, name) for name, entry in splits.items()}
         features = FeatureSpec(
             dense=self.schema.dense_names,

@@ -14,7 +14,7 @@ import polars as pl
 from stoker.data.columns import Block, Field
 from stoker.data.frames import block_frame
 from stoker.data.ingest import IngestedBlock, Source, ingest
-from stoker.data.parts import checksum, write_part
+from stoker.data.parts import checksum
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import RawInput, Recipe
 from stoker.data.schema import SourceFormat
@@ -63,8 +63,8 @@ def read_rows(task: Task) -> Rows:
 class _PartSink:
     task: Task
 
-    def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
-        return write_part(path, self.task.layout.arrays(block, file))
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
+        return self.task.parts.write(path, self.task.layout.arrays(block, file))
 
 
 def ingest_sources(

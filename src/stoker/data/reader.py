@@ -273,16 +273,17 @@ class BatchStream:
         order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
         checks = ShardChecks(self.split)
         held = self.held and not again
+        threads = 1 if self._prefetch else torch.get_num_threads()  # one ahead leaves the others to the training
         if self._seed is not None or held:
             checks.before(0, self.rows)  # a shuffled batch takes its rows from everywhere
         pages: _Pages | None = None
         if held:
             if self._gather is None:
-                self._gather = hold(self.split, self.rows, self._device or torch.device("cpu"))
+                self._gather = hold(self.split, self.rows, self._device or torch.device("cpu"), threads=threads)
             gather = self._gather
         else:
             pages = _Pages(self.split, order, self.rows)
-            gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only)
+            gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only, threads=threads)
         # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
         ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
         for index in range(position, end):

@@ -33,6 +33,7 @@ __all__ = [
     "allow_open_files",
     "atomic_file",
     "check_target",
+    "file_identity",
     "hash_file",
     "open_shard",
     "sync_folder",
@@ -244,7 +245,7 @@ class MappedShard:
         """
         try:
             with self.path.open("rb") as file:
-                if _identity(file) != self.identity:
+                if file_identity(file) != self.identity:
                     raise DataError(
                         f"{self.path} was changed or replaced since it was opened. Let what writes to it finish, then "
                         "open the dataset again."
@@ -263,7 +264,7 @@ class MappedShard:
             self.map.madvise(mmap.MADV_DONTNEED)
 
 
-def _identity(file: BinaryIO) -> tuple[int, ...]:
+def file_identity(file: BinaryIO) -> tuple[int, ...]:
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
@@ -280,7 +281,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     try:
         with path.open("rb") as file:
             extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            identity = _identity(file)  # before the map: what changes in between is then noticed
+            identity = file_identity(file)  # before the map: what changes in between is then noticed
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
     except ValueError as error:
         raise DataError(f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again.") from error

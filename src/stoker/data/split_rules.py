@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from stoker.data.dictionary_kernels import splitmix
 from stoker.data.layout import SPLIT_CODES, share_of_hash
-from stoker.data.parts import PartFile
+from stoker.data.parts import Part
 from stoker.data.schema import Schema
 from stoker.data.schema_check import near
 from stoker.data.transforms import select_rank
@@ -37,7 +37,7 @@ class PartRows:
     rows: int
 
 
-Open = Callable[[PartRows], PartFile]
+Open = Callable[[PartRows], Part]
 
 
 @_jit

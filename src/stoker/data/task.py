@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stoker
 from stoker.data.layout import Layout
-from stoker.data.parts import Journal
+from stoker.data.parts import Journal, PartStore
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
 from stoker.data.schema import Label, Schema, SplitRule
 from stoker.data.sources import BLOCK_BYTES
+from stoker.device import available_memory
 from stoker.errors import DataError
 from stoker.features.merge import Merge
 
@@ -26,6 +28,7 @@ __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
 WORK_VERSION = 3  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
+_HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "features", ".work", *SPLITS)
 
@@ -52,17 +55,20 @@ class Task:
     threads: int
     report: Callable[[Progress], None]
     block_bytes: int = BLOCK_BYTES
+    hold_bytes: int | None = None  # of parts in memory; None: what the machine's memory leaves room for
     reused: int = 0  # steps that an interrupted run had finished
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
     splitting: Schema = field(init=False)  # by which rows are split
     inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
+    parts: PartStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else _all_test(self.schema)
         self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
+        self.parts = PartStore(_room() if self.hold_bytes is None else self.hold_bytes)
 
     @property
     def work(self) -> Path:
@@ -79,6 +85,11 @@ class Task:
         self.journal = Journal(self.work, self._fingerprint(), resume=resume)
         if not self.journal.done:
             self._remove(keep=(".work",))
+
+    def save(self) -> None:
+        """Keep what is finished for a run that goes on from here; where the disk has no room, what it has room for."""
+        with suppress(OSError):
+            self.parts.save(self.journal)
 
     def discard(self) -> None:
         """Forget all finished work."""
@@ -121,6 +132,11 @@ class Task:
                        for path in [Path(one.file)] if path.exists()],
             "like": self.like.identity if self.like is not None else None,
         }  # fmt: skip
+
+
+def _room() -> int:
+    """Bytes of parts to hold in memory."""
+    return min(_HOLD_MOST, (available_memory() or 0) // 8)
 
 
 def _stamp(path: Path) -> list[Any]:

@@ -49,6 +49,9 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
 
 
+_ITEMS_PER_THREAD = 2  # so that none is left with a big one at the end
+
+
 class _Layout:
     """Tables and their features as arrays, largest table first, for one address space."""
 
@@ -64,8 +67,24 @@ class _Layout:
         self.per_table = np.diff(self.start)
         # The largest first, so that no thread is left with a big one at the end.
         weight = self.per_table * np.minimum(np.asarray(space.rows, dtype=np.float64), 1e6)
-        self.items = np.argsort(-weight, kind="stable").astype(np.int64)
+        self._order = np.argsort(-weight, kind="stable").astype(np.int64)
+        self._items: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.no_keys = np.zeros(len(space.rows), dtype=np.int64)
+
+    def items(self, threads: int) -> tuple[np.ndarray, np.ndarray]:
+        """What ``threads`` share: table and part [I, 2], and the parts of each table, a power of two.
+
+        Few tables are cut into parts, so that every thread has work. Each part walks the whole batch, so there are no
+        more than it takes, and none without rows: runs of 16 rows go to the parts in turn.
+        """
+        if threads not in self._items:
+            wanted = -(-_ITEMS_PER_THREAD * threads // len(self._order)) if threads > 1 else 1
+            wanted = 1 << (wanted - 1).bit_length()
+            most = [1 << max(rows // 16, 1).bit_length() - 1 for rows in self.rows.tolist()]
+            parts = np.minimum(most, wanted)
+            pairs = [(table, part) for table in self._order.tolist() for part in range(parts[table])]
+            self._items[threads] = (np.array(pairs, np.int64), parts)
+        return self._items[threads]
 
 
 class _Scratch:
@@ -169,8 +188,7 @@ class CpuBackend(Backend):
             lengths = np.diff(offsets).reshape(-1, count).sum(0)
             occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(np.int64)
         threads = torch.get_num_threads()
-        # Few tables and several threads: split each table's rows, so that every thread has work.
-        parts = 1 if len(layout.items) >= 4 * threads or threads == 1 else 4 * threads
+        items, parts = layout.items(threads)
         names = _STATE[rule.kind]
         constants = np.array(
             [
@@ -218,7 +236,7 @@ class CpuBackend(Backend):
                 layout.features,
                 layout.first_row,
                 layout.rows,
-                layout.items,
+                items,
                 parts,
                 occurrences,
                 weight.data_ptr(),

@@ -185,10 +185,10 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
         ahead = examples_ahead
         while True:
             item = fetch_add(cursor, 1)
-            if item >= len(items) * parts:
+            if item >= len(items):
                 return
-            table = items[item // parts]
-            part = item % parts
+            table, part = items[item, 0], items[item, 1]
+            others = parts[table] - 1
             first = first_row[table]
             rows = table_rows[table]
             bits = np.int64(4)
@@ -213,7 +213,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                             one = np.float32(1.0) / np.float32(end - begin)
                     for k in range(begin, end):
                         row = np.int64(ids[k])
-                        if parts > 1 and (row >> 4) % parts != part:
+                        if others and (row >> 4) & others != part:
                             continue
                         if weighted:
                             one = scale[k]

@@ -45,4 +45,6 @@ class _Join(torch.autograd.Function):
         for (group, _, _), part in zip(ctx.runs, gradient.split(widths, dim=1), strict=True):
             parts[group].append(part)  # the stretches of a group are in its own order
         needed = ctx.needs_input_grad[1:]
-        return None, *(torch.cat(each, dim=1) if want else None for each, want in zip(parts, needed, strict=True))
+        # One stretch needs no copy: what follows takes any strides.
+        joined = [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in parts]
+        return None, *(each if want else None for each, want in zip(joined, needed, strict=True))
