@@ -56,8 +56,8 @@ CASES = {
         },
         large={
             "lamb": {
-                "batch_size": 8192, "row_optimizer": "lamb", "row_lr": 0.08, "row_weight_decay": 7.0,
-                "dense_optimizer": "lamb", "dense_lr": 0.04, "warmup": 10,
+                "batch_size": 8192, "row_optimizer": "lamb", "row_lr": 0.02, "row_l2": 3e-4, "min_trust": 0.7,
+                "max_trust": 1.5, "dense_optimizer": "lamb", "dense_lr": 0.014, "dense_warmup": 40,
             },
             "cowclip": {
                 "batch_size": 8192, "row_optimizer": "adam", "row_lr": 1.5e-2, "row_weight_decay": 1.5e-4,

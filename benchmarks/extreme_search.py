@@ -34,7 +34,7 @@ from stoker.data.split import Split
 __all__ = ["KNOBS", "Untested", "main", "search", "table"]
 
 #: what a search turns, and by how much; those that a side does not set stay as they are
-KNOBS = {"row_lr": 2.0, "dense_lr": 2.0, "row_weight_decay": 2.0, "cow_ratio": 10.0}
+KNOBS = {"row_lr": 2.0, "dense_lr": 2.0, "row_weight_decay": 2.0, "row_l2": 2.0, "cow_ratio": 10.0}
 FIRST_SEED = 100
 _LEAST = 1.2  # a factor that has shrunk below this ends the search
 

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker import LAMB
+from stoker import LAMB, Adam
 from stoker.ops import Rounding, get_backend, lamb
+from stoker.ops.reference import update_rows
 from stoker.ops.space import make_space, slot_space
 
 pytest.importorskip("numba", reason="the CPU back end needs numba")
 
 REFERENCE, CPU = (get_backend(name, torch.device("cpu")) for name in ("reference", "cpu"))
 LAMBS = [
-    LAMB(lr=0.1), LAMB(lr=0.1, clip_value=0.5, clip_norm=1.0, cow_clip=(0.4, 0.01), weight_decay=0.01),
+    LAMB(lr=0.1), LAMB(lr=0.1, clip_value=0.5, clip_norm=1.0, cow_clip=(0.4, 0.01), weight_decay=0.01, l2=0.02),
 ]  # fmt: skip
 
 
@@ -57,6 +58,26 @@ def test_equals_the_reference_to_the_bit(dim, count, optimizer, dtype, slotted, 
         torch.set_num_threads(before)
     for expected, got in zip(*found, strict=True):
         assert torch.equal(expected, got) if isinstance(expected, torch.Tensor) else expected == got
+
+
+def test_without_trust_l2_is_adams_weight_decay():
+    """Both go through the moments, so both see the same gradients; only the order of two factors differs."""
+    g = torch.Generator().manual_seed(1)
+    weight, rows = torch.randn(50, 8, generator=g), torch.arange(0, 50, 2)
+    space = make_space(["a"], [50], [["x"]], ["x"])
+    adam, plain, ours = (weight.clone() for _ in range(3))
+    states = [{"exp_avg": torch.zeros(50, 8), "exp_avg_sq": torch.zeros(50, 8)} for _ in range(3)]
+    for tick in range(5):
+        grad = 0.01 * torch.randn(25, 8, generator=g)
+        rule = Adam(lr=0.1, weight_decay=0.05, eps=1e-6).rule(tick)
+        update_rows(adam, states[0], rows, grad, rule)
+        for w, state, l2 in ((plain, states[1], 0.0), (ours, states[2], 0.05)):
+            rule = LAMB(lr=0.1, l2=l2).rule(tick)
+            directions, _ = CPU.lamb_direct(w, state, rows, rows * 0, 1, grad.clone(), rule, None)
+            CPU.lamb_move(w, rows, rows * 0, directions, [1.0], rule, Rounding((0,)), space)
+    torch.testing.assert_close(ours, adam, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states[2], states[0], rtol=1e-5, atol=1e-8)
+    assert (plain - adam).abs().max() > 0.05
 
 
 def test_more_rows_than_their_integers_may_sum_go_to_the_definition(monkeypatch):

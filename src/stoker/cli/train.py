@@ -62,6 +62,7 @@ def train(
     row_optimizer: options.RowOptimizer = None,
     row_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the rows.")] = None,
     row_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of touched rows.")] = None,
+    row_l2: Annotated[float | None, option(_OPTIMIZER, "Of lamb: L2 of touched rows, through its moments.")] = None,
     row_clip_value: Annotated[float | None, option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
     row_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
     row_cow_clip: Annotated[

@@ -161,6 +161,8 @@ def direct(
         if grad is not None:
             w = weight[some].to(torch.float32)
             g = clipped(grad[start : start + size], rule, w, None if counts is None else counts[start : start + size])
+            if rule.l2:
+                g = g + w * f32(rule.l2)
             m = m * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
             v = v * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
             state["exp_avg"][some], state["exp_avg_sq"][some] = m, v

@@ -11,7 +11,7 @@ from torch import Tensor
 from stoker.ops import lamb_kernels as kernels
 from stoker.ops.backend import Rounding
 from stoker.ops.lamb import combined
-from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY, MOVE
+from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY, L2, MOVE
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
@@ -45,6 +45,7 @@ def direct(
         flags |= CLIP_VALUE if rule.clip_value != math.inf else 0
         flags |= CLIP_NORM if rule.clip_norm != math.inf else 0
         flags |= COW if rule.cow_ratio != math.inf else 0
+        flags |= L2 if rule.l2 else 0
     out = torch.empty(len(rows), dim, dtype=torch.float32) if grad is None else grad
     limbs = np.zeros((threads, tables, 3), dtype=np.int64)
     if len(rows):
@@ -52,7 +53,7 @@ def direct(
             rule.beta1, 1.0 - rule.beta1, rule.beta2, 1.0 - rule.beta2, 1.0 / rule.bias1, 1.0 / math.sqrt(rule.bias2),
             rule.eps, rule.weight_decay,
         )  # fmt: skip
-        limits = (rule.clip_value, rule.clip_norm, rule.cow_ratio, rule.cow_floor)
+        limits = (rule.clip_value, rule.clip_norm, rule.cow_ratio, rule.cow_floor, rule.l2)
         kernels.direct_kernel(dim, flags).run(
             _flat(weight),
             _flat(state["exp_avg"]),

@@ -14,6 +14,8 @@ from stoker.ops.llvm_rows import (
     CLIP_NORM,
     CLIP_VALUE,
     COW,
+    DECAY,
+    L2,
     row_condition,
     row_lamb,
     row_sgd,
@@ -32,7 +34,7 @@ _LIMB = 2.0**40
 @lru_cache(maxsize=64)
 def direct_kernel(dim: int, flags: int) -> Kernel:
     """Kernel that turns gradients [U, D] into directions, and adds up their squares."""
-    clipping = flags & (CLIP_VALUE | CLIP_NORM | COW)
+    clipping = flags & (CLIP_VALUE | CLIP_NORM | COW) | (DECAY if flags & L2 else 0)
 
     def direct(p):
         weight, mean, square, out, rows, table, counts, limits, constants, limbs, cursor, block = arguments(p)
@@ -61,7 +63,7 @@ def direct_kernel(dim: int, flags: int) -> Kernel:
                         at,
                         limits[0],
                         limits[1],
-                        np.float32(0.0),
+                        limits[4],
                         occurs,
                         limits[2],
                         limits[3],

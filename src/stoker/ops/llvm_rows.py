@@ -20,6 +20,7 @@ __all__ = [
     "CLIP_VALUE",
     "COW",
     "DECAY",
+    "L2",
     "MOVE",
     "row_accumulate",
     "row_adagrad",
@@ -38,6 +39,7 @@ __all__ = [
 # Flags of row_condition.
 CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
 MOVE = 16  # of row_lamb
+L2 = 32  # of lamb's kernel: DECAY for row_condition, which DECAY is not there
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WIDEST = 64  # elements handled as one vector

@@ -28,3 +28,4 @@ class RowRule(NamedTuple):
     cow_floor: float = 0.0  # and zeta
     min_trust: float = 0.0  # of lamb
     max_trust: float = math.inf
+    l2: float = 0.0  # and weight decay that goes through the moments

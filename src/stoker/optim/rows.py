@@ -154,7 +154,8 @@ class Adam(RowOptimizer):
 class LAMB(RowOptimizer):
     """LAMB (You et al. 2020, Algorithm 2) where a layer is a table: ``w -= lr * trust * u`` for each touched row.
 
-    u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row. The
+    u is Adam's direction plus ``weight_decay * w``, with moments that move only in the steps that touch the row, and
+    with ``l2 * w`` added to the gradient they see, as other row optimizers do with their ``weight_decay``. The
     trust ratio is the norm of the whole table over that of u, within bounds; rows that are not touched have u = 0. It
     is 1 where one of the norms is 0. Both are exact sums (:mod:`stoker.ops.lamb`), so they do not depend on where rows
     lie. The first update after a table was made or loaded reads all its rows once.
@@ -166,9 +167,12 @@ class LAMB(RowOptimizer):
     eps: float = 1e-6
     min_trust: float = 0.0
     max_trust: float | None = 10.0  # None: no bound
+    l2: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not (self.l2 >= 0 and math.isfinite(self.l2)):
+            raise ConfigError(f"LAMB(l2={self.l2}) must be finite and not negative.")
         check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
@@ -184,6 +188,7 @@ class LAMB(RowOptimizer):
                 bias2=1.0 - beta2 ** (tick + 1),
                 min_trust=self.min_trust,
                 max_trust=math.inf if self.max_trust is None else self.max_trust,
+                l2=self.l2,
             )
         )
 

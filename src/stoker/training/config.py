@@ -87,6 +87,7 @@ class TrainConfig:
     # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam, 0.02 for lamb.
     row_lr: float | None = None
     row_weight_decay: float = 0.0  # L2, on touched rows; of lamb decoupled from its moments
+    row_l2: float = 0.0  # of lamb: L2 on touched rows, through its moments
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient
     row_cow_clip: tuple[float, float] | None = None  # CowClip's (r, zeta), such as (1.0, 1e-5)
@@ -237,6 +238,7 @@ class TrainConfig:
             "row_lr",
             "dense_lr",
             "row_weight_decay",
+            "row_l2",
             "dense_weight_decay",
             "dense_clip_norm",
             "warmup",
@@ -312,7 +314,9 @@ class TrainConfig:
         scaling = self.scaling
         lr = _ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
         more: dict[str, Any] = (
-            {"min_trust": self.min_trust, "max_trust": self.max_trust} if self.row_optimizer == "lamb" else {}
+            {"min_trust": self.min_trust, "max_trust": self.max_trust, "l2": self.row_l2}
+            if self.row_optimizer == "lamb"
+            else {}
         )
         return ROW_OPTIMIZERS[self.row_optimizer](
             lr=lr * scaling.row_lr,

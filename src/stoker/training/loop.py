@@ -414,6 +414,8 @@ def _without_effect(
         said := _ignored(config, "min_trust", "max_trust")
     ):
         yield f"{said}: only lamb has a trust ratio"
+    if config.row_optimizer != "lamb" and (said := _ignored(config, "row_l2")):
+        yield f"{said}: of row optimizers other than lamb, row_weight_decay is L2"
     if (warmup := max(config.warmup, config.dense_warmup)) >= total:
         yield (
             f"the warm-up of {plural(warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
