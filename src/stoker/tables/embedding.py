@@ -23,7 +23,7 @@ from stoker.tables.config import Device, HotCold, Strategy, TableConfig, TensorT
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
 from stoker.tables.replicas import Replicas
-from stoker.tables.side_by_side import side_by_side
+from stoker.tables.side_by_side import columns_of, side_by_side
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
@@ -331,14 +331,11 @@ class EmbeddingTables(nn.Module):
         self, columns: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The lookups of some features only."""
-        columns = columns.to(ids.device)
         count = len(self.features)
         if offsets is None:
-            return (
-                ids[:, columns],
-                None,
-                None if weights is None else weights.view(-1, count)[:, columns].reshape(-1),
-            )
+            chosen_weights = None if weights is None else columns_of(weights.view(-1, count), columns).reshape(-1)
+            return columns_of(ids, columns), None, chosen_weights
+        columns = columns.to(ids.device)
         lengths = bag_lengths(offsets)
         chosen = torch.zeros(count, dtype=torch.bool, device=ids.device)
         chosen[columns] = True

@@ -1,4 +1,4 @@
-"""Puts what several groups looked up side by side, in the order of the features."""
+"""Takes what each group looks up from a batch, and puts what they found side by side, in the order of the features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["side_by_side"]
+__all__ = ["columns_of", "side_by_side"]
+
+
+def columns_of(table: Tensor, which: Tensor) -> Tensor:
+    """``table[:, which]`` [B, K], contiguous. Indexing takes two to twenty times as long as the copies that do."""
+    places = which.tolist()
+    if places == list(range(places[0], places[-1] + 1)):
+        return table[:, places[0] : places[-1] + 1].contiguous()
+    if len(places) <= 8 and table.device.type == "cpu":
+        return torch.stack([table[:, place] for place in places], dim=1)
+    return table[:, which.to(table.device)]
 
 
 def side_by_side(runs: Sequence[tuple[int, int, int]], pooled: Sequence[Tensor]) -> Tensor:
