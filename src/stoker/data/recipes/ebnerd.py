@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from stoker.data.recipe import RawInput, Recipe
+from stoker.data.recipes.news_features import news_schema
 from stoker.data.recipes.rows import PastCounts, lists_of, one_of, pick, previous_values, streamed
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.errors import DataError
@@ -26,6 +27,7 @@ _BEHAVIOURS = {
     "article_ids_inview": "string",
     "article_ids_clicked": "string",
     "user_id": "int",
+    "session_id": "int",
 } | dict.fromkeys(_USER, "int")
 _HISTORIES = {"user_id": "int", "article_id_fixed": "string", "impression_time_fixed": "string"}
 _SPLITS = ("train", "valid", "test")
@@ -35,6 +37,7 @@ _OUT = {
     "impression": pl.Int64,
     "time": pl.Int64,
     "user": pl.Int64,
+    "session": pl.Int64,
     "article": pl.Int64,
     "device": pl.Int64,
     **dict.fromkeys(_USER, pl.Int64),
@@ -61,8 +64,22 @@ def _schema(name: str, dense: Sequence[str]) -> Schema:
     )
 
 
+def _features_schema() -> Schema:
+    return news_schema(
+        "ebnerd/features",
+        group="impression",
+        dense=("shown", "recent_clicks", "recent_views"),
+        categorical=("user", "article", "device", *_USER, "hour", "weekday", "position"),
+        history="history",
+        context=("device", "is_subscriber", "age"),
+        differ="position",
+        popular="recent_clicks",
+    )
+
+
 def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
-    """EB-NeRD, week 1 to week 2; "weeks" counts clicks and views of the last day, "ids" does not.
+    """EB-NeRD, week 1 to week 2; "weeks" counts clicks and views of the last day, "ids" does not. "features"
+    ranks: an impression is one list; with engineered features (:mod:`stoker.data.recipes.news_features`).
 
     Impressions of the second week validate or test by a hash of their number.
     """
@@ -72,6 +89,7 @@ def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
         presets={
             "weeks": partial(_schema, "weeks", ("shown", "recent_clicks", "recent_views")),
             "ids": partial(_schema, "ids", ("shown",)),
+            "features": _features_schema,
         },
         preset=preset,
         inputs={
@@ -113,6 +131,7 @@ def _derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, most: int) ->
                 "impression": part["impression_id"].gather(row),
                 "time": when,
                 "user": part["user_id"].gather(row),
+                "session": part["session_id"].gather(row),
                 "article": article,
                 "device": part["device_type"].gather(row),
                 **{column: part[column].gather(row) for column in _USER},

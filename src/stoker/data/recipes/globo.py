@@ -15,6 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from stoker.data.recipe import RawInput, Recipe
+from stoker.data.recipes.news_features import news_schema
 from stoker.data.recipes.rows import PastCounts, lists_of, one_of, previous_values, streamed
 from stoker.data.recipes.rows import negatives as draw_negatives
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
@@ -44,6 +45,7 @@ _OUT = {
     "clicked": pl.List(pl.Int64),
     "last_hour": pl.Int64,
     "age_hours": pl.Float64,
+    "click": pl.Int64,
     "session": pl.Int64,
     "time": pl.Int64,
     "split": pl.String,
@@ -65,26 +67,40 @@ def _schema(name: str) -> Schema:
     )
 
 
+def _features_schema() -> Schema:
+    return news_schema(
+        "globo/features",
+        group="click",
+        dense=("last_hour", "age_hours"),
+        categorical=("user", "article", *_CONTEXT, "hour", "weekday"),
+        history="clicked",
+        context=("region", "device", "referrer"),
+        differ="age_hours",
+        popular="last_hour",
+    )
+
+
 def globo(
     preset: str = "leave-last-out",
     *,
-    negatives: int = 2,
+    negatives: int | None = None,
     history: int = 20,
     window_hours: float = 6,
     seed: int = 0,
 ) -> Recipe:
-    """Globo clicks with ``negatives`` per click among articles clicked in the last ``window_hours``.
+    """Globo clicks with ``negatives`` per click (2; 4 with features) among articles of the last ``window_hours``.
 
     "leave-last-out" tests on each user's last click and validates on the one before; "session-hash" splits
     whole sessions 80/10/10 at random; "progressive" splits by time, where most test clicks go to articles of
-    which no training row knows.
+    which no training row knows. "features" ranks: a click and its negatives are one list; split as the first, with
+    engineered features (:mod:`stoker.data.recipes.news_features`).
     """
     presets = ("leave-last-out", "session-hash", "progressive")
     columns = dict.fromkeys((*_WHO, *_CONTEXT.values()), "int")
     return Recipe(
         name="globo",
         description="Globo.com news clicks with negatives from the same hours and the last 20 clicks",
-        presets={name: partial(_schema, name) for name in presets},
+        presets={**{name: partial(_schema, name) for name in presets}, "features": _features_schema},
         preset=preset,
         inputs={"clicks": RawInput(columns=columns, required=_WHO)},
         derive=partial(_derive, count=negatives, most=history, window=int(window_hours * _HOUR), seed=seed),
@@ -94,9 +110,11 @@ def globo(
 
 
 def _derive(
-    inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int, most: int, window: int, seed: int
+    inputs: Mapping[str, pl.LazyFrame], schema: Schema, *, count: int | None, most: int, window: int, seed: int
 ) -> pl.LazyFrame:
     """Clicks in order of time, each followed by its negatives. Clicks stay in memory, some 300 bytes each."""
+    ranked = bool(schema.feature)
+    count = (4 if ranked else 2) if count is None else count
     log = (
         inputs["clicks"]
         .select(
@@ -112,7 +130,7 @@ def _derive(
     time, session = log["click_timestamp"].to_numpy(), log["session_id"].to_numpy()
     by_user, first, stop, from_end, length = _runs(user, time)
     split = _split(schema.name.partition("/")[2], session, from_end, length, seed)
-    others = _negatives(user, article, time, count, window, seed)
+    others = _negatives(user, article, time, count, window, seed, of_lists=ranked)
     past = PastCounts(article, time)
     names, birth = np.unique(article, return_index=True)  # clicks are in order of time
     born = time[birth]
@@ -138,6 +156,7 @@ def _derive(
                 "clicked": lists_of(pl.Series(flat), lengths),
                 "last_hour": past.before(item, when, window=_HOUR),
                 "age_hours": age / _HOUR,  # 0 at an article's first click
+                "click": row,
                 "session": session[row],
                 "time": when,
                 "split": one_of(_SPLITS, split[row]),
@@ -176,7 +195,7 @@ def _split(
     seed: int,
 ) -> NDArray[np.int64]:
     """0 train, 1 valid, 2 test for each click in order of time."""
-    if preset == "leave-last-out":
+    if preset in ("leave-last-out", "features"):
         # Users with fewer than three clicks would have nothing left to train on.
         return np.where((length < 3) | (from_end > 1), 0, 2 - from_end)
     if preset == "session-hash":
@@ -193,8 +212,14 @@ def _negatives(
     count: int,
     window: int,
     seed: int,
+    *,
+    of_lists: bool,
 ) -> NDArray[np.int64]:
-    """Articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found."""
+    """Articles clicked in the window before, never by the user, [clicks, count]; -1 where none is found.
+
+    With ``of_lists`` only the click's own article is refused, and an article is in a list once. What the user has read
+    before may then be listed, as on a page: were it not, a feature that knows it would tell a click for sure.
+    """
     _, user_code = np.unique(user, return_inverse=True)
     names, code = np.unique(article, return_inverse=True)
     owned = np.unique(user_code * len(names) + code)
@@ -208,9 +233,14 @@ def _negatives(
         return np.where(width[at] > 0, code[place], -1)
 
     def refused(items: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if of_lists:
+            return np.asarray(items == code[row_of[rows]])
         pair = user_code[row_of[rows]] * len(names) + items
         place = np.minimum(np.searchsorted(owned, pair), len(owned) - 1)
         return np.asarray((items >= 0) & (owned[place] == pair))
 
-    drawn = draw_negatives(seed, len(row_of), draw, refused)
-    return np.where(drawn >= 0, names[np.maximum(drawn, 0)], -1).reshape(-1, count)
+    drawn = draw_negatives(seed, len(row_of), draw, refused).reshape(-1, count)
+    if of_lists:
+        for place in range(1, count):
+            drawn[(drawn[:, :place] == drawn[:, place, None]).any(axis=1), place] = -1
+    return np.where(drawn >= 0, names[np.maximum(drawn, 0)], -1)
