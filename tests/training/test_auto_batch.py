@@ -12,7 +12,7 @@ from small_runs import ROWS, SMALL
 import stoker
 from stoker.errors import ConfigError
 from stoker.testing import make_dataset
-from stoker.training import TrainConfig, auto_batch
+from stoker.training import TrainConfig, auto_batch, throwaway
 from stoker.training.auto_batch import choose_batch_size
 
 CONFIG = TrainConfig(
@@ -81,6 +81,26 @@ def test_a_real_measurement_leaves_nothing_behind(data: stoker.Dataset) -> None:
     assert rate > 0
     assert grown >= 0
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("settings", "held"), [({"data_memory": "1GiB"}, True), ({}, False)])
+def test_rows_lie_where_the_run_will_have_them(
+    data: stoker.Dataset, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], held: bool
+) -> None:
+    streams: list[Any] = []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        streams.append(run_stream(*given, **options))
+        return streams[-1]
+
+    run_stream = throwaway.run_stream
+    monkeypatch.setattr(throwaway, "run_stream", noted)
+    config = CONFIG.replace(batch_size=64, backend="reference", device="cpu", **settings)
+    with throwaway.throwaway(data, config, 3) as model:
+        losses = [float(model.step()) for _ in range(3)]
+    assert [stream.held for stream in streams] == [held]
+    with throwaway.throwaway(data, config.replace(data_memory="0"), 3) as model:
+        assert [float(model.step()) for _ in range(3)] == losses
 
 
 def test_learning_rates_follow_what_was_chosen(

@@ -36,7 +36,7 @@ from stoker.training.placing import Epochs, moved, movement, place_run, tidy
 from stoker.training.progress import Clock, Diverged, Progress, explain
 from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
-from stoker.training.room import check_disk, check_memory, data_budget
+from stoker.training.room import batch_options, check_disk, check_memory
 from stoker.training.rundir import RunDirectory, open_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
 from stoker.units import format_count, format_size, plural
@@ -105,14 +105,7 @@ def _train(
     tables = config.stored_tables(data.schema)
     warnings = [check_memory(tables, optimizer.state, device, placement)]
     placed = placement is not None and not placement.resident
-    stream = run_stream(
-        config,
-        data,
-        reuse=device.type != "cuda" and not placed,  # staged batches wait in the window
-        pin_memory=device.type == "cuda",
-        device=device if device.type == "cuda" and not placed else None,  # the rows of a batch are planned here
-        data_memory=data_budget(config, tables, optimizer.state, device, placed=placed),
-    )
+    stream = run_stream(config, data, **batch_options(config, tables, optimizer.state, device, placed=placed))
     if config.data_memory not in ("auto", "0") and not stream.held:
         warnings.append(
             f"data memory of {config.data_memory} does not hold the training rows, {format_size(data.train.bytes)}: "

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from stoker.tables import Device, TableConfig
 from stoker.training.config import TrainConfig
 from stoker.units import format_size, parse_size
 
-__all__ = ["check_disk", "check_memory", "data_budget"]
+__all__ = ["batch_options", "check_disk", "check_memory", "data_budget"]
 
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 
@@ -89,6 +90,22 @@ def data_budget(
         return 0
     rows = sum(table.num_embeddings * row_bytes(table, state) for table in tables)
     return max(0, (memory_of(device)[0] - rows) // 2)
+
+
+def batch_options(
+    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, *, placed: bool
+) -> dict[str, Any]:
+    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
+
+    Arguments as for :func:`data_budget`.
+    """
+    gpu = device.type == "cuda"
+    return {
+        "reuse": not gpu and not placed,  # staged batches wait in the window
+        "pin_memory": gpu,
+        "device": device if gpu and not placed else None,  # the rows of a batch are planned in main memory
+        "data_memory": data_budget(config, tables, state, device, placed=placed),
+    }
 
 
 def _address_space() -> int | None:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from stoker.data.dataset import Dataset
+from stoker.data.reader import BatchStream
+from stoker.device import resolve_device
 from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run, tidy
 from stoker.training.rerun import undisturbed
-from stoker.training.scheduled import run_feed, run_stream
+from stoker.training.room import batch_options
+from stoker.training.scheduled import HotColdStream, run_feed, run_stream
 
 __all__ = ["Throwaway", "throwaway"]
 
@@ -22,12 +25,14 @@ __all__ = ["Throwaway", "throwaway"]
 class Throwaway:
     """A model as a run would begin with it, and its batches, shuffled, epoch after epoch."""
 
-    def __init__(self, model: RecModel, data: Dataset, config: TrainConfig, steps: int, schedule: Schedule) -> None:
+    def __init__(
+        self, model: RecModel, stream: BatchStream | HotColdStream, config: TrainConfig, steps: int, schedule: Schedule
+    ) -> None:
         self.model, self.config, self.schedule = model, config, schedule
         self.dense = config.make_dense_optimizer(model)
         self._rates = [group["lr"] for group in self.dense.param_groups]
         self._parameters = model.dense_parameters()
-        self._feed = iter(run_feed(run_stream(config, data), steps, model, config, metered=False))
+        self._feed = iter(run_feed(stream, steps, model, config, metered=False))
         self._done = 0
         if config.compile:
             model.compile_dense()
@@ -83,9 +88,16 @@ def throwaway(
     with undisturbed(config), tidy(config) as models:
         torch.manual_seed(config.seed)
         optimizer = config.make_row_optimizer(row_schedule or schedule)
-        model = config.make_model(data.schema, optimizer, place_run(config, data, optimizer))
+        placement = place_run(config, data, optimizer)
+        # As the run will read them: where rows are held decides how long a step takes.
+        options = batch_options(
+            config, config.stored_tables(data.schema), optimizer.state, resolve_device(config.device),
+            placed=placement is not None and not placement.resident,
+        )  # fmt: skip
+        stream = run_stream(config, data, **options)
+        model = config.make_model(data.schema, optimizer, placement)
         models.append(model)
-        made = Throwaway(model, data, config, steps, schedule)
+        made = Throwaway(model, stream, config, steps, schedule)
         try:
             yield made
         finally:
