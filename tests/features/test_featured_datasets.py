@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,35 @@ def test_bad_lines_of_features_are_set_aside(tmp_path: Path) -> None:
     assert "'notime' is not a whole number" in text
 
 
+def test_a_piece_that_is_no_number_costs_its_line_only(tmp_path: Path) -> None:
+    write_log(tmp_path / "log.csv", 60)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    lines[7] = "6,u1,1000000,click,1|2|3,4|cheap|5,1,a"
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    report = run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "made")
+    assert report.bad == 1
+    quarantine = json.loads((tmp_path / "made" / "quarantine.jsonl").read_text())
+    assert quarantine["line"] == 8
+    assert "'cheap' is not a number" in quarantine["reason"]
+
+
+def test_labels_of_rows_before_may_be_read() -> None:
+    seen = f.PastCount(name="clicked", by=("item",), order="when", events="y")
+    last = f.Previous(name="last", by=("item",), order="when", column="y")
+    columns = tuple(DenseColumn(name=name) for name in ("clicked", "last"))
+    assert Schema(label=Label(column="y"), feature=(seen, last), dense=columns).dense == columns
+
+
+def test_a_column_that_is_not_there_names_who_reads_it(tmp_path: Path) -> None:
+    write_log(tmp_path / "log.csv", 20)
+    town = replace(SCHEMA, feature=(*SCHEMA.feature, f.CountEncoding(name="n", by=("town",))))
+    with pytest.raises(DataError, match=r"no column 'town', which feature 'n' \(count\) reads. It has: list, "):
+        run_prepare(town, tmp_path / "log.csv", out=tmp_path / "made")
+    typo = replace(SCHEMA, dense=(*SCHEMA.dense, DenseColumn(name="item_maen")))
+    with pytest.raises(DataError, match=r"no column 'item_maen'\. It has.* Did you mean 'item_mean'"):
+        run_prepare(typo, tmp_path / "log.csv", out=tmp_path / "made")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -301,6 +332,11 @@ def test_bad_lines_of_features_are_set_aside(tmp_path: Path) -> None:
         ('[[feature]]\nkind = "count"\nby = ["usr"]\n', r"reads column 'usr'.*Did you mean 'user'"),
         ("feature = 3\n", r"feature must be a list of tables, written \[\[feature\]\]"),
         ('[[feature]]\nkind = "count"\nby = ["user"]\nname = "y"\n', "label: column 'y' is made by feature 'y' "),
+        (
+            '[[dense]]\nname = "z"\n[[feature]]\nkind = "count"\nby = ["y"]\nname = "yy"\n'
+            '[[feature]]\nkind = "difference"\nby = ["user"]\norder = "item"\ncolumn = "yy"\nname = "z"\n',
+            r"'z' tells the label 'y', of which feature 'z' \(difference\) makes it",
+        ),
         ('[[dense]]\nname = "has_*"\n[[feature]]\nkind = "count"\nby = ["user"]\n', "matches no output of a feature"),
     ],
 )

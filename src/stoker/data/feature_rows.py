@@ -76,7 +76,7 @@ def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFr
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"{file}: features cannot be worked out: {reason}. docs/features.md describes them.") from error
     layout = Layout(schema, keys_only=True)
-    block = frame_block(made, layout.fields)
+    block = frame_block(made, list(dict.fromkeys([*layout.fields, *_parsed_later(schema, made)])))
     keys = layout.arrays(block, file)
     places = made.get_column(_LINE).gather([bad.line for bad in block.bad]).to_list()
     bad = [
@@ -84,6 +84,18 @@ def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFr
         for place, one in zip(places, block.bad, strict=True)
     ]
     return made.drop(_LINE), keys, bad
+
+
+def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
+    """Texts that leading features made and columns of the schema take as numbers: here one that is none costs its line,
+    behind all features it would cost the run."""
+    texts = {
+        output
+        for feature in schema.feature[: leading(schema.feature)]
+        for output in feature.outputs
+        if made.schema[output] == pl.String
+    }
+    return [item for item in Layout(schema).fields if item.column in texts and item.kind != "string"]
 
 
 def write_rows(path: Path, rows: pl.DataFrame, keys: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import polars as pl
 
 from stoker.data.feature_passes import SPLIT, FeaturePasses
 from stoker.data.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields, sibling, write_rows
-from stoker.data.frames import frame_block, parquet_rows
+from stoker.data.frames import MissingColumnError, frame_block, parquet_rows
 from stoker.data.ingest import IngestedBlock, Source
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
@@ -71,7 +71,14 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         Source(number=number, path=path, fields=fields, format=task.schema.source)
         for number, path in enumerate(task.files)
     ]
-    blocks = ingest_sources(task, sources, "rows", RowsSink(schema=task.splitting), task.limit, suffix=".parquet")
+    try:
+        blocks = ingest_sources(task, sources, "rows", RowsSink(schema=task.splitting), task.limit, suffix=".parquet")
+    except MissingColumnError as error:
+        features = task.schema.feature
+        readers = [feature.where for feature in features if error.column in feature.inputs]
+        why = f", which {readers[0]} reads" if readers else ""
+        outputs = [output for feature in features for output in feature.outputs]
+        raise MissingColumnError(error.path, error.column, error.present, why, outputs) from None
     raw += blocks
     pieces, start = [], 0
     for index, block in enumerate(blocks):

@@ -14,6 +14,7 @@ from stoker.data.schema_check import near
 from stoker.errors import DataError
 
 __all__ = [
+    "MissingColumnError",
     "block_frame",
     "check_columns",
     "column_series",
@@ -215,6 +216,20 @@ def _strings(column: RawColumn) -> pl.Series:
     return pl.Series(pl.from_arrow(array))
 
 
+class MissingColumnError(DataError):
+    """A file lacks a column that is to be read."""
+
+    def __init__(
+        self, path: Path, column: str, present: Sequence[str], why: str = "", made: Sequence[str] = ()
+    ) -> None:
+        also = f" Features make: {', '.join(made)}." if made else ""
+        super().__init__(
+            f"{path} has no column {column!r}{why}. It has: {', '.join(present)}.{also}"
+            + near(column, [*present, *made])
+        )
+        self.path, self.column, self.present = path, column, present
+
+
 def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
     """Refuse a file that lacks a column, or has it twice."""
     for name in wanted:
@@ -226,6 +241,4 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> 
             )
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise DataError(
-            f"{path} has no column {missing[0]!r}. It has: {', '.join(present)}." + near(missing[0], list(present))
-        )
+        raise MissingColumnError(path, missing[0], present)

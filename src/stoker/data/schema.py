@@ -302,6 +302,7 @@ class Schema:
         if self.group is not None and self.split.rule == "hash" and self.split.column is None:
             # By row number the rule would cut nearly every list; by the group it never does.
             object.__setattr__(self, "split", replace(self.split, column=self.group))
+        self._check_label()
         self._check_shared_tables()
 
     def _check_features(self) -> None:
@@ -321,6 +322,26 @@ class Schema:
                     if column not in present:
                         raise missing_column(feature, column, present)
                 present += feature.outputs
+
+    def _check_label(self) -> None:
+        """Refuse columns that tell a row its own label, because features make them of it."""
+        from stoker.features.past import Difference, Past
+
+        told = {self.label.column: ""}  # column -> who made it of the label
+        for feature in self.feature:
+            own = set(feature.inputs)
+            if isinstance(feature, Past):  # labels of the rows before are known: as events, or as what is "previous"
+                own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
+            if own & told.keys():
+                told |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
+        columns: tuple[DenseColumn | CategoricalColumn, ...] = (*self.dense, *self.features)
+        for column in columns:
+            if told.get(column.raw):
+                fail(
+                    f"column {column.name!r}", "source",
+                    f"{column.raw!r} tells the label {self.label.column!r}{told[column.raw]}: a model would read off "
+                    "what it is to predict. Leave the column out",
+                )  # fmt: skip
 
     def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
         """A column for every output of the features that a pattern like ``has_*`` matches."""
