@@ -91,6 +91,10 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     code, _, error = call(capsys, "prepare", "--like", tmp_path / "none", "x.csv", "--out", tmp_path / "o")
     assert code != 0
     assert "there is no dataset at" in error
+    for recipe in ("shop.toml", "trivago"):
+        code, _, error = call(capsys, "prepare", recipe, *like[1:])
+        assert code != 0
+        assert f"Leave {recipe} out" in error
 
 
 def test_a_model_scores_the_new_rows(folder: Path, tmp_path: Path) -> None:

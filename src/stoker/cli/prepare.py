@@ -84,6 +84,10 @@ def prepare(
         _list(as_json)
         return
     if like is not None and recipe is not None:
+        if Path(recipe).suffix.lower() in (".toml", ".yaml", ".yml") or (not Path(recipe).exists() and _known(recipe)):
+            raise ConfigError(
+                f"--like takes schema and recipe from {like}. Leave {recipe} out, name the new files only."
+            )
         files, recipe = [recipe, *(files or [])], None
     if (recipe is None and like is None) or not files:
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
@@ -106,6 +110,12 @@ def prepare(
         typer.echo(json.dumps({**vars(report), "path": str(report.path)}))
     else:
         _show(report)
+
+
+def _known(recipe: str) -> bool:
+    from stoker.data import recipes
+
+    return recipe in recipes.names()
 
 
 def _with_min_count(
@@ -140,7 +150,7 @@ class _Bars:
         return self
 
     def __call__(self, progress: Progress) -> None:
-        if self._quiet or time.monotonic() - self._started < _QUIET_SECONDS:
+        if self._quiet or not progress.total or time.monotonic() - self._started < _QUIET_SECONDS:
             return
         if self._bar is None:
             self._bar = _new_bar()
@@ -180,7 +190,7 @@ def _new_bar() -> Bar:
                 rate = f" {unit}  {format_count(speed)}/s" if speed else f" {unit}"
             return Text(f"{done} of {total}{rate}")
 
-    columns = (TextColumn("{task.description:>14}"), BarColumn(), Amount(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description:>20}"), BarColumn(), Amount(), TimeRemainingColumn())
     return Bar(*columns, console=Console(stderr=True), transient=False)
 
 
