@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import stoker
 from stoker.cli import app
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, DataError
 from stoker.testing import make_dataset
-from stoker.training.compare_plot import curves, text_plot
+from stoker.training.compare_plot import curves, draw_comparison, text_plot
 from stoker.training.rundir import RunDirectory
 
 RUN: dict[str, Any] = {**SMALL, "epochs": 2, "eval_every": 25}
@@ -124,6 +124,13 @@ def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
     assert found.runs[1].valid == {}
 
 
+def test_a_report_that_is_none(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "runs" / "b", tmp_path / "b")
+    (tmp_path / "b" / "report.json").write_text("{}")
+    with pytest.raises(DataError, match=r"report\.json is not what a run writes"):
+        stoker.compare(made / "runs" / "a", tmp_path / "b")
+
+
 def test_mistakes_are_told(made: Path, tmp_path: Path) -> None:
     a = made / "runs" / "a"
     with pytest.raises(ConfigError, match="name at least two"):
@@ -153,6 +160,27 @@ def test_curves_in_characters() -> None:
         "        0epoch2",
     ]  # fmt: skip
     assert "0.5000" in text_plot({"one": [(1.0, 0.5)]}, {"one": "a"})
+
+
+def test_one_evaluation_is_no_curve(made: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(made / "runs" / name, tmp_path / name)
+        kept = [records(tmp_path / name, "valid")[-1], *records(tmp_path / name, "test")]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")], env={"COLUMNS": "140"})
+    assert shown.exit_code == 0, shown.output
+    assert "auc: at most one evaluation of each, so no curve" in shown.output
+    assert "epoch  " not in shown.output
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, which is not installed here")
+    losses, metric = draw_comparison(stoker.compare(tmp_path / "a", tmp_path / "b")).axes
+    assert "fewer steps than --log-every" in losses.texts[0].get_text()
+    assert not metric.texts
+
+
+def test_data_beneath_the_working_directory_is_named_from_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    [text] = stoker.compare("runs/a", "runs/other").data
+    assert text.startswith("other (e) against a (d): ")
 
 
 def test_the_command(made: Path, tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def _curves(console: Console, found: Comparison) -> None:
     if not points:
         console.print("no run has validation figures to draw a curve of", highlight=False)
         return
+    if max(map(len, points.values())) < 2:
+        console.print(
+            f"{found.metric}: at most one evaluation of each, so no curve; --eval-every or more --epochs make one",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        return
     marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
     legend = "   ".join(f"{marks[name]} {name}" for name in points)
     width = max(20, min(72, console.width - 12))

@@ -138,6 +138,8 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     valid, metric = of_kind("valid"), str(settings["metric"])
     step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=0)
     report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
+    if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
+        raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
     finished = report is not None and report["step"] >= step
     if report is None:
         notes.append(f"{name} is not finished (step {step:,}): it has no test figures yet")
@@ -242,7 +244,7 @@ def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
         if data.hashes == base.hashes:
             continue
         differences = _between(first, base, name, data)
-        told.append(f"{name} ({data.path}) against {first} ({base.path}): {'; '.join(differences)}")
+        told.append(f"{name} ({_here(data.path)}) against {first} ({_here(base.path)}): {'; '.join(differences)}")
         for split, words in (("valid", "validation"), ("test", "test")):
             rows, others = data.rows.get(split, (0, 0)), base.rows.get(split, (0, 0))
             if rows != others:
@@ -255,6 +257,12 @@ def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
                     "order: figures compare if both come from the same lines of the log"
                 )
     return told
+
+
+def _here(path: str) -> str:
+    """The path as one would name it from here."""
+    found = Path(path)
+    return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else path
 
 
 def _labels(data: DatasetFacts, split: str) -> str | None:
