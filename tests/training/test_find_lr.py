@@ -41,6 +41,11 @@ def made(losses: list[float], **changes: Any) -> Finding:
     return Finding(factors=factors, losses=tuple(losses), smoothed=tuple(losses), **given)
 
 
+def test_passes_are_counted(data: stoker.Dataset, finding: Finding) -> None:
+    assert finding.epochs == pytest.approx(len(finding.losses) * 128 / len(data.train))
+    assert f"{finding.epochs:.0f} times" in finding.warnings[0]
+
+
 def test_rates_rise_evenly_and_the_loss_falls_before_it_rises(finding: Finding) -> None:
     steps = [b / a for a, b in zip(finding.factors, finding.factors[1:], strict=False)]
     assert steps == pytest.approx([steps[0]] * len(steps))
@@ -72,6 +77,16 @@ def test_it_finds_the_bend_of_a_known_curve() -> None:
 
 def test_what_does_not_fall_suggests_nothing() -> None:
     assert made([1.0 + at for at in range(40)]).suggestions == {}
+
+
+def test_what_makes_a_suggestion_doubtful() -> None:
+    bend = [2.0 - math.exp(-(((at - 60) / 25) ** 2)) for at in range(80)]
+    assert made(bend, epochs=1.0).warnings == ()
+    [often] = made(bend, epochs=43.3).warnings
+    assert "43 times" in often
+    [falling] = made([2.0 - at / 100 for at in range(80)]).warnings
+    assert "still fell" in falling
+    assert made([2.0 - at / 100 for at in range(80)], diverged=True).warnings == ()
 
 
 @pytest.mark.parametrize(("which", "names"), [("rows", {"row_lr"}), ("dense", {"dense_lr"})])

@@ -123,10 +123,15 @@ def _show(dataset: Path, found: Finding, plot: Path | None) -> None:
     if len(found.smoothed) > 1:
         line(curve(found))
     if not found.suggestions:
-        line("the loss did not fall: lower --low, raise --high, or give more --lr-steps")
+        if found.diverged:
+            line("the loss left all bounds before it fell: lower --low and --high")
+        else:
+            line("the loss did not fall: lower --low, raise --high, or give more --lr-steps")
     for rule, rates in found.suggestions.items():
         words = " ".join(f"--{name.replace('_', '-')} {value:.2g}" for name, value in rates.items())
         line(f"{rule:>12}: {words}")
+    for text in found.warnings:
+        console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
     if plot is not None:
         line(f"wrote {plot}")
 

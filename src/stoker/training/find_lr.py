@@ -19,6 +19,7 @@ __all__ = ["Finding", "find_lr"]
 
 Which = Literal["both", "rows", "dense"]
 _DIVERGED = 4.0  # times the least smoothed loss: no use in going on
+_PASSES = 3.0  # over the training rows, from which on a warning is due
 _SKIPPED = 0.05  # of the steps at the beginning, where the smoothed loss has not settled
 
 
@@ -47,6 +48,7 @@ class Finding:
     losses: tuple[float, ...]
     smoothed: tuple[float, ...]
     diverged: bool  # the loss rose so far that the test ended early
+    epochs: float = 0.0  # passes over the training rows
 
     @property
     def minimum(self) -> int | None:
@@ -67,6 +69,21 @@ class Finding:
             return (self.smoothed[high] - self.smoothed[low]) / math.log(self.factors[high] / self.factors[low])
 
         return min(range(begin, end), key=slope)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the suggestions doubtful, in words."""
+        said = []
+        if self.epochs > _PASSES:
+            said.append(
+                f"the test passed over the training rows {self.epochs:.0f} times, so the loss also falls by what is "
+                "learnt by heart: take smaller batches, fewer steps, or rates from the left end of the slope"
+            )
+        if self.minimum is not None and not self.diverged and self.minimum >= 0.98 * (len(self.factors) - 1):
+            said.append(
+                "the loss still fell at the highest rates, so its minimum is not known: raise the highest factor"
+            )
+        return tuple(said)
 
     @property
     def _begin(self) -> int:
@@ -90,7 +107,8 @@ class Finding:
         lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed")}
         return {
             "which": self.which, "batch_size": self.batch_size, "row_lr": self.row_lr, "dense_lr": self.dense_lr,
-            "diverged": self.diverged, "suggestions": self.suggestions, **lists,
+            "diverged": self.diverged, "epochs": self.epochs, "suggestions": self.suggestions,
+            "warnings": list(self.warnings), **lists,
         }  # fmt: skip
 
     def plot(self, path: str | Path) -> None:
@@ -171,5 +189,5 @@ def find_lr(
     return Finding(
         which=which, batch_size=config.batch_size, row_lr=row_lr, dense_lr=dense_lr,
         factors=tuple(rising.factor(step) for step in range(len(losses))), losses=tuple(losses),
-        smoothed=tuple(smoothed), diverged=diverged,
+        smoothed=tuple(smoothed), diverged=diverged, epochs=len(losses) * config.batch_size / len(data.train),
     )  # fmt: skip
