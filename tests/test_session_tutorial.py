@@ -20,10 +20,8 @@ def test_every_block_of_the_tutorial_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     blocks = re.findall(r"^```(sh|toml)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
-    schemas = [text for kind, text in blocks if kind == "toml"]
-    assert len(schemas) == 2
-    (tmp_path / "sessions.toml").write_text(schemas[0])
-    (tmp_path / "rates.toml").write_text(schemas[0] + "\n" + schemas[1])
+    [schema] = [text for kind, text in blocks if kind == "toml"]
+    (tmp_path / "sessions.toml").write_text(schema)
     said = {}
     for command in (line for kind, text in blocks if kind == "sh" for line in text.splitlines()):
         name, *arguments = shlex.split(command)

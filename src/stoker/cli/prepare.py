@@ -40,6 +40,7 @@ stoker prepare criteo day_*.gz --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 stoker prepare globo clicks.parquet --reorder --out data/globo
+stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
 stoker prepare --like data/shop new.csv --out data/new
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
@@ -70,6 +71,10 @@ def prepare(
         int | None,
         typer.Option(help="Training occurrences a value needs to get an id, for all columns.", min=1),
     ] = None,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option("--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
     reorder: Annotated[
@@ -97,7 +102,11 @@ def prepare(
 
     if like is not None and min_count is not None:
         raise ConfigError("--min-count shapes vocabularies, and --like takes those of the dataset. Leave it out.")
-    chosen, preset = (None, preset) if recipe is None else _with_min_count(recipe, preset, min_count)
+    if like is not None and feature:
+        raise ConfigError(
+            "--feature adds a column, and --like takes those of the dataset. Leave it out, or prepare both anew."
+        )
+    chosen, preset = (None, preset) if recipe is None else _changed(recipe, preset, min_count, feature or [])
     try:
         with _Bars(quiet=as_json) as bars:
             report = run_prepare(
@@ -118,20 +127,22 @@ def _known(recipe: str) -> bool:
     return recipe in recipes.names()
 
 
-def _with_min_count(
-    recipe: str, preset: str | None, min_count: int | None
+def _changed(
+    recipe: str, preset: str | None, min_count: int | None, features: list[str]
 ) -> tuple[str | Recipe | Schema | None, str | None]:
-    """The recipe with another minimum count in every column that has a vocabulary."""
-    if min_count is None:
+    """The recipe with another minimum count in every column that has a vocabulary, and with more features."""
+    if min_count is None and not features:
         return recipe, preset
     from dataclasses import replace
 
     from stoker.data.prepare import load_recipe
 
     found, schema = load_recipe(recipe, preset)
+    for text in features:
+        schema = schema.with_feature(text)
 
     def changed(columns: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(c if c.hash_buckets else replace(c, min_count=min_count) for c in columns)
+        return tuple(c if c.hash_buckets or not min_count else replace(c, min_count=min_count) for c in columns)
 
     schema = replace(schema, categorical=changed(schema.categorical), sequence=changed(schema.sequence))
     return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None

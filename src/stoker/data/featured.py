@@ -30,6 +30,7 @@ from stoker.data.raw_rows import Rows, derive, ingest_sources
 from stoker.data.schema import SourceFormat
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
+from stoker.device import give_back_memory
 from stoker.errors import DataError
 from stoker.features.base import ROW
 from stoker.features.learned import LABEL
@@ -60,6 +61,7 @@ def featured_rows(task: Task) -> Rows:
         task, [piece.path for piece in pieces], keys, count, task.like.learned if task.like else None
     )
     passes.run()
+    give_back_memory()
     return Rows(blocks=_parts(task, pieces, passes), raw=raw, learned=passes.learned)
 
 

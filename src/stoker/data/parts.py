@@ -241,6 +241,10 @@ class PartStore:
         """The arrays of a finished part."""
         return self._held.get(str(path)) or PartFile(path)
 
+    def clear(self) -> None:
+        """Forget the parts in memory."""
+        self._held.clear()
+
     def save(self, journal: Journal) -> None:
         """Write held parts to disk, and their steps to the journal, which then forgets any it could not have."""
         waiting = {step: entry for step, entry in journal.done.items() if _HELD in entry}

@@ -32,6 +32,7 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, Progress, Task
+from stoker.device import give_back_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
 
@@ -310,6 +311,8 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
     finally:
         remove_empty(made)
     shutil.rmtree(task.work)
+    task.parts.clear()
+    give_back_memory()
     written = {name: entry["rows"] for name, entry in manifest["splits"].items()}
     return PrepareReport(
         path=task.out,

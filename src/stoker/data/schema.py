@@ -281,10 +281,15 @@ class Schema:
     seed: int = 0  # of that choice
     name: str = "custom"
     feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are worked out (stoker.features)
+    derive: tuple[str, ...] = ()  # features in one line each, with columns: they join the others, and this is empty
 
     def __post_init__(self) -> None:
         for key in ("dense", "categorical", "sequence", "feature"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
+        for text in self.derive:
+            for key, more in self._with(text).items():
+                object.__setattr__(self, key, more)
+        object.__setattr__(self, "derive", ())
         if self.feature:
             self._check_features()
         if not (self.dense or self.categorical or self.sequence):
@@ -304,6 +309,31 @@ class Schema:
             object.__setattr__(self, "split", replace(self.split, column=self.group))
         self._check_label()
         self._check_shared_tables()
+
+    def with_feature(self, feature: Derivation | Mapping[str, Any] | str) -> Schema:
+        """The schema with one feature more, and a column of the model for each thing that it makes: numbers are dense
+        (counts and durations as logarithms, all scaled), texts and buckets categorical.
+
+        Args:
+            feature: it, its plain values with ``kind``, or one line such as ``"mean_target by=city,item"``.
+
+        Raises:
+            SchemaError: the feature is none, or does not fit the others.
+        """
+        return replace(self, **self._with(feature))
+
+    def _with(self, feature: Derivation | Mapping[str, Any] | str) -> dict[str, Any]:
+        from stoker.features.one_line import feature_of, model_columns
+
+        made = feature_of(feature)
+        columns = model_columns(made).items()
+        dense = [DenseColumn(name=name, **given) for name, given in columns if "type" not in given]
+        categorical = [CategoricalColumn(name=name, **given) for name, given in columns if "type" in given]
+        return {
+            "feature": (*self.feature, made),
+            "dense": (*self.dense, *dense),
+            "categorical": (*self.categorical, *categorical),
+        }
 
     def _check_features(self) -> None:
         check_features(self.feature)
@@ -379,6 +409,7 @@ class Schema:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
         values = asdict(self)
+        del values["derive"]
         if self.timestamp is None:
             del values["timestamp"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
