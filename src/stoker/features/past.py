@@ -89,8 +89,9 @@ class GroupOrder:
         if not values.dtype.is_integer():
             values = values.cast(pl.Float64).fill_nan(None)
         self.known = values.is_not_null().to_numpy()
-        order_of: Any = values.fill_null(0).to_numpy()
-        order_of = order_of.astype(np.int64 if values.dtype.is_integer() else np.float64) * direction
+        order_of = _ordered(values.fill_null(0).to_numpy())
+        if direction < 0:  # for whole numbers the complement: the least one has no negative
+            order_of = -order_of if order_of.dtype == np.float64 else ~order_of
         # Rows without an order are set apart, each a group of its own behind the others.
         apart = np.flatnonzero(~self.known)
         groups = int(codes.max(initial=-1)) + 1
@@ -109,7 +110,7 @@ class GroupOrder:
 
         if column is None:
             return self.known[self.sorted]
-        shown = (frame.get_column(column).cast(pl.Float64) > 0).fill_null(False).to_numpy()
+        shown = (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()
         return (shown & self.known)[self.sorted]
 
     def last(self, frame: pl.DataFrame, column: str | None) -> Any:
@@ -128,6 +129,13 @@ class GroupOrder:
         out = np.empty_like(values)
         out[self.sorted] = values
         return out
+
+
+def _ordered(values: Any) -> Any:
+    """Numbers as int64 or float64 of the same order and the same differences."""
+    if values.dtype == np.uint64:
+        return (values ^ np.uint64(2**63)).view(np.int64)
+    return values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
 
 
 def _taken(series: pl.Series, rows: Any) -> pl.Series:
@@ -183,9 +191,14 @@ class SinceLast(Past):
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         import polars as pl
 
-        values = frame.get_column(self.order)
-        values = (values.to_physical() if values.dtype.is_temporal() else values).cast(pl.Float64)
-        return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
+        last = rows.last(frame, self.events)
+        order = rows.back(rows.order)
+        before = order[np.maximum(last, 0)]
+        if order.dtype == np.int64:  # whole numbers exactly, however large: what lies between is never negative
+            passed: Any = (order.view(np.uint64) - before.view(np.uint64)).astype(np.float64)
+        else:
+            passed = order - before
+        return pl.Series(self.name, passed).set(pl.Series(last < 0), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +219,12 @@ class PastCount(Past):
         from stoker.features.past_kernels import count_before
 
         out = np.empty(len(rows.sorted), np.int64)
-        window = -1.0 if self.window is None else self.window
-        kind = rows.order.dtype.type
-        whole = kind is np.int64 and not float(window).is_integer()
-        order = rows.order.astype(np.float64) if whole else rows.order
-        count_before(rows.groups, order, rows.events(frame, self.events), order.dtype.type(window), out)
+        window: Any = np.float64(-1 if self.window is None else self.window)
+        least: Any = -np.inf
+        if rows.order.dtype == np.int64:  # between whole numbers lie whole numbers
+            window = np.int64(np.floor(window) if window < 2.0**63 else -1)
+            least = np.int64(-(2**63)) + max(window, np.int64(0))
+        count_before(rows.groups, rows.order, rows.events(frame, self.events), window, least, out)
         counted = pl.Series(self.name, rows.back(out))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 

@@ -72,8 +72,9 @@ def last_before(groups, order, event, out):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def count_before(groups, order, event, window, out):  # type: ignore[no-untyped-def]
-    """out[i]: events of i's group with order in [order[i] - window, order[i]); a negative window has no beginning."""
+def count_before(groups, order, event, window, least, out):  # type: ignore[no-untyped-def]
+    """out[i]: events of i's group with order in [order[i] - window, order[i]); a negative window has no beginning, nor
+    has one of an order below ``least``: its beginning is no number."""
     first, counted, upto = 0, 0, 0
     for i in range(groups.size):
         if i == 0 or groups[i] != groups[i - 1]:
@@ -81,7 +82,7 @@ def count_before(groups, order, event, window, out):  # type: ignore[no-untyped-
         while order[upto] < order[i]:  # upto never passes i, as order[i] is not below itself
             counted += event[upto]
             upto += 1
-        if window >= 0:
+        if window >= 0 and order[i] >= least:
             while first < upto and order[first] < order[i] - window:
                 counted -= event[first]
                 first += 1
