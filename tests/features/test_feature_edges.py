@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import naive_features as naive
@@ -10,6 +11,10 @@ import polars as pl
 import pytest
 
 from stoker import features as f
+from stoker.data.dataset import Dataset
+from stoker.data.prepare import run_prepare
+from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.errors import SchemaError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 NAN = float("nan")
@@ -45,3 +50,47 @@ def test_an_order_of_extreme_numbers(values: list[Any], dtype: Any, window: floa
         within = [i for i in past if window is None or row["t"] - values[i] <= window]
         ranks = [naive.rank(rows, at, ("u",), "t", descending=down, dense=False) for down in (False, True)]
         assert got[at] == (len(within), since, *ranks)
+
+
+def test_nan_is_missing() -> None:
+    rows = pl.DataFrame({"u": ["a"] * 4, "t": [0, 1, 2, 3], "e": [NAN, 1.0, None, 0.0], "x": [NAN, None, 1.5, NAN]})
+    features: list[f.Derivation] = [
+        f.PastCount(name="count", by="u", order="t", events="e"), f.Equal(name="eq", left="x", right="e"),
+        f.CountEncoding(name="n", by="x"), f.TimeParts(name="at", column="x", parts=("hour",)),
+    ]  # fmt: skip
+    assert made(features, rows) == [(0, 0, 3, None), (0, 0, 3, None), (1, 0, 1, 0), (1, 0, 3, None)]
+    crossed = [row for (row,) in made([f.Cross(columns=("u", "x"), buckets=2**40)], rows)]
+    assert crossed == [naive.cross({"u": "a", "x": x}, ("u", "x"), 2**40, 0) for x in (None, None, 1.5, None)]
+
+
+def test_moments_out_of_reach_are_missing_and_nanoseconds_exact() -> None:
+    parts = ("hour", "weekday", "minute_of_day")
+    far = pl.DataFrame({"t": [0, MOST, LEAST, 10**13]})
+    assert made([f.TimeParts(column="t", parts=parts)], far) == [(0, 4, 0), *[(None,) * 3] * 3]
+    new_hour = 1_541_030_400 * 10**9  # 00:00
+    near = pl.DataFrame({"t": [new_hour - 1, new_hour, None]})
+    got = made([f.TimeParts(column="t", unit="ns", parts=parts)], near)
+    assert got == [(23, 3, 1439), (0, 4, 0), (None, None, None)]
+
+
+def test_patterns_know_classes_of_unicode() -> None:
+    texts = pl.DataFrame({"u": ["Zoë", "1a", None]})
+    assert made([f.Match(name="m", column="u", pattern=r"^\p{L}+$")], texts) == [(1,), (0,), (0,)]
+    with pytest.raises(SchemaError, match=r"is no regular expression"):
+        f.Match(name="m", column="u", pattern=r"\p{L")
+
+
+def prepared(folder: Path, text: str, features: list[f.Derivation], dense: str, *extra: CategoricalColumn) -> Any:
+    (folder / "log.csv").write_text(text)
+    schema = Schema(
+        name="s", label=Label(column="y"), feature=tuple(features), dense=(DenseColumn(name=dense, fill=-9.0),),
+        categorical=(CategoricalColumn(name="u"), *extra), split=SplitRule(train=1.0, valid=0.0, test=0.0),
+    )  # fmt: skip
+    run_prepare(schema, folder / "log.csv", out=folder / "made", threads=1)
+    rows = Dataset(folder / "made").train
+    return [rows[number]["dense"].tolist()[0] for number in range(len(rows))]
+
+
+def test_a_far_moment_in_a_log_is_a_missing_one(tmp_path: Path) -> None:
+    log = "y,t,u\n1,3600,a\n0,9000000000000000,b\n1,1e300,b\n"
+    assert prepared(tmp_path, log, [f.TimeParts(name="at", column="t")], "at_hour") == [1, -9, -9]

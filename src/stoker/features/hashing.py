@@ -12,7 +12,7 @@ from stoker.data.dictionary_kernels import splitmix
 from stoker.data.frames import text_column
 from stoker.data.text_kernels import hash_spans
 
-__all__ = ["ABSENT", "JOINT", "hash_of_rows", "hash_texts", "hash_values", "stable_hash"]
+__all__ = ["ABSENT", "JOINT", "hash_of_rows", "hash_texts", "hash_values", "stable_hash", "text_of"]
 
 JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 
@@ -38,11 +38,18 @@ def hash_values(series: pl.Series) -> Any:
     return splitmix(np.ascontiguousarray(numbers).view(np.uint64))
 
 
+def text_of(column: str) -> pl.Expr:
+    """The texts of a column, missing where it is; NaN is missing."""
+
+    def texts(series: pl.Series) -> pl.Series:
+        return (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
+
+    return pl.col(column).map_batches(texts, return_dtype=pl.String, is_elementwise=True)
+
+
 def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
     """Hash of the texts of some columns."""
-    joined = pl.concat_str(
-        [pl.col(name).cast(pl.String).fill_null(ABSENT) for name in columns], separator=JOINT, ignore_nulls=False
-    )
+    joined = pl.concat_str([text_of(name).fill_null(ABSENT) for name in columns], separator=JOINT, ignore_nulls=False)
     return joined.map_batches(lambda s: hash_texts(s, seed), return_dtype=pl.UInt64, is_elementwise=True)
 
 

@@ -35,7 +35,7 @@ def _check_condition(where: str, values: Sequence[str], pattern: str | None) -> 
         fail(where, "values", "and pattern: give one of the two")
     if pattern is not None:
         try:
-            re.compile(pattern)
+            re.compile(re.sub(r"\\[pP](\w|\{\^?\w+\})", "x", pattern))  # Python knows no classes of Unicode
         except re.error as error:
             fail(where, "pattern", f"{pattern!r} is no regular expression ({error})")
 
@@ -136,7 +136,9 @@ class Equal(RowLocal):
     def expressions(self) -> Sequence[pl.Expr]:
         import polars as pl
 
-        same = pl.col(self.left).cast(pl.String) == pl.col(self.right).cast(pl.String)
+        from stoker.features.hashing import text_of
+
+        same = text_of(self.left) == text_of(self.right)
         return [same.fill_null(False).cast(pl.Int8).alias(self.name)]
 
 
@@ -242,8 +244,14 @@ class TimeParts(RowLocal):
     def expressions(self) -> Sequence[pl.Expr]:
         import polars as pl
 
-        micros = pl.col(self.column).cast(pl.Float64) / UNITS[self.unit] * 1e6 + self.utc_offset * 3.6e9
-        moment = micros.floor().cast(pl.Int64).cast(pl.Datetime("us")).dt
+        given = pl.col(self.column)
+        if self.unit == "ns":  # of today's whole ones a float64 knows the last 256 ns no more
+            micros = (given.to_physical() // 1000).cast(pl.Float64)
+        else:
+            micros = given.cast(pl.Float64) / UNITS[self.unit] * 1e6
+        micros = micros.floor() + self.utc_offset * 3.6e9
+        # What is no number, or farther away than calendars reach (some 250,000 years), is no moment.
+        moment = pl.when(micros.abs() < 8e18).then(micros).floor().cast(pl.Int64).cast(pl.Datetime("us")).dt
         found: dict[str, Any] = {
             "hour": moment.hour, "weekday": moment.weekday, "day": moment.day, "month": moment.month,
             "minute_of_day": lambda: moment.hour().cast(pl.Int32) * 60 + moment.minute(),
