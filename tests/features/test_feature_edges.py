@@ -14,7 +14,7 @@ from stoker import features as f
 from stoker.data.dataset import Dataset
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
-from stoker.errors import SchemaError
+from stoker.errors import DataError, SchemaError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 NAN = float("nan")
@@ -71,6 +71,51 @@ def test_moments_out_of_reach_are_missing_and_nanoseconds_exact() -> None:
     near = pl.DataFrame({"t": [new_hour - 1, new_hour, None]})
     got = made([f.TimeParts(column="t", unit="ns", parts=parts)], near)
     assert got == [(23, 3, 1439), (0, 4, 0), (None, None, None)]
+
+
+def test_a_key_of_another_type_is_found_where_it_is_the_same_value() -> None:
+    def counts(known: list[Any], new: list[Any]) -> list[int]:
+        found = made([f.CountEncoding(name="n", by="u")], pl.DataFrame({"u": known}), pl.DataFrame({"u": new}))
+        return [count for (count,) in found]
+
+    assert counts([1, 1, 2], [1.5, 1.0, NAN, None, 1e300]) == [0, 2, 0, 0, 0]
+    assert counts([True, False, True], [2, 1, 0]) == [0, 2, 1]
+    assert counts([1.0, 2.0**53], [1, 2**53 + 1, 2**53]) == [1, 0, 1]
+    assert counts(["1", "x"], [1, 2]) == [1, 0]
+
+
+def test_no_rows_to_learn_from_or_to_apply_to() -> None:
+    one = pl.DataFrame({"u": ["a"], "p": ["1|2"], "t": [3], "y": [1]})
+    features: list[f.Derivation] = [
+        f.Pairs(columns="p", names="item"), f.MeanTargetEncoding(name="m", by=("u", "item")),
+        f.CountEncoding(name="n", by="u"), f.Properties(name="has", column="item", most=1),
+        f.PastCount(name="seen", by="u", order="t"), f.CountEncoding(name="again", by="seen"),
+    ]  # fmt: skip
+    for none in (one.head(0), one.head(0).lazy()):
+        fitted = f.fit(features, none, label="y")
+        assert fitted.apply(one).select("m", "n", "has_1", "seen", "again").collect().rows() == [(0.0, 0, 0, 0, 0)] * 2
+        assert f.fit(features, one, label="y").apply(none).collect().height == 0
+    assert f.fit_apply(features, one.head(0), label="y")[1].height == 0
+
+
+def test_labels_that_are_missing_teach_nothing() -> None:
+    for label in (None, NAN, math.inf):
+        rows = pl.DataFrame({"u": ["a", "a", "b"], "y": [0.0, 1.0, label]})
+        with pytest.raises(DataError, match=r"feature 'm' .*: the label is missing or no number in 1 of 3 training"):
+            f.fit([f.MeanTargetEncoding(name="m", by="u")], rows, label="y")
+
+
+def test_columns_of_ones_own_stay() -> None:
+    rows = pl.DataFrame({"u": ["a"], "__row_id": [7], "__labels": [8], "y": [1]})
+    assert f.fit_apply([f.CountEncoding(name="n", by="u")], rows, label="y")[1].columns == [*rows.columns, "n"]
+
+
+def test_names_with_a_comma_are_not_two() -> None:
+    rows = pl.DataFrame({"a": range(40), "b": [1] * 40, "a,b": [0] * 40, "k": [0, 1] * 20, "y": [0, 1] * 20})
+    encodings = [f.MeanTargetEncoding(name=f"m{n}", by="k", fold_by=by) for n, by in enumerate([("a", "b"), ("a,b",)])]
+    _, both = f.fit_apply(encodings, rows, label="y")
+    for one in encodings:
+        assert both[one.name].equals(f.fit_apply([one], rows, label="y")[1][one.name])
 
 
 def test_patterns_know_classes_of_unicode() -> None:

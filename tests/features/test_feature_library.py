@@ -340,6 +340,7 @@ def test_what_was_fitted_is_kept_and_checked(tmp_path: Path) -> None:
         (lambda: f.Pairs(columns=("p", "q"), names=("item",)), "lists 1 names for 2 columns"),
         (lambda: f.Properties(column="p"), "values and most: give one of the two"),
         (lambda: f.Cross(name="a/b", columns=("u", "i"), buckets=9), "'a/b' cannot name a column and a file"),
+        (lambda: f.CountEncoding(name="列" * 80, by="u"), "cannot name a column and a file.*at most 100"),
         (lambda: f.check_features([f.CountEncoding(name="u", by="u")]), "reads its own output 'u'"),
         (
             lambda: f.check_features([f.CountEncoding(by="c"), f.Cross(name="c", columns=("u", "i"), buckets=9)]),

@@ -26,7 +26,7 @@ from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
 from stoker.features.hashing import hash_values
 from stoker.features.keys import Coder, batches, code_column
-from stoker.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
+from stoker.features.learned import JOIN, LABEL, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
 from stoker.features.pipeline import apply_feature, in_runs
 
@@ -294,7 +294,7 @@ class FeaturePasses:
 
 def _share_column(by: Sequence[str]) -> str:
     """Where the share of each row's group lies."""
-    return f"__share:{','.join(by)}"
+    return f"__share:{JOIN.join(by)}"
 
 
 def _share_of(hashes: Sequence[Any], shares: int) -> pl.Series:

@@ -26,6 +26,7 @@ __all__ = [
 KINDS: dict[str, type[Derivation]] = {}  # by the name that a schema file uses; subclasses enter by themselves
 ROW = "__row"  # number of the row among all rows, Int64; there while features are worked out
 _NAME = re.compile(r"[^\x00-\x1f/\\*]{1,100}")
+_MOST_BYTES = 200  # file systems know 255, with what is put behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,9 @@ class Derivation(ABC):
                 object.__setattr__(self, item.name, (value,) if isinstance(value, str) else tuple(value))
         if not self.name:
             object.__setattr__(self, "name", "_".join([self.kind, *self.inputs]))
-        if not _NAME.fullmatch(self.name) or self.name.startswith("__"):
-            fail(self.where, "name", f"{self.name!r} cannot name a column and a file. Use letters, digits and _")
+        if not _NAME.fullmatch(self.name) or self.name.startswith("__") or len(self.name.encode()) > _MOST_BYTES:
+            remedy = "Use letters, digits and _, at most 100 of them"
+            fail(self.where, "name", f"{self.name!r} cannot name a column and a file. {remedy}")
         self.check()
 
     def check(self) -> None:  # noqa: B027  (a feature without settings has nothing to check)

@@ -71,9 +71,13 @@ class _Column:
         """[n] number of each value; -1 for one that is not known and not to be added."""
         foreign = None
         if series.dtype != self.dtype:
-            absent = series.is_null()
+            given, absent = series, series.is_null()
             series = series.cast(self.dtype, strict=False)
-            foreign = (series.is_null() & ~absent).to_numpy()  # no value of this type, so it is not known
+            wrong = series.is_null() & ~absent
+            if given.dtype.is_numeric() and series.dtype != pl.String:  # 1.5 is not 1, nor 2 true
+                back = series.cast(given.dtype, strict=False)
+                wrong |= back.is_null() & ~absent | (back != given).fill_null(False)
+            foreign = wrong.to_numpy()  # no value of this type, so it is not known
         found = np.empty(len(series), np.int32)
         for start in range(0, len(series), _CHUNK):
             part = series.slice(start, _CHUNK)
@@ -157,7 +161,9 @@ class Coder:
 
     def values(self, name: str, codes: Any) -> pl.Series:
         """The values behind some codes."""
-        return self._columns[name].values(codes).alias(name)
+        column = self._columns[name]
+        with column.lock:  # another feature may add keys of its own
+            return column.values(codes).alias(name)
 
 
 class _Pairs:

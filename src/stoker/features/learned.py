@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from stoker.data.schema_check import fail, positive
+from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, texts
 from stoker.ops.memory import zeros
 
@@ -39,6 +40,7 @@ __all__ = [
 TRAIN = "__train"  # whether a row was learned from, while its features are worked out
 LABEL = "__label"  # what is to be predicted, Float64; there while features are fitted
 _SUM, _COUNT = "sum", "count"
+JOIN = "\x1f"  # between names of columns in that of a helper
 _WAITING = 2**23  # rows whose labels are kept before they are summed
 _ROWS = 2**16  # encoded at a time: what is made for them stays in cache
 
@@ -226,7 +228,7 @@ class MeanTargetEncoding(Learned):
     @property
     def fold_column(self) -> str:
         """Where the folds of its rows lie in a frame; features that deal alike share it."""
-        return f"__fold:{self.folds}:{self.seed}:{','.join(self.fold_by)}"
+        return f"__fold:{self.folds}:{self.seed}:{JOIN.join(self.fold_by)}"
 
     def fold(self) -> pl.Expr:
         """Number of a row's fold, 0 to folds - 1."""
@@ -252,6 +254,12 @@ class MeanTargetEncoding(Learned):
         for part in batches(rows.select(*self.reads(train=True), LABEL), engine):
             places = keys.add(codes_of(part, self.by)).astype(np.int32)
             labels = part.get_column(LABEL).to_numpy()
+            without = int(np.count_nonzero(~np.isfinite(labels)))
+            if without:
+                raise DataError(
+                    f"{self.where}: the label is missing or no number in {without:,} of {len(labels):,} training rows "
+                    "that were looked at. Leave such rows out, or fill the label."
+                )
             fold = part.get_column(self.fold_column).to_numpy().astype(small)
             held.append((places, fold, np.stack([labels, np.ones(len(labels))], axis=1)))
             waiting += len(labels)

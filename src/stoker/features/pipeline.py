@@ -98,6 +98,10 @@ def prepared_for(frame: Frame, features: Sequence[Derivation], coder: Coder, *, 
         columns = frame
         made = frame.with_columns(list(ordered_map(lambda name: codes(columns.get_column(name), name), names, 2)))
     else:
+        if add:  # no batch may come
+            schema = frame.collect_schema()
+            for name in names:
+                coder.add(name, pl.Series(name, [], schema[name]))
         made = frame.with_columns(
             pl.col(name)
             .map_batches(partial(codes, name=name), return_dtype=pl.Int32, is_elementwise=True)
@@ -305,8 +309,8 @@ def _own(
 
 
 def _without_helpers(frame: Any) -> Any:
-    helpers = (ROW, LABEL, "__key:", "__fold:")
-    return frame.drop([name for name in frame.collect_schema().names() if name.startswith(helpers)])
+    names = frame.collect_schema().names()
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(("__key:", "__fold:"))])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
