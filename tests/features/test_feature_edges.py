@@ -118,6 +118,15 @@ def test_names_with_a_comma_are_not_two() -> None:
         assert both[one.name].equals(f.fit_apply([one], rows, label="y")[1][one.name])
 
 
+def test_merge_with_two_texts_of_one_number(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("k,v\n07,a\n7,b\n8,c\n")
+    with pytest.raises(DataError, match=r"m.csv has 2 lines whose k another line has, too, for example 7. Keep one"):
+        made([f.Merge(on="i", file=str(tmp_path / "m.csv"), key="k", columns="v")], pl.DataFrame({"i": [7, 8]}))
+    (tmp_path / "m.csv").write_text("k,v\n")
+    empty = f.Merge(on="i", file=str(tmp_path / "m.csv"), key="k", columns="v")
+    assert made([empty], pl.DataFrame({"i": [7, None]})) == [(None,), (None,)]
+
+
 def test_patterns_know_classes_of_unicode() -> None:
     texts = pl.DataFrame({"u": ["Zoë", "1a", None]})
     assert made([f.Match(name="m", column="u", pattern=r"^\p{L}+$")], texts) == [(1,), (0,), (0,)]

@@ -76,18 +76,18 @@ class Merge(Learned):
             raise DataError(f"{self.where}: {key!r} is the key of {self.file} and cannot be joined, too. Leave it out.")
         types = {key: "string", **dict.fromkeys(self.columns, "string"), **dict.fromkeys(self.number_columns, "float")}
         table = read_table(self.file, types).rename({c: f"{self.name}_{c}" for c in types if c != key})
-        table = table.rename({key: self.on}).drop_nulls(self.on)
+        there = rows.collect_schema()[self.on]
+        if not there.is_integer() and there != pl.String:
+            raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")
+        # Keys that are no such number can match no row; "7" and "07" are the same one.
+        table = table.rename({key: self.on}).cast({self.on: there}, strict=False).drop_nulls(self.on)
         twice = table.filter(table[self.on].is_duplicated())
         if twice.height:
             raise DataError(
                 f"{self.where}: {self.file} has {twice.height:,} lines whose {key} another line has, too, for example "
                 f"{twice[self.on][0]!r}. Keep one line for each."
             )
-        there = rows.collect_schema()[self.on]
-        if not there.is_integer() and there != pl.String:
-            raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")
-        # Keys that are no such number can match no row.
-        found = LearnedTable(table=table.cast({self.on: there}, strict=False).drop_nulls(self.on))
+        found = LearnedTable(table=table)
         found.bind(self.keys, coder)
         return found
 
