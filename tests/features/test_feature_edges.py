@@ -148,3 +148,16 @@ def prepared(folder: Path, text: str, features: list[f.Derivation], dense: str, 
 def test_a_far_moment_in_a_log_is_a_missing_one(tmp_path: Path) -> None:
     log = "y,t,u\n1,3600,a\n0,9000000000000000,b\n1,1e300,b\n"
     assert prepared(tmp_path, log, [f.TimeParts(name="at", column="t")], "at_hour") == [1, -9, -9]
+
+
+def test_numbers_between_blanks_that_are_a_category_too(tmp_path: Path) -> None:
+    log = "y,t,u,x\n1, 5,a,1\n0,+6 ,a,.5\n1,70,a,1e1\n"
+    features: list[f.Derivation] = [f.Subtract(name="d", left="t", right="x"), f.SinceLast(by="u", order="t")]
+    assert prepared(tmp_path, log, features, "d", CategoricalColumn(name="t")) == [4, 5.5, 60]
+
+
+def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
+    features: list[f.Derivation] = [f.Match(name="ok", column="u", pattern="a"),
+                                    f.Match(name="n", column="u", pattern="a(?=b)")]  # fmt: skip
+    with pytest.raises(DataError, match=r"log.csv: feature 'n' \(match\) cannot be worked out: .* look-around, incl"):
+        prepared(tmp_path, "y,u\n1,a\n", features, "n")

@@ -24,6 +24,7 @@ from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
+from stoker.features.engine import reason_of
 from stoker.features.hashing import hash_values
 from stoker.features.keys import Coder, batches, code_column
 from stoker.features.learned import JOIN, LABEL, Learned, LearnedTable, MeanTargetEncoding
@@ -316,6 +317,6 @@ def _explained(features: Sequence[Derivation]) -> Iterator[None]:
     try:
         yield
     except pl.exceptions.PolarsError as error:
-        reason = str(error).strip().split("\n")[0]
         names = ", ".join(feature.where for feature in features[:3])
+        reason = reason_of(error)
         raise DataError(f"{names} cannot be worked out: {reason}. docs/features.md describes the kinds.") from error

@@ -17,6 +17,7 @@ from stoker.data.parts import checksum, write_part
 from stoker.data.schema import Schema
 from stoker.errors import DataError, SchemaError
 from stoker.features.base import leading
+from stoker.features.engine import reason_of
 from stoker.features.pipeline import apply_feature, check_present
 
 __all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields", "sibling", "write_rows"]
@@ -73,8 +74,10 @@ def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFr
     try:
         made = lazy.collect()
     except pl.exceptions.PolarsError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"{file}: features cannot be worked out: {reason}. docs/features.md describes them.") from error
+        raise DataError(
+            f"{file}: {_culprit(schema, frame)} cannot be worked out: {reason_of(error)}. docs/features.md describes "
+            "the kinds."
+        ) from error
     layout = Layout(schema, keys_only=True)
     block = frame_block(made, list(dict.fromkeys([*layout.fields, *_parsed_later(schema, made)])))
     keys = layout.arrays(block, file)
@@ -96,6 +99,16 @@ def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
         if made.schema[output] == pl.String
     }
     return [item for item in Layout(schema).fields if item.column in texts and item.kind != "string"]
+
+
+def _culprit(schema: Schema, frame: pl.DataFrame) -> str:
+    """The first of the leading features that fails."""
+    for feature in schema.feature[: leading(schema.feature)]:
+        try:
+            frame = apply_feature(frame, feature)
+        except pl.exceptions.PolarsError:
+            return feature.where
+    return "features"
 
 
 def write_rows(path: Path, rows: pl.DataFrame, keys: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +143,8 @@ class RowsSink:
         return write_rows(path, rows, keys)
 
     def _typed(self, block: Block) -> pl.DataFrame:
-        """The block's columns once each: a moment as such, else the type that loses nothing."""
+        """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want
+        as numbers, too, which all are, come without the blanks around them that Polars cannot read."""
         layout = Layout(self.schema, keys_only=True)
         moments = None
         if layout.time in block.columns and layout.time is not None and layout.time.kind == "datetime":
@@ -140,15 +154,16 @@ class RowsSink:
             other = found.get(item.column)
             if other is None or _order(item) < _order(other):
                 found[item.column] = item
-        return pl.DataFrame(
-            [
-                (moments if item.kind == "datetime" and moments is not None else column_series(item, column)).alias(
-                    name
-                )
-                for name, item in found.items()
-                for column in [block.columns[item]]
-            ]
-        )
+        numbers = {column for feature in self.schema.feature for column in feature.numbers}
+        made = []
+        for name, item in found.items():
+            series = column_series(item, block.columns[item])
+            if item.kind == "datetime" and moments is not None:
+                series = moments
+            elif item.kind == "string" and item.separator is None and name in numbers:
+                series = series.str.strip_chars()
+            made.append(series.alias(name))
+        return pl.DataFrame(made)
 
 
 def _order(item: Field) -> int:

@@ -10,7 +10,7 @@ from stoker.errors import ConfigError, DependencyError
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["check_engine", "collect"]
+__all__ = ["check_engine", "collect", "reason_of"]
 
 ENGINES = ("streaming", "gpu")
 
@@ -38,3 +38,8 @@ def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
         check_engine(engine)
         return frame.collect(engine=pl.GPUEngine(raise_on_fail=False))
     return frame.collect(engine="streaming")
+
+
+def reason_of(error: Exception) -> str:
+    """What Polars says was wrong, in one line, without the plan that it adds."""
+    return " ".join(str(error).split("This error occurred")[0].split())[:400].rstrip(".")
