@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import polars as pl
 import pytest
 
 from stoker import features as f
+from stoker.data.columns import Field
 from stoker.data.dataset import Dataset
+from stoker.data.frames import frame_block
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 from stoker.errors import DataError, SchemaError
@@ -161,3 +164,23 @@ def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
                                     f.Match(name="n", column="u", pattern="a(?=b)")]  # fmt: skip
     with pytest.raises(DataError, match=r"log.csv: feature 'n' \(match\) cannot be worked out: .* look-around, incl"):
         prepared(tmp_path, "y,u\n1,a\n", features, "n")
+
+
+@pytest.mark.parametrize(
+    ("series", "kind", "values", "wrong"),
+    [
+        (pl.Series(["ff", "a1", None], dtype=pl.Categorical), "hex", [255, 161, 0], []),
+        (pl.Series(["17", "x", "5"], dtype=pl.Enum(["5", "17", "x"])), "int", [17, 5], ["'x' is not a whole number"]),
+        (pl.Series(["1.5", None], dtype=pl.Categorical), "float", [1.5, NAN], []),
+        (pl.Series([Decimal("1.5"), Decimal("2.0")]), "int", [2], ["'1.5' is not a whole number"]),
+        (pl.Series([2**70, 1], dtype=pl.Int128), "int", [1], [f"'{2**70}' is not a whole number"]),
+        (pl.Series([[Decimal("1.5")], [Decimal("2")]]), "int", [2], ["'1.5' is not a whole number"]),
+    ],
+)
+def test_types_of_other_writers(series: pl.Series, kind: str, values: list[float], wrong: list[str]) -> None:
+    field = Field(column="c", kind=kind, separator="|" if series.dtype == pl.List else None, max_length=9)
+    block = frame_block(pl.DataFrame({"c": series}), [field])
+    got = block.columns[field].values
+    assert got is not None
+    assert str(got.tolist()) == str(values)
+    assert [bad.reason for bad in block.bad] == [f"column c: {reason}" for reason in wrong]

@@ -89,7 +89,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
 
 def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
-    whole = series.dtype.is_integer() and series.dtype != pl.UInt64
+    whole = series.dtype.is_integer() and series.dtype not in (pl.UInt64, pl.Int128, pl.UInt128)
     if kind == "float" and (whole or series.dtype.is_float()):
         values: Any = (series if series.dtype == pl.Float64 else series.cast(pl.Float64)).to_numpy()  # NaN for null
         return None if np.isinf(values).any() else RawColumn(values=values)
@@ -101,6 +101,8 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if (plain := _numbers(series, item.kind)) is not None:
         return plain
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
     if series.dtype.is_float():
         series = series.fill_nan(None)  # what writers of frames put where a value is missing
     if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
@@ -119,7 +121,7 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
         series = series.cast(pl.Datetime("us")).to_physical()
     values = series.cast(_TYPES[item.kind], strict=False)
     failed_rows = values.is_null() & series.is_not_null()
-    if series.dtype.is_float() and item.kind != "float":
+    if (series.dtype.is_float() or series.dtype.is_decimal()) and item.kind != "float":
         failed_rows = failed_rows | ((series != series.floor()) & series.is_not_null())
     if item.kind == "float":
         failed_rows = failed_rows | values.is_infinite().fill_null(False)
