@@ -82,13 +82,15 @@ class FeaturePasses:
             self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
             path = self._folder / f"{number:03d}.parquet"
             done = self.task.journal.finished(f"pass {number}", path) is not None
+            learned = [feature for feature in features if isinstance(feature, Learned)]
+            again = self.given is None and any(self._finished(feature) is None for feature in learned)
             if done:
                 self.task.reused += 1
-            else:
+            if not done or again:
                 with _explained(features):
                     self._help(features, number)
             if self.given is None:
-                self._fit([feature for feature in features if isinstance(feature, Learned)])
+                self._fit(learned)
             if not done:
                 beside = path.with_suffix(".tmp")
                 with _explained(features):
@@ -168,14 +170,23 @@ class FeaturePasses:
         beside = [pl.scan_parquet(file).slice(start, count) for file in (self.keys, *self.files)]
         return pl.concat([pl.scan_parquet(rows), *beside], how="horizontal")
 
+    def _files(self, feature: Learned) -> tuple[Path, Path]:
+        """Where what a feature learned lies: its table, and the sums of its folds."""
+        folder = self.task.work / "features"
+        return folder / f"{feature.name}.parquet", folder / f"{feature.name}.folds"
+
+    def _finished(self, feature: Learned) -> dict[str, Any] | None:
+        """The record of what an earlier run has left of a feature, if all of it is whole."""
+        path, folds = self._files(feature)
+        done = self.task.journal.finished(f"feature {feature.name}", path)
+        whole = done is None or done["folds"] is None or (folds.exists() and checksum(folds) == done["folds"])
+        return done if whole else None
+
     def _learn(self, feature: Learned) -> tuple[LearnedTable, dict[str, Any] | None]:
         """What a feature learned, and its record for the journal; None where an earlier run has left it."""
-        folder = self.task.work / "features"
-        folder.mkdir(parents=True, exist_ok=True)
-        path, folds = folder / f"{feature.name}.parquet", folder / f"{feature.name}.folds"
-        step = f"feature {feature.name}"
-        done = self.task.journal.finished(step, path)
-        if done is not None and (done["folds"] is None or (folds.exists() and checksum(folds) == done["folds"])):
+        path, folds = self._files(feature)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (done := self._finished(feature)) is not None:
             kept = dict(np.load(folds)) if done["folds"] is not None else None
             return LearnedTable(table=pl.read_parquet(path), facts=done["facts"], folds=kept), None
         wanted = dict.fromkeys((*feature.inputs, *feature.reads(train=feature.out_of_fold), ROW, LABEL))
