@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import naive_features as naive
+import numpy as np
 import polars as pl
 import pytest
 
@@ -18,6 +19,8 @@ from stoker.data.frames import frame_block
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 from stoker.errors import DataError, SchemaError
+from stoker.features.hashing import hash_values
+from stoker.features.keys import KeyTable
 
 LEAST, MOST = -(2**63), 2**63 - 1
 NAN = float("nan")
@@ -53,6 +56,58 @@ def test_an_order_of_extreme_numbers(values: list[Any], dtype: Any, window: floa
         within = [i for i in past if window is None or row["t"] - values[i] <= window]
         ranks = [naive.rank(rows, at, ("u",), "t", descending=down, dense=False) for down in (False, True)]
         assert got[at] == (len(within), since, *ranks)
+
+
+def test_long_groups_out_of_order() -> None:
+    """Groups of more rows than are sorted by insertion, with many rows of one moment."""
+    rows: list[naive.Row] = [{"u": n % 3, "t": naive.splitmix(n) % 60, "q": n} for n in range(450)]
+    features: list[f.Derivation] = [
+        f.Previous(name="prev", by="u", order="t", column="q"), f.PastCount(name="count", by="u", order="t", window=7),
+    ]  # fmt: skip
+    for (prev, count), at in zip(made(features, pl.DataFrame(rows)), range(len(rows)), strict=True):
+        past = naive.before(rows, at, ("u",), "t", None)
+        assert prev == (rows[past[-1]]["q"] if past else None)
+        assert count == sum(rows[i]["t"] >= rows[at]["t"] - 7 for i in past)
+
+
+def test_groups_of_new_rows_that_training_does_not_know() -> None:
+    """Keys that a learned feature has no code for are different groups all the same."""
+    known = pl.DataFrame({"u": ["a", "b"], "t": [0, 1]})
+    new = pl.DataFrame({"u": ["x", "y", "x", "a", "y"], "t": [1, 2, 3, 4, 5]})
+    features: list[f.Derivation] = [
+        f.CountEncoding(name="n", by="u"), f.Previous(name="prev", by="u", order="t", column="t"),
+    ]  # fmt: skip
+    assert made(features, known, new) == [(0, None), (0, None), (0, 1), (1, None), (0, 2)]
+
+
+def test_training_rows_that_are_all_in_one_fold() -> None:
+    """There are no others to learn from: every row has the mean of all, whatever its key and label."""
+    rows = pl.DataFrame({"k": [1, 1, 2, 3], "one": ["x"] * 4, "y": [1, 0, 0, 0]})
+    for smoothing in (0.0, 5.0):
+        encoding = f.MeanTargetEncoding(name="m", by="k", fold_by="one", smoothing=smoothing)
+        assert f.fit_apply([encoding], rows, label="y")[1]["m"].to_list() == [0.25] * 4
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_many_keys_that_come_by_and_by(width: int) -> None:
+    keys, numbers = KeyTable(width), dict[tuple[int, ...], int]()
+    rows = [tuple(naive.splitmix(n * 3 + k) % (1024 if width == 1 else 40) for k in range(width)) for n in range(9000)]
+    for start in range(0, len(rows), 700):
+        part = np.array(rows[start : start + 700], np.int32).T
+        expected = [numbers.setdefault(row, len(numbers)) for row in rows[start : start + 700]]
+        assert keys.add(list(part)).tolist() == expected
+    assert len(keys) == len(numbers)
+    assert list(zip(*(codes.tolist() for codes in keys.codes()), strict=True)) == list(numbers)
+    asked = [*rows[:50], (-1,) * width, (2000,) * width, *((*row[:-1], -1) for row in rows[:50])]
+    found = keys.find([codes.copy() for codes in np.array(asked, np.int32).T])
+    assert found.tolist() == [numbers.get(row, -1) for row in asked]
+
+
+def test_equal_values_hash_alike() -> None:
+    """A group is in one share, whatever its key looks like."""
+    assert len(set(hash_values(pl.Series([0.0, -0.0, None, NAN])).tolist())) == 1
+    assert hash_values(pl.Series([5, None], dtype=pl.Int8)).tolist() == hash_values(pl.Series([5, 0])).tolist()
+    assert len(set(hash_values(pl.Series([LEAST, MOST, 0, 1])).tolist())) == 4
 
 
 def test_nan_is_missing() -> None:

@@ -120,7 +120,10 @@ def test_pairs_and_keep(rows: list[naive.Row], most: int, least: int) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(ROWS, ROWS, st.integers(2, 5), st.sampled_from([0.0, 1.0, 20.0]), st.sampled_from([(), ("u",), ("u", "t")]))
+@given(
+    ROWS, ROWS, st.sampled_from([2, 3, 5, 300]), st.sampled_from([0.0, 1.0, 20.0]),
+    st.sampled_from([(), ("u",), ("u", "t")]),
+)  # fmt: skip
 def test_learned_features(
     train: list[naive.Row], new: list[naive.Row], folds: int, smoothing: float, fold_by: tuple[str, ...]
 ) -> None:
@@ -134,13 +137,17 @@ def test_learned_features(
     assert column(own, "m") == pytest.approx(naive.mean_target(train, train, *settings_, out_of_fold=True))
     assert column(other, "m") == pytest.approx(naive.mean_target(train, new, *settings_, out_of_fold=False))
     at_once, whole = f.fit_apply(some, frame(train), label="y")
-    with pytest.MonkeyPatch.context() as patch:  # sums on the way change no bit
+    with pytest.MonkeyPatch.context() as patch:  # sums on the way change no bit, nor how many rows lie in cache
         patch.setattr("stoker.features.learned._WAITING", 2)
+        patch.setattr("stoker.features.learned._ROWS", 3)
+        patch.setattr("stoker.features.keys._CHUNK", 5)
         lazy = f.fit(some, pl.concat([frame(train[k : k + 1]).lazy() for k in range(len(train))]), label="y")
+        assert lazy.apply_to_training(frame(train)).collect().equals(whole)
+        assert lazy.apply(frame(new)).collect().equals(other.collect())
     assert whole.equals(own.collect())
-    assert lazy.apply_to_training(frame(train)).collect().equals(whole)
+    assert fitted.apply_to_training(frame(train).lazy()).collect().equals(whole)
+    assert at_once.apply(frame(new)).collect().equals(other.collect())
     for one in (at_once, lazy):
-        assert one.apply(frame(new)).collect().equals(other.collect())
         assert all(one.learned[name].table.equals(table.table) for name, table in fitted.learned.items())
     for rows, made in ((train, own), (new, other)):
         assert made.select(*SCHEMA).collect().equals(frame(rows))  # rows, order and types as they were
@@ -156,6 +163,7 @@ def test_features_of_the_rows_before(
     given_ = {"by": by, "order": "t", "events": events}
     features = [
         f.Previous(name="prev", column="q", **given_),
+        f.Previous(name="any", column="q", by=by, order="t"),
         f.Difference(name="diff", column="x", **given_),
         f.SinceLast(name="since", **given_),
         f.PastCount(name="count", window=window, **given_),
@@ -167,6 +175,8 @@ def test_features_of_the_rows_before(
         past = naive.before(rows, at, by, "t", events)
         last = rows[past[-1]] if past else dict.fromkeys(SCHEMA)
         assert got["prev"] == last["q"]
+        every = naive.before(rows, at, by, "t", None)
+        assert got["any"] == (rows[every[-1]]["q"] if every else None)
         assert got["diff"] == (None if None in (row["x"], last["x"]) else row["x"] - last["x"])
         assert got["since"] == (None if last["t"] is None else row["t"] - last["t"])
         within = [i for i in past if window is None or rows[i]["t"] >= row["t"] - window]
@@ -218,6 +228,10 @@ def test_a_table_of_many_blocks_is_read_whole(tmp_path: Path) -> None:
     assert table["x"].to_list() == [n / 8 for n in range(40_000)]
     with pytest.raises(DataError, match="there is no file"):
         read_table(tmp_path / "none.csv", {"id": "int"})
+    lines[10], lines[39_000] = "", "39000,x,many"
+    (tmp_path / "many.csv").write_text("id,name,x\n" + "\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"many.csv:39002: column x: 'many' is not a number. Mend the line"):
+        read_table(tmp_path / "many.csv", {"x": "float", "id": "int"}, threads=2)
 
 
 def test_keys_of_many_types_are_numbered_and_found(tmp_path: Path) -> None:

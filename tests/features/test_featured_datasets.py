@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -255,6 +256,10 @@ def test_values_that_training_does_not_know(prepared: Path, tmp_path: Path) -> N
         (lambda made: (made / "features" / "item_mean.parquet").unlink(), "item_mean.parquet is missing"),
         (lambda made: flip(made / "features" / "item_mean.parquet"), "item_mean.parquet was altered: sha256"),
         (lambda made: flip(made / "vocab" / "item.parquet"), "item.parquet was altered: its sha256 is not"),
+        (
+            lambda made: another_mean(made / "features" / "features.json"),
+            "features.json was altered: its sha256 is not",
+        ),
     ],
 )
 def test_a_damaged_dataset_is_no_measure(
@@ -272,6 +277,10 @@ def flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(bytes(raw))
+
+
+def another_mean(path: Path) -> None:
+    path.write_text(re.sub(r'("mean": 0\.)(\d)', lambda found: f"{found[1]}{9 - int(found[2])}", path.read_text()))
 
 
 def test_files_that_lack_a_key_column(prepared: Path, tmp_path: Path) -> None:
@@ -322,6 +331,25 @@ def test_a_column_that_is_not_there_names_who_reads_it(tmp_path: Path) -> None:
     typo = replace(SCHEMA, dense=(*SCHEMA.dense, DenseColumn(name="item_maen")))
     with pytest.raises(DataError, match=r"no column 'item_maen'\. It has.* Did you mean 'item_mean'"):
         run_prepare(typo, tmp_path / "log.csv", out=tmp_path / "made")
+
+
+def test_lines_whose_rows_are_bad_only_when_made(tmp_path: Path) -> None:
+    """A line goes with all rows that it makes, under its own number and text and the first reason."""
+    lines = ["y,item", "1|0,a|b", "", "1|q|0,c|d|e", "0,f,more", "0|zz|yy,g|h|i", "1,k", "0|3,l|m"]
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    schema = Schema(
+        name="s", label=Label(column="label"), categorical=(CategoricalColumn(name="shown"),),
+        feature=(f.Pairs(columns=("y", "item"), names=("label", "shown")), f.CountEncoding(name="n", by="shown")),
+        split=SplitRule(train=1.0, valid=0.0, test=0.0), dense=(DenseColumn(name="n"),),
+    )  # fmt: skip
+    report = run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "made", max_bad=0.9)
+    assert report.bad == 4
+    bad = [json.loads(line) for line in (tmp_path / "made" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(one["line"], one["text"], one["reason"].split(": ")[-1]) for one in bad] == [
+        (4, "1|q|0,c|d|e", "'q' is not a number"), (5, "0,f,more", "more than 2 fields"),
+        (6, "0|zz|yy,g|h|i", "'zz' is not a number"), (8, "0|3,l|m", "3 is neither 0 nor 1"),
+    ]  # fmt: skip
+    assert read(Dataset(tmp_path / "made"), "train")[2].tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(

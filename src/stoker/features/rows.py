@@ -370,7 +370,7 @@ class Pairs(RowSteps):
             for column in self.columns
         ]
         sizes = [one.list.len().fill_null(0).to_numpy().astype(np.int64) for one in lists]
-        size = np.where(lists[0].is_null().to_numpy() | (sizes[0] < self.least), 0, sizes[0])
+        size = np.where(sizes[0] < self.least, 0, sizes[0])  # a missing list has none
         places = np.repeat(np.arange(frame.height), size)
         rank = np.arange(len(places)) - np.repeat(np.cumsum(size) - size, size) + 1
         made = []

@@ -1,0 +1,85 @@
+"""Features of logs in any number of files, some of them empty, against loops: groups that span files and shares."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import naive_features as naive
+import polars as pl
+import pytest
+
+from stoker import features as f
+from stoker.data import feature_passes, featured
+from stoker.data.prepare import run_prepare
+from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+
+LEAST, MOST = -(2**63), 2**63 - 1
+COLUMNS = {"u": pl.String, "k": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Float64, "y": pl.Int64,
+           "part": pl.String}  # fmt: skip
+
+
+def log(draw: random.Random) -> list[naive.Row]:
+    choices: dict[str, list[Any]] = {
+        "u": ["a", "b", "Zoë", "日本", "a,b", None], "k": [1, -2, LEAST, MOST, None], "x": [0.0, -0.0, 1.5, 7.25, None],
+        "t": [0, 1, 1, 2, 5, LEAST, MOST, MOST - 1, None], "e": [0.0, 1.0, -1.0, None], "y": [0, 1],
+        "part": ["in", "in", "new", "no"],
+    }  # fmt: skip
+    return [{name: draw.choice(some) for name, some in choices.items()} for _ in range(draw.randrange(20, 60))]
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(1, "csv"), (2, "parquet"), (3, "csv")])
+def test_every_way_of_cutting_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kind: str) -> None:
+    draw = random.Random(seed)
+    rows, by, key = log(draw), [("u",), ("x", "u"), ("k", "x")][seed % 3], ("k", "u", "x")[: seed + 1]
+    past: dict[str, Any] = {"by": by, "order": "t", "events": "e"}
+    features = (
+        f.MeanTargetEncoding(name="mean", by=key, folds=3, smoothing=1.0, fold_by=("u", "k")),
+        f.CountEncoding(name="count", by=key), f.Previous(name="prev", column="u", **past),
+        f.SinceLast(name="since", **past), f.PastCount(name="seen", window=4.5, **past),
+        f.Rank(name="rank", by=by, order="t", descending=True, method="dense"),
+        f.CountEncoding(name="of_prev", by=("prev",)), f.Cross(name="bucket", columns=("count", "of_prev"), buckets=5),
+        f.CountEncoding(name="of_bucket", by=("bucket",)),
+    )  # fmt: skip
+    schema = Schema(
+        name="s", label=Label(column="y"), feature=features, dense=(DenseColumn(name="mean"), DenseColumn(name="x")),
+        categorical=(CategoricalColumn(name="k", type="int"), CategoricalColumn(name="t", type="int")),
+        split=SplitRule(rule="column", column="part", values={"in": "train", "new": "valid", "no": "drop"}),
+    )  # fmt: skip
+    frame, cuts = pl.DataFrame(rows, schema=COLUMNS), sorted(draw.randrange(len(rows)) for _ in range(3))
+    files = []
+    for number, (begin, stop) in enumerate(zip([0, 0, *cuts], [0, *cuts, len(rows)], strict=True)):
+        files.append(tmp_path / f"{number}.{kind}")
+        part = frame[begin:stop]
+        part.write_csv(files[-1]) if kind == "csv" else part.write_parquet(files[-1])
+    made: list[pl.DataFrame] = []
+    parts = featured._parts
+
+    def kept(task: Any, pieces: Any, passes: Any) -> Any:
+        made.append(passes.whole().collect())
+        return parts(task, pieces, passes)
+
+    monkeypatch.setattr(featured, "_parts", kept)
+    monkeypatch.setattr(feature_passes, "GROUP_ROWS", 16)
+    monkeypatch.setattr(feature_passes, "_MANY", 16)
+    monkeypatch.setattr(feature_passes, "_ROWS", 8)
+    run_prepare(schema, files, out=tmp_path / "made", threads=2, block_bytes=300)
+
+    train = [row for row in rows if row["part"] == "in"]
+    for at, row in enumerate(rows):
+        before = naive.before(rows, at, by, "t", "e")
+        row["prev"] = rows[before[-1]]["u"] if before else None
+        row["since"] = float(row["t"] - rows[before[-1]]["t"]) if before else None
+        row["seen"] = None if row["t"] is None else sum(row["t"] - rows[i]["t"] <= 4.5 for i in before)
+        row["rank"] = naive.rank(rows, at, by, "t", descending=True, dense=True)
+        row["count"] = sum(all(r[c] == row[c] for c in key) for r in train)
+        own = row["part"] == "in"
+        row["mean"] = naive.mean_target(train, [row], key, 3, 1.0, ("u", "k"), 0, out_of_fold=own)[0]
+    for row in rows:
+        row["of_prev"] = sum(r["prev"] == row["prev"] for r in train)
+        row["bucket"] = naive.cross(row, ("count", "of_prev"), 5, 0)
+    for row, got in zip(rows, made[0].rows(named=True), strict=True):
+        row["of_bucket"] = sum(r["bucket"] == row["bucket"] for r in train)
+        assert got["mean"] == pytest.approx(row["mean"])
+        assert [got[f.name] for f in features[1:]] == [row[f.name] for f in features[1:]]
