@@ -67,7 +67,7 @@ CASES = {
     ),
     "globo": Case(
         title="Globo, one reader in 4, last click",
-        open=globo_sessions,
+        open=partial(globo_sessions, lists=True),
         settings={**_DLRM, "epochs": 2},
         small={
             "row_optimizer": "adam", "row_lr": 1.5e-2, "row_weight_decay": 3e-5, "dense_lr": 8e-3, "dense_warmup": 80,

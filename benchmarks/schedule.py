@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from benchmarks.accuracy import TASKS, Task, prepared
 from benchmarks.classify import byte_budget
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from stoker.data.dataset import Dataset
-from stoker.data.prepare import run_prepare
+from stoker.data.prepare import load_recipe, run_prepare
 
 __all__ = ["bars"]
 
@@ -50,8 +50,10 @@ def _settings(task: Task) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def globo_sessions(run: Run) -> Dataset:
+def globo_sessions(run: Run, *, lists: bool = False) -> Dataset:
     """Globo clicks with their negatives, each reader's last click for testing; prepared once into the cache.
+
+    ``lists``: a click and its negatives are a list to rank; the rows are the same.
 
     Raises:
         NotRun: the log is not on this machine.
@@ -60,13 +62,15 @@ def globo_sessions(run: Run) -> Dataset:
 
     [source] = data_files("globo/clicks.parquet")
     one_in = READERS * (10 if run.quick else 1)
-    out = CACHE / f"globo_sessions_{one_in}"
+    out = CACHE / f"globo_sessions_{one_in}{'_lists' * lists}"
     if not (out / "manifest.json").exists():
         run.log("preparing globo")
         with tempfile.TemporaryDirectory() as folder:
             clicks = Path(folder) / "clicks.parquet"
             pl.scan_parquet(source).filter(pl.col("user_id") % one_in == 0).sink_parquet(clicks)
-            run_prepare("globo", [clicks], out=out)
+            recipe, schema = load_recipe("globo", None)
+            schema = replace(schema, group="click" if lists else None)
+            run_prepare(replace(recipe, presets={recipe.preset_name: lambda: schema}), [clicks], out=out)
     return Dataset(out)
 
 
