@@ -300,7 +300,7 @@ def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Data
 def test_the_kernels_equal_numpy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, sequence: bool, wide: bool
 ) -> None:
-    monkeypatch.setattr("stoker.data.gather._SHARE", 8)
+    monkeypatch.setattr("stoker.data.gather_cpu._BLOCK", 8)
     pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
     assert isinstance(make_gather(split.shards, split.starts), NumbaGather)

@@ -8,7 +8,6 @@ Legend: B rows of the batch, S shards, F features, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +17,10 @@ from torch import Tensor
 
 from stoker.data.shards import MappedShard
 from stoker.errors import DataError
-from stoker.ops.threads import team
 
 __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
 
 Int64 = npt.NDArray[np.int64]
-_SHARE = 4096  # rows that are worth waking a thread for
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
 
 
@@ -154,16 +151,9 @@ class NumbaGather:
             name: allocate(name, (count, *columns), self._types[name]) for name, columns in self._columns.items()
         }
         targets = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
-        threads = max(1, min(self._threads, count // _SHARE))
-        bounds = [count * part // threads for part in range(threads + 1)]
-
-        def copy(begin: int, end: int) -> None:
-            self._kernels.copy_rows(
-                rows[begin:end], self._starts, self._biggest, self._sources, self._widths, self._strides,
-                targets + self._widths * begin, np.empty((len(targets), end - begin), np.int64),
-            )  # fmt: skip
-
-        team(threads).run(copy, list(pairwise(bounds)))
+        self._kernels.copy_rows(
+            rows, self._starts, self._biggest, self._sources, self._widths, self._strides, targets, self._threads
+        )
         if self._features:
             offsets = allocate("offsets", (count * self._features + 1,), torch.int64)
             scratch = np.empty((2, count), np.int64)

@@ -21,12 +21,16 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from stoker.ops.llvm_memory import fetch_add
+from stoker.ops.native import Kernel, arguments
+
 __all__ = ["bag_offsets", "copy_bags", "copy_rows"]
 
 Int64 = npt.NDArray[np.int64]
 
 _AHEAD = 8  # rows asked for ahead of the copy
 _LINE = 64  # bytes of a cache line
+_BLOCK = 1024  # rows that a thread takes at a time
 
 
 @intrinsic
@@ -76,7 +80,35 @@ def _int64_at(typingctx: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(types.int64), generate
 
 
-@njit(nogil=True, cache=True)
+def _copy_rows(p):  # type: ignore[no-untyped-def]
+    rows, starts, biggest, sources, widths, strides, targets, scratch, cursor, block = arguments(p)
+    kinds = len(widths)
+    while True:
+        begin = fetch_add(cursor, block)
+        if begin >= len(rows):
+            return
+        stop = min(begin + block, len(rows))
+        for i in range(begin, stop):
+            row = rows[i]
+            shard = row // biggest
+            while row >= starts[shard + 1]:
+                shard += 1
+            for kind in range(kinds):
+                scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * strides[kind]
+        for i in range(begin, stop):
+            if i + _AHEAD < stop:
+                for kind in range(kinds):
+                    source = scratch[kind, i + _AHEAD]
+                    for line in range(0, widths[kind], _LINE):
+                        _prefetch(source + line)
+                    _prefetch(source + widths[kind] - 1)
+            for kind in range(kinds):
+                _copy(targets[kind] + i * widths[kind], scratch[kind, i], widths[kind])
+
+
+_rows_kernel = Kernel(_copy_rows)
+
+
 def copy_rows(
     rows: Int64,  # [B]
     starts: Int64,  # [S + 1] first row of each shard
@@ -85,26 +117,15 @@ def copy_rows(
     widths: Int64,  # [K] bytes per row
     strides: Int64,  # [K] and from a row to the next
     targets: Int64,  # [K] addresses to fill, row by row
-    scratch: Int64,  # [K, B]
+    threads: int,
 ) -> None:
-    """Copy the rows of K row-wise tensors."""
-    count, kinds = len(rows), len(widths)
-    for i in range(count):
-        row = rows[i]
-        shard = row // biggest
-        while row >= starts[shard + 1]:
-            shard += 1
-        for kind in range(kinds):
-            scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * strides[kind]
-    for i in range(count):
-        if i + _AHEAD < count:
-            for kind in range(kinds):
-                source = scratch[kind, i + _AHEAD]
-                for line in range(0, widths[kind], _LINE):
-                    _prefetch(source + line)
-                _prefetch(source + widths[kind] - 1)
-        for kind in range(kinds):
-            _copy(targets[kind] + i * widths[kind], scratch[kind, i], widths[kind])
+    """Copy the rows of K row-wise tensors; ``threads`` above 1 are torch's."""
+    scratch = np.empty((len(widths), len(rows)), np.int64)
+    cursor = np.zeros(1, np.int64)
+    _rows_kernel.run(
+        np.ascontiguousarray(rows), starts, biggest, sources, widths, strides, targets, scratch, cursor, _BLOCK,
+        threads=max(1, min(threads, len(rows) // _BLOCK)),
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.gather import Allocate, Gather, make_gather
+from stoker.data.ordered import ordered_map
 from stoker.data.shards import MappedShard
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def hold(split: Split, rows: int, device: torch.device, *, threads: int = 1) -> 
     shards, starts = split.shards[:count], split.starts[: count + 1]
     if device.type != "cpu":
         return HeldTensors(shards, device)
-    return make_gather([_copied(shard) for shard in shards], starts, threads=threads)
+    return make_gather(list(ordered_map(_copied, shards, threads)), starts, threads=threads)
 
 
 def _copied(shard: MappedShard) -> MappedShard:
