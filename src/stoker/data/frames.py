@@ -162,9 +162,7 @@ def text_column(series: pl.Series) -> RawColumn:
     n = len(series)
     ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
     size = int(ends[-1])
-    held = np.zeros(size + 1, np.uint8)  # the number scanners look one byte past a text
-    if size:
-        held[:size] = np.frombuffer(data, np.uint8)[:size]
+    held = np.frombuffer(data, np.uint8)[:size].copy() if size else np.empty(0, np.uint8)
     lengths = np.diff(ends).astype(np.int32)
     if series.null_count():
         lengths[series.is_null().to_numpy()] = -1

@@ -38,6 +38,7 @@ FLOAT, INT, HEX, TEXT = 0, 1, 2, 3
 REASON_FEW, REASON_MANY, REASON_VALUE, REASON_QUOTE, REASON_UTF8 = 1, 2, 3, 4, 5
 _NL, _CR = 10, 13
 _OK, _MISSING, _SLOW = 0, 1, 2
+_LONGEST = 40  # bytes of a number that the fast scanners look at
 _MAX_EXACT = 2**53  # mantissas up to here and powers of ten up to 22 divide to the correctly rounded double
 
 _jit: Any = nb.njit(nogil=True, cache=True)
@@ -419,27 +420,32 @@ def split_spans(data, starts, lengths, sep, most, last):  # type: ignore[no-unty
 
 @_jit
 def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ignore[no-untyped-def]
-    """Parse texts into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser.
-
-    ``data`` must hold one more byte than the last text.
-    """
+    """Parse texts into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser."""
+    # A scanner stops at what is no digit, and texts of a column may follow each other without a byte between them.
+    text = np.empty(_LONGEST + 1, np.uint8)
     for i in range(starts.size):
-        stop = starts[i] + lengths[i]
-        if lengths[i] <= 0:
+        size = lengths[i]
+        if size <= 0:
             status[i] = _MISSING
             continue
-        here = stop
+        if size > _LONGEST:
+            status[i] = _SLOW
+            continue
+        for p in range(size):
+            text[p] = data[starts[i] + p]
+        text[size] = _NL
+        here = np.int64(0)
         found = _OK
         if kind == HEX:
-            bits, here, found = _scan_hex(data, starts[i])
+            bits, here, found = _scan_hex(text, np.int64(0))
             ints[i] = bits
         elif kind == INT:
-            bits, here, found = _scan_int(data, starts[i])
+            bits, here, found = _scan_int(text, np.int64(0))
             ints[i] = bits
         else:
-            number, here, found = _scan_float(data, starts[i])
+            number, here, found = _scan_float(text, np.int64(0))
             floats[i] = number
-        status[i] = _OK if found == _OK and here == stop else _SLOW
+        status[i] = _OK if found == _OK and here == size else _SLOW
 
 
 @_jit
