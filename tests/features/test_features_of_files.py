@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from stoker import features as f
 from stoker.data import feature_passes, featured
 from stoker.data.prepare import run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
+from stoker.errors import SchemaError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 COLUMNS = {"u": pl.String, "k": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Float64, "y": pl.Int64,
@@ -83,3 +85,34 @@ def test_every_way_of_cutting_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         row["of_bucket"] = sum(r["bucket"] == row["bucket"] for r in train)
         assert got["mean"] == pytest.approx(row["mean"])
         assert [got[f.name] for f in features[1:]] == [row[f.name] for f in features[1:]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "jsonl", "source"])
+def test_a_column_that_a_feature_would_replace(tmp_path: Path, kind: str) -> None:
+    """Silently, the city of the log would be the mask of it, wherever another feature or the model reads it."""
+    said = r"feature 'city' \(mask\) makes column 'city', which .* have already. Choose another name"
+    frame = pl.DataFrame({"y": [1, 0], "shop": ["a", "b"], "u": ["x", "y"], "city": ["Bonn", "Kiel"]})
+    file = tmp_path / f"log.{kind}"
+    mask = f.Mask(name="city", column="shop", where_column="u", values="x")
+    if kind.startswith("csv"):
+        text = frame.write_csv().encode()
+        file.write_bytes(gzip.compress(text) if kind == "csv.gz" else text)
+    else:
+        frame.write_parquet(file) if kind == "parquet" else frame.write_ndjson(file)
+
+    def prepare() -> None:
+        schema = Schema(
+            name="s", label=Label(column="y"), feature=(mask,), categorical=(CategoricalColumn(name="city"),),
+            source=SourceFormat(columns=tuple(frame.columns)) if kind == "source" else SourceFormat(),
+        )  # fmt: skip
+        run_prepare(schema, file, out=tmp_path / "made")
+
+    with pytest.raises(SchemaError, match=said):
+        prepare()
+    assert not (tmp_path / "made").exists()
+    for rows in (frame, frame.lazy()):
+        with pytest.raises(SchemaError, match=said):
+            f.fit([mask], rows, label="y")
+        fitted = f.fit([mask], rows.drop("city"), label="y")
+        with pytest.raises(SchemaError, match=said):
+            fitted.apply(rows)

@@ -15,7 +15,7 @@ from stoker.data.frames import column_series, frame_block
 from stoker.data.layout import Layout
 from stoker.data.parts import checksum, write_part
 from stoker.data.schema import Schema
-from stoker.errors import DataError, SchemaError
+from stoker.errors import DataError
 from stoker.features.base import leading
 from stoker.features.engine import reason_of
 from stoker.features.pipeline import apply_feature, check_present
@@ -46,14 +46,11 @@ def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
     """Whether all that features and the schema read is among the columns of ``name`` or made by features.
 
     Raises:
-        SchemaError: a feature's column is not, or is there already. DataError: one of the schema's.
+        SchemaError: a feature reads a column that is not, or makes one that is. DataError: one of the schema's.
     """
     present = list(columns)
     for feature in schema.feature:
-        check_present(feature, present)
-        taken = [output for output in feature.outputs if output in columns]
-        if taken:
-            raise SchemaError(f"{feature.where} makes column {taken[0]!r}, which {name} have already. Rename it.")
+        check_present(feature, present, name)
         present += feature.outputs
     for item in Layout(schema).fields:
         if item.column not in present:

@@ -70,7 +70,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     _forget_broken(task)
     fields = raw_fields(task.splitting)
     sources = [
-        Source(number=number, path=path, fields=fields, format=task.schema.source)
+        Source(number=number, path=path, fields=fields, format=task.schema.source, features=task.schema.feature)
         for number, path in enumerate(task.files)
     ]
     try:

@@ -11,13 +11,14 @@ import numpy as np
 
 from stoker.data.columns import BadLine, Block, Field, TextParser
 from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_rows
-from stoker.data.json_lines import json_block
+from stoker.data.json_lines import first_keys, json_block
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit, write_bad_lines
 from stoker.data.schema import SourceFormat
 from stoker.data.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
+from stoker.features.base import Derivation, column_taken
 
 __all__ = ["IngestedBlock", "Source", "ingest"]
 
@@ -34,6 +35,7 @@ class Source:
     fields: Sequence[Field]
     format: SourceFormat
     name: str = ""  # for messages and the quarantine; empty: the path as it was given
+    features: Sequence[Derivation] = ()  # which may make no column that the file has
     kind: str = ""  # csv | parquet | jsonl
     _parser: TextParser | None = None
     _header: bool = False
@@ -42,15 +44,20 @@ class Source:
         self.name = self.name or str(self.path)
 
     def open(self) -> None:
-        """Look at the header or the Parquet schema.
+        """Look at the header, the Parquet schema or the keys of the first object.
 
         Raises:
-            DataError: a column that the schema names is not there, or there twice.
+            DataError: a column that the schema names is not there, or there twice. SchemaError: one that a feature
+                makes is there.
         """
         self.kind = source_kind(self.path, self.format.kind)
         wanted = list(dict.fromkeys(item.column for item in self.fields))
         if self.kind == "parquet":
-            check_columns(self.path, wanted, parquet_columns(self.path))
+            names = parquet_columns(self.path)
+            self._check_features(names)
+            check_columns(self.path, wanted, names)
+        elif self.kind == "jsonl" and self.features:
+            self._check_features(first_keys(self.path))
         if self.kind != "csv":
             return
         plain = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
@@ -62,6 +69,7 @@ class Source:
                 name.strip().strip(self.format.quote or "")
                 for name in first_line(self.path, self.format.encoding).split(separator)
             ]
+        self._check_features(names)
         check_columns(self.path, wanted, names)
         self._parser = TextParser(
             names,
@@ -70,6 +78,12 @@ class Source:
             quote=self.format.quote,
             null_values=self.format.null_values,
         )
+
+    def _check_features(self, present: Sequence[str]) -> None:
+        for feature in self.features:
+            for column in feature.outputs:
+                if column in present:
+                    raise column_taken(feature, column, f"the lines of {self.name}")
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
         """Number, size for the progress and reader of every block."""

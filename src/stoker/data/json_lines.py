@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import polars as pl
 
 from stoker.data.columns import BadLine, Block, Field, cut_text
 from stoker.data.frames import frame_block
+from stoker.data.sources import first_line
+from stoker.errors import DataError
 
-__all__ = ["json_block"]
+__all__ = ["first_keys", "json_block"]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
 # Values whose text is the same however they are read: texts, and whole numbers as they are usually written.
@@ -45,6 +49,15 @@ def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
     block.bad = sorted([*moved, *bad], key=lambda item: item.line)
     block.lines = len(lines)
     return block
+
+
+def first_keys(path: Path) -> list[str]:
+    """The keys of the object in the first line; none where there is no such object."""
+    with suppress(DataError, ValueError):
+        found = json.loads(first_line(path))
+        if isinstance(found, dict):
+            return list(found)
+    return []
 
 
 def _fast(data: bytes, fields: Sequence[Field], filled: int) -> Block | None:

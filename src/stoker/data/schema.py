@@ -18,7 +18,7 @@ from typing import Any, cast
 from stoker.data.features import Feature
 from stoker.data.schema_check import build_schema, choice, fail, positive, read_mapping
 from stoker.errors import SchemaError
-from stoker.features.base import Derivation, check_features, leading, missing_column
+from stoker.features.base import Derivation, check_features, column_taken, leading, missing_column
 
 __all__ = [
     "CategoricalColumn",
@@ -351,6 +351,9 @@ class Schema:
                 for column in feature.inputs:
                     if column not in present:
                         raise missing_column(feature, column, present)
+                for column in feature.outputs:
+                    if column in present:
+                        raise column_taken(feature, column, "the lines (source.columns)")
                 present += feature.outputs
 
     def _check_label(self) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 __all__ = [
-    "KINDS", "ROW", "Derivation", "RowLocal", "RowSteps", "check_features", "feature_from_dict", "leading", "texts",
+    "KINDS", "ROW", "Derivation", "RowLocal", "RowSteps", "check_features", "column_taken",
+    "feature_from_dict", "leading", "missing_column", "texts",
 ]  # fmt: skip
 
 KINDS: dict[str, type[Derivation]] = {}  # by the name that a schema file uses; subclasses enter by themselves
@@ -165,6 +166,13 @@ def check_features(features: Sequence[Derivation]) -> None:
                 )  # fmt: skip
         if isinstance(feature, RowSteps) and number > local:
             fail(feature.where, "stands", f"after {features[local].where}, but changes the rows. Put it before")
+
+
+def column_taken(feature: Derivation, column: str, who: str) -> SchemaError:
+    """The error for a feature that would replace a column which ``who`` already has."""
+    return SchemaError(
+        f"{feature.where} makes column {column!r}, which {who} have already. Choose another name for the feature."
+    )
 
 
 def missing_column(feature: Derivation, column: str, present: Sequence[str]) -> SchemaError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stoker.data.ordered import ordered_map
 from stoker.errors import ConfigError
-from stoker.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, missing_column
+from stoker.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
 from stoker.features.engine import check_engine, collect
 from stoker.features.learned import LABEL, TRAIN, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
@@ -31,11 +31,14 @@ def _coder() -> Coder:
     return Coder()
 
 
-def check_present(feature: Derivation, columns: Sequence[str]) -> None:
-    """Whether the columns that a feature reads are there. Raises :class:`SchemaError`."""
+def check_present(feature: Derivation, columns: Sequence[str], who: str = "the rows") -> None:
+    """Whether the columns that a feature reads are there, and none that it makes. Raises :class:`SchemaError`."""
     for column in feature.inputs:
         if column not in columns:
             raise missing_column(feature, column, [name for name in columns if not name.startswith("__")])
+    for column in feature.outputs:
+        if column in columns:
+            raise column_taken(feature, column, who)
 
 
 def apply_feature(frame: Frame, feature: Derivation, learned: LearnedTable | None = None, train: Any = None) -> Any:
@@ -221,7 +224,8 @@ def fit(
         The fitted features; :meth:`Fitted.apply_to_training` gives these rows' features, :meth:`Fitted.apply` others'.
 
     Raises:
-        SchemaError: an unknown column, or features in an impossible order. DependencyError: no GPU engine here.
+        SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
+        DependencyError: no GPU engine here.
     """
     check_engine(engine)
     check_features(features)
@@ -245,7 +249,7 @@ def fit_apply(
         The fitted features, and the rows with all outputs.
 
     Raises:
-        SchemaError: an unknown column, or features in an impossible order.
+        SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
     """
     check_features(features)
     fitted, made = _fit(features, rows, {feature.name for feature in features}, label, "streaming", threads)
