@@ -15,7 +15,7 @@ from stoker import features as f
 from stoker.data import feature_passes, featured
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
-from stoker.errors import SchemaError
+from stoker.errors import DataError, SchemaError
 
 LEAST, MOST = -(2**63), 2**63 - 1
 COLUMNS = {"u": pl.String, "k": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Float64, "y": pl.Int64,
@@ -116,3 +116,32 @@ def test_a_column_that_a_feature_would_replace(tmp_path: Path, kind: str) -> Non
         fitted = f.fit([mask], rows.drop("city"), label="y")
         with pytest.raises(SchemaError, match=said):
             fitted.apply(rows)
+
+
+def test_a_merged_file_lies_beside_its_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "items.csv").write_text(f"item,stars\na,{len(folder.name)}\n")
+    (here / "log.csv").write_text("y,item\n1,a\n0,b\n")
+    (there / "shop.toml").write_text(
+        'label = "y"\nderive = ["merge name=m on=item file=items.csv number_columns=stars"]\n'
+        "[split]\ntrain = 1.0\nvalid = 0.0\ntest = 0.0\n"
+    )
+    monkeypatch.chdir(here)
+    made = {}
+    for name in ("both", "working directory"):
+        run_prepare(there / "shop.toml", "log.csv", out=tmp_path / name)
+        table = pl.read_parquet(tmp_path / name / "features" / "m.parquet")
+        made[name] = table["m_stars"].to_list()
+        (there / "items.csv").unlink(missing_ok=True)
+    assert made == {"both": [5.0], "working directory": [4.0]}
+    (here / "items.csv").write_text("item,points\na,5\n")
+    with pytest.raises(DataError, match=r"items.csv has no column 'stars'"):
+        run_prepare(there / "shop.toml", "log.csv", out=tmp_path / "made")
+    (here / "items.csv").unlink()
+    with pytest.raises(
+        DataError, match=r"feature 'm' \(merge\): there is no file 'items.csv' in .*there or .*here\. Ch"
+    ):
+        run_prepare(there / "shop.toml", "log.csv", out=tmp_path / "made")
+    assert not (tmp_path / "made").exists()

@@ -288,6 +288,8 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
     started = time.perf_counter()
     if task.splitting.split.rule == "files" and task.recipe.derive is None:
         targets_of_files(task.splitting, [path.name for path in task.files])
+    for feature in task.merged:
+        feature.check_file()
     made = absent_folders(task.out) or [task.out] * task.work.exists()
     try:
         task.begin(resume=resume)

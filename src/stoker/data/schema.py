@@ -440,8 +440,13 @@ class Schema:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """A schema from a TOML or YAML file."""
-        return cls.from_dict(read_mapping(Path(path)), where=str(path))
+        """A schema from a TOML or YAML file. Files that its features merge may lie beside it."""
+        from stoker.features.merge import Merge
+
+        schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
+        folder = Path(path).parent
+        features = [one.of_schema(folder) if isinstance(one, Merge) else one for one in schema.feature]
+        return replace(schema, feature=tuple(features)) if schema.feature else schema
 
     def hash(self) -> str:
         """sha256 of the canonical JSON form: equal schemas have equal hashes."""

@@ -71,6 +71,11 @@ class Task:
         self.parts = PartStore(_room() if self.hold_bytes is None else self.hold_bytes)
 
     @property
+    def merged(self) -> list[Merge]:
+        """Features whose file is read."""
+        return [one for one in self.schema.feature if isinstance(one, Merge) and self.like is None]
+
+    @property
     def work(self) -> Path:
         """Where unfinished work lies; the directory goes when the dataset is whole."""
         return self.out / ".work"
@@ -128,8 +133,7 @@ class Task:
             "schema": self.schema.hash(),
             "block_bytes": self.block_bytes,
             "files": [_stamp(path) for path in self.files],
-            "merged": [_stamp(path) for one in self.schema.feature if isinstance(one, Merge) and not self.like
-                       for path in [Path(one.file)] if path.exists()],
+            "merged": [_stamp(one.path) for one in self.merged],
             "like": self.like.identity if self.like is not None else None,
         }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.data.schema_check import fail
@@ -26,13 +27,15 @@ class Merge(Learned):
 
     Args:
         on: column of the rows.
-        file: delimited text, Parquet or JSON lines, with one line per key.
+        file: delimited text, Parquet or JSON lines, with one line per key. A relative path in a schema file is looked
+            for beside that file first, then, as any other, in the working directory.
         columns: of the file, to join as text; their names in the result are ``name_<column>``.
         number_columns: as ``columns``, but numbers.
         key: column of the file; empty: called as ``on``.
     """
 
     kind: ClassVar[str] = "merge"
+    beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that datasets do not hang on it
     on: str
     file: str
     columns: tuple[str, ...] = ()
@@ -43,6 +46,33 @@ class Merge(Learned):
         texts(self.where, "columns", (*self.columns, *self.number_columns))
         if not self.file:
             fail(self.where, "file", "is empty")
+
+    def of_schema(self, folder: Path) -> Merge:
+        """The same feature, of a schema file in ``folder``."""
+        made = replace(self)
+        object.__setattr__(made, "beside", folder)
+        return made
+
+    @property
+    def path(self) -> Path:
+        """The file: beside the schema file if it is there, else seen from the working directory."""
+        near = None if self.beside is None else self.beside / self.file
+        return near if near is not None and near.is_file() else Path(self.file)
+
+    def check_file(self) -> None:
+        """Look whether the file is there and has the columns. Raises :class:`DataError`."""
+        from stoker.features.tables import open_table
+
+        if not self.path.is_file():
+            places = [Path.cwd()] if self.beside is None else [self.beside.absolute(), Path.cwd()]
+            listed = "" if Path(self.file).is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(places)))}"
+            raise DataError(f"{self.where}: there is no file {self.file!r}{listed}. Check the path.")
+        open_table(self.path, self._types())
+
+    def _types(self) -> dict[str, str]:
+        """Columns of the file that are read."""
+        texts_, numbers = dict.fromkeys(self.columns, "string"), dict.fromkeys(self.number_columns, "float")
+        return {self.key or self.on: "string", **texts_, **numbers}
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -74,8 +104,9 @@ class Merge(Learned):
         key = self.key or self.on
         if key in (*self.columns, *self.number_columns):
             raise DataError(f"{self.where}: {key!r} is the key of {self.file} and cannot be joined, too. Leave it out.")
-        types = {key: "string", **dict.fromkeys(self.columns, "string"), **dict.fromkeys(self.number_columns, "float")}
-        table = read_table(self.file, types).rename({c: f"{self.name}_{c}" for c in types if c != key})
+        self.check_file()
+        types = self._types()
+        table = read_table(self.path, types).rename({c: f"{self.name}_{c}" for c in types if c != key})
         there = rows.collect_schema()[self.on]
         if not there.is_integer() and there != pl.String:
             raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")

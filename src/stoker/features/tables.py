@@ -12,9 +12,25 @@ if TYPE_CHECKING:
     import polars as pl
 
     from stoker.data.columns import Block
+    from stoker.data.ingest import Source
     from stoker.data.schema import SourceFormat
 
-__all__ = ["read_table"]
+__all__ = ["open_table", "read_table"]
+
+
+def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None) -> Source:
+    """The file, with its columns looked at. Arguments and errors as of :func:`read_table`."""
+    from stoker.data.columns import Field
+    from stoker.data.ingest import Source
+    from stoker.data.schema import SourceFormat
+
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {str(path)!r}. Check the path.")
+    fields = [Field(column=column, kind=kind) for column, kind in columns.items()]
+    source = Source(number=0, path=path, fields=fields, format=format or SourceFormat())
+    source.open()
+    return source
 
 
 def read_table(
@@ -37,19 +53,12 @@ def read_table(
     """
     import polars as pl
 
-    from stoker.data.columns import Field
     from stoker.data.frames import block_frame
-    from stoker.data.ingest import Source
     from stoker.data.ordered import ordered_map
-    from stoker.data.schema import SourceFormat
     from stoker.data.sources import BLOCK_BYTES
 
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"there is no file {str(path)!r}. Check the path.")
-    fields = [Field(column=column, kind=kind) for column, kind in columns.items()]
-    source = Source(number=0, path=path, fields=fields, format=format or SourceFormat())
-    source.open()
+    source = open_table(path, columns, format=format)
 
     def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
         block = job[2]()
