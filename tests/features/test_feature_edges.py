@@ -221,6 +221,19 @@ def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
         prepared(tmp_path, "y,u\n1,a\n", features, "n")
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_feature_that_wants_numbers_is_named(tmp_path: Path, kind: str) -> None:
+    frame = pl.DataFrame({"y": [1, 0], "u": ["a", "b"], "when": ["Mon", "Tue"]})
+    file = tmp_path / f"log.{kind}"
+    {"csv": frame.write_csv, "jsonl": frame.write_ndjson, "parquet": frame.write_parquet}[kind](file)
+    schema = Schema(
+        name="s", label=Label(column="y"), feature=(f.Rank(name="place", by="u", order="when"),),
+        categorical=(CategoricalColumn(name="when"),), dense=(DenseColumn(name="place"),),
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"column when: 'Mon' is not a number, which feature 'place' \(rank\) wants\."):
+        run_prepare(schema, file, out=tmp_path / "made")
+
+
 @pytest.mark.parametrize(
     ("series", "kind", "values", "wrong"),
     [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stoker.data.layout import Layout
 from stoker.data.parts import checksum, write_part
 from stoker.data.schema import Schema
 from stoker.errors import DataError
-from stoker.features.base import leading
+from stoker.features.base import Derivation, leading
 from stoker.features.engine import reason_of
 from stoker.features.pipeline import apply_feature, check_present
 
@@ -28,8 +28,14 @@ _PREFERRED = ("string", "int", "hex", "float")  # which of several types of a ra
 
 def raw_fields(schema: Schema) -> list[Field]:
     """What to read of lines: the raw columns of the schema, as it types them, and those of features alone."""
+    return _read_by(schema)[0]
+
+
+def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
+    """:func:`raw_fields`, and of the columns that are numbers for a feature only, which one it is."""
     made = {output for feature in schema.feature for output in feature.outputs}
     fields = [item for item in Layout(schema).fields if item.column not in made]
+    readers: dict[str, Derivation] = {}
     for feature in schema.feature:
         for column in feature.inputs:
             kinds = {item.kind for item in fields if item.column == column and item.separator is None}
@@ -37,9 +43,10 @@ def raw_fields(schema: Schema) -> list[Field]:
                 continue
             if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
                 fields.append(Field(column=column, kind="float"))
+                readers[column] = feature
             elif not kinds:
                 fields.append(Field(column=column, kind="string"))
-    return list(dict.fromkeys(fields))
+    return list(dict.fromkeys(fields)), readers
 
 
 def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
@@ -124,6 +131,9 @@ class RowsSink:
     schema: Schema
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
+        if block.bad:
+            readers = _read_by(self.schema)[1]
+            block.bad = [_explained(one, readers) for one in block.bad]
         frame = self._typed(block)
         rows, keys, bad = make_rows(self.schema, frame, file)
         if bad:
@@ -161,6 +171,14 @@ class RowsSink:
                 series = series.str.strip_chars()
             made.append(series.alias(name))
         return pl.DataFrame(made)
+
+
+def _explained(bad: BadLine, readers: Mapping[str, Derivation]) -> BadLine:
+    """The bad line with the feature that wants a number, where no column of the schema does."""
+    for column, feature in readers.items():
+        if bad.reason.startswith(f"column {column}: ") and bad.reason.endswith("is not a number"):
+            return replace(bad, reason=f"{bad.reason}, which {feature.where} wants")
+    return bad
 
 
 def _order(item: Field) -> int:
