@@ -124,6 +124,19 @@ def test_unfinished_and_broken_runs(made: Path, tmp_path: Path) -> None:
     assert found.runs[1].valid == {}
 
 
+def test_a_run_whose_records_are_gone_has_its_figures(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "runs" / "b", tmp_path / "b")
+    (tmp_path / "b" / "metrics.jsonl").unlink()
+    found = stoker.compare(made / "runs" / "a", tmp_path / "b")
+    [whole] = [run for run in stoker.compare(made / "runs" / "a", made / "runs" / "b").runs if run.name == "b"]
+    gone = found.runs[1]
+    assert (gone.finished, gone.step, gone.best_step) == (True, whole.step, whole.best_step)
+    assert (gone.valid, gone.test, gone.samples_per_second) == (whole.valid, whole.test, whole.samples_per_second)
+    [note] = found.notes
+    assert note.endswith("metrics.jsonl holds no evaluation: the figures of b are its report's, without curves")
+    assert list(curves(found)) == ["a"]
+
+
 def test_a_report_that_is_none(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "runs" / "b", tmp_path / "b")
     (tmp_path / "b" / "report.json").write_text("{}")

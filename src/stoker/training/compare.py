@@ -136,10 +136,12 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     records = _records(directory)
     of_kind: Callable[[str], list[dict[str, Any]]] = lambda kind: [r for r in records if r["kind"] == kind]  # noqa: E731
     valid, metric = of_kind("valid"), str(settings["metric"])
-    step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=0)
+    step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=None)
     report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
     if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
         raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
+    if step is None:  # nothing is recorded (any more)
+        step = 0 if report is None else int(report["step"])
     finished = report is not None and report["step"] >= step
     if report is None:
         notes.append(f"{name} is not finished (step {step:,}): it has no test figures yet")
@@ -148,10 +150,12 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
             f"{name} goes on (step {step:,}): its test figures are of when it ended before, at step {report['step']:,}"
         )
     best = max(valid, key=lambda record: merit(record, metric), default=None)
-    if best is None:
-        notes.append(f"{name} was not evaluated on validation rows")
     if finished and report is not None and report["valid"]:
         best = {"step": report["best_step"], **report["valid"]}
+    if best is None:
+        notes.append(f"{name} was not evaluated on validation rows")
+    elif not valid:
+        notes.append(f"{directory.metrics} holds no evaluation: the figures of {name} are its report's, without curves")
     return RunFacts(
         path=path, name=name, settings=settings, metric=metric, finished=finished, step=step,
         best_step=None if best is None else int(best["step"]), valid=_metrics(best or {}),
