@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ def checkpoint_files(run: Path, step: int | None = None) -> dict[str, bytes]:
     return files(checkpoints if step is None else checkpoints / f"step_{step:09d}")
 
 
-def assert_same_run(run: Path, other: Path) -> None:
-    """Two runs have the same checkpoints, and the same numbers in their records."""
+def assert_same_run(run: Path, other: Path, kinds: Sequence[str] = ("train", "valid", "test")) -> None:
+    """Two runs have the same checkpoints, and the same numbers in their records of some kinds."""
     assert checkpoint_files(run) == checkpoint_files(other)
     keep = ("step", "epoch", "loss", "auc", "log_loss")
-    for kind in ("train", "valid", "test"):
+    for kind in kinds:
         ours, theirs = ([[line.get(k) for k in keep] for line in records(one, kind)] for one in (run, other))
         assert ours == theirs

@@ -16,7 +16,7 @@ import pytest
 import small_runs
 import torch
 from killing import Server
-from small_runs import files, records
+from small_runs import assert_same_run, files, records
 
 import stoker
 from stoker.data.dataset import Dataset, write_manifest
@@ -69,7 +69,7 @@ def test_records_say_what_happened(data: Dataset, tmp_path: Path) -> None:
         **SMALL,
     )
     lines = records(tmp_path / "run", "train")
-    assert [line["step"] for line in lines] == [7, 14, 21, 28, 35, 42, 49]
+    assert [line["step"] for line in lines] == [7, 14, 21, 28, 35, 42, 49, 50], "the last steps have one, too"
     for line in lines:
         step = line["step"] - 1
         factor = (step + 1) / 10 if step < 10 else 1 - (step - 10) / 40
@@ -88,6 +88,9 @@ def test_loss_in_the_records_is_the_mean_over_the_steps(data: Dataset, tmp_path:
     assert [line["loss"] for line in records(tmp_path / "b", "train")] == pytest.approx(
         [sum(single[i : i + 5]) / 5 for i in range(0, 20, 5)]
     )
+    stoker.train(data, out=tmp_path / "c", log_every=1000, steps=7, eval_every=3, **SMALL)
+    lines = [(line["step"], line["loss"]) for line in records(tmp_path / "c", "train")]
+    assert lines == [(3, pytest.approx(sum(single[:3]) / 3)), (7, pytest.approx(sum(single[3:7]) / 4))]
 
 
 def test_the_loop_equals_one_written_by_hand(data: Dataset, tmp_path: Path) -> None:
@@ -168,6 +171,18 @@ def test_resuming_with_more_epochs_equals_a_longer_run(data: Dataset, tmp_path: 
         ours, theirs = (records(tmp_path / name, kind) for name in ("short", "long"))
         keep = ("step", "loss", "auc", "log_loss", "epoch")
         assert [[line.get(k) for k in keep] for line in ours] == [[line.get(k) for k in keep] for line in theirs]
+
+
+def test_the_record_of_the_last_steps_gives_way_to_those_of_a_longer_run(data: Dataset, tmp_path: Path) -> None:
+    settings = {**SMALL, "eval_every": 5, "log_every": 8}
+    stoker.train(data, out=tmp_path / "long", steps=30, **settings)
+    stoker.train(data, out=tmp_path / "short", steps=20, **settings)
+    assert [line["step"] for line in records(tmp_path / "short", "train")] == [5, 8, 16, 20]
+    before = files(tmp_path / "short")["metrics.jsonl"].splitlines()
+    stoker.train(resume=tmp_path / "short", display="quiet")  # nothing is left to do
+    assert files(tmp_path / "short")["metrics.jsonl"].splitlines()[: len(before)] == before
+    stoker.train(resume=tmp_path / "short", steps=30, display="quiet")
+    assert_same_run(tmp_path / "short", tmp_path / "long", kinds=("train", "valid"))
 
 
 KILLABLE: dict[str, Any] = {

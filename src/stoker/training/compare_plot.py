@@ -102,12 +102,12 @@ def draw_comparison(comparison: Comparison) -> Figure:
             metric.plot(*_columns(measured[run.name]), color=color, marker="o", markersize=3, label=run.name)
     losses.set(xlabel="epoch", ylabel="training loss")
     metric.set(xlabel="epoch", ylabel=f"{comparison.metric} on validation rows")
-    for axes, none in ((losses, "none was recorded:\nfewer steps than --log-every"), (metric, "none was recorded")):
+    for axes in (losses, metric):
         if axes.get_lines():
             axes.legend()
         else:
             axes.set(xticks=[], yticks=[])
-            axes.text(0.5, 0.5, none, ha="center", va="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "none was recorded", ha="center", va="center", transform=axes.transAxes)
     return figure
 
 

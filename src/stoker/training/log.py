@@ -15,11 +15,18 @@ __all__ = ["RunLog"]
 
 
 class RunLog:
-    """Appends records to a run. Records behind ``step``, left by a run that was killed, are dropped first."""
+    """Appends records to a run. Records behind ``step``, left by a run that was killed, are dropped first.
 
-    def __init__(self, run: RunDirectory, step: int, *, tensorboard: bool) -> None:
+    Args:
+        run: the run.
+        step: that training begins at.
+        tensorboard: whether to write its events, too.
+        again: whether the next training record has the steps of one at ``step``, the end of a shorter run: it goes.
+    """
+
+    def __init__(self, run: RunDirectory, step: int, *, tensorboard: bool, again: bool = False) -> None:
         if run.metrics.exists():
-            _cut(run.metrics, step)
+            _cut(run.metrics, step, again=again)
         self._file: TextIO = run.metrics.open("a", encoding="utf-8")
         self._events: Any = _events(run.tensorboard, step) if tensorboard else None
 
@@ -41,11 +48,12 @@ class RunLog:
             self._events.close()
 
 
-def _cut(path: Path, step: int) -> None:
+def _cut(path: Path, step: int, *, again: bool) -> None:
     with path.open(encoding="utf-8", errors="replace") as lines, atomic_file(path) as kept:
         for line in lines:
             try:
-                fits = json.loads(line)["step"] <= step
+                record = json.loads(line)
+                fits = record["step"] <= step - (again and record.get("kind") == "train")
             except (ValueError, KeyError, TypeError):
                 continue  # the half line of a killed run
             if fits:

@@ -136,7 +136,7 @@ def _train(
         if resume is not None:
             progress = restore(run, data, model, dense, stream, config, shown)
             run.write("config.json", kept)
-        log = RunLog(run, progress.step, tensorboard=config.tensorboard)
+        log = RunLog(run, progress.step, tensorboard=config.tensorboard, again=_goes_on(progress, total))
         feed = run_feed(stream, total, model, config, progress=partial(shown.work, unit="batches"))
         try:
             shown.start(progress.step, total, _facts(model, data, config, total, placement, stream))
@@ -226,6 +226,7 @@ def _fit(
     parameters = model.dense_parameters()
     valid = data.splits.get("valid")
     eval_every = config.eval_every or epoch
+    first = min(config.log_every, eval_every)  # so that a run which patience ends has a record
     read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
     swaps = 0  # in this process
     saved = (progress.step, progress.evaluated, swaps)
@@ -309,7 +310,8 @@ def _fit(
             clock.examples += len(batch)
             shown.step(progress.step)
 
-            if progress.step % config.log_every == 0:
+            regular = progress.step % config.log_every == 0 or progress.step == first
+            if regular or progress.step >= total:
                 clock.pause()
                 progress.read_losses()
                 since, times = clock.since(marked[0]), clock.since(timed[0])
@@ -326,13 +328,19 @@ def _fit(
                     dense_lr=dense.param_groups[0]["lr"],
                     **movement(since.counted, progress.step - marked[1], times),
                 )
-                progress.loss_sum, progress.loss_count = 0.0, 0
-                marked = timed = (replace(clock), progress.step)
+                if regular:  # else it is of the last steps; should the run go on, the next one counts them again
+                    progress.loss_sum, progress.loss_count = 0.0, 0
+                    marked = timed = (replace(clock), progress.step)
                 clock.go()
             if progress.step - begun == _WARM:
                 clock.pause()
                 warm, timed = replace(clock), (replace(clock), progress.step)
                 clock.go()
+
+
+def _goes_on(progress: Progress, total: int) -> bool:
+    """Whether a run takes up steps that its last record, if any, is of, as a run from its beginning would not have."""
+    return progress.step < total and progress.loss_count > 0
 
 
 def _undefined(metric: str) -> str:
