@@ -15,6 +15,7 @@ import stoker
 from stoker.data import synthetic
 from stoker.data.parts import Journal
 from stoker.data.prepare import run_prepare
+from stoker.data.recipe import RawInput, Recipe
 from stoker.data.schema import (
     CategoricalColumn,
     DenseColumn,
@@ -312,3 +313,14 @@ def test_manifests_name_the_command(tmp_path: Path) -> None:
     stoker.prepare("criteo", write(tmp_path / "log.tsv", criteo_lines(20)), out=tmp_path / "known")
     made = json.loads((tmp_path / "known" / "manifest.json").read_text())
     assert made["created_by"] == "stoker prepare criteo --preset dlrm"
+
+
+def test_what_a_recipe_cannot_work_with_says_why(tmp_path: Path) -> None:
+    """Not only the first line of what Polars says, which may be "regex parse error:"."""
+    (tmp_path / "log.csv").write_text("label,item\n1,a\n")
+    recipe = Recipe(
+        name="own", description="", presets={"plain": shop}, inputs={"log": RawInput(columns={"item": "string"})},
+        derive=lambda inputs, _: inputs["log"].filter(pl.col("item").str.contains("a(?=b)")),
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"recipe own cannot work with .*log.csv: .*look-around, .*docs/recipes.md"):
+        stoker.prepare(recipe, tmp_path / "log.csv", out=tmp_path / "made")

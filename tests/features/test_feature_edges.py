@@ -221,6 +221,61 @@ def test_a_pattern_that_cannot_be_worked_out_is_named(tmp_path: Path) -> None:
         prepared(tmp_path, "y,u\n1,a\n", features, "n")
 
 
+ROWS = pl.DataFrame({"u": ["a", "b"], "w": ["1", "x"], "v": [1, 2], "l": [[1], [2]], "y": [1, 0]})
+NONE = r"cannot be worked out: conversion from .* failed .*\"x\".* It wants numbers in"
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        (f.Subtract(name="d", left="v", right="w"), rf"^feature 'd' \(subtract\) of 'v', 'w' {NONE} 'v', 'w': mend"),
+        (f.Rank(name="r", by="u", order="w"), rf"feature 'r' \(rank\) of 'u', 'w' {NONE} 'w': mend what is none"),
+        (f.Difference(name="d", by="u", order="v", column="w"), rf"feature 'd' \(difference\) of .* {NONE} 'w', 'v'"),
+        (
+            f.Match(name="m", column="u", pattern="a(?=b)"),
+            r"'m' \(match\) of 'u' cannot .* look-around, .*features.md t",
+        ),
+        (f.Properties(name="p", column="l", most=1), r"'p' \(properties\) of 'l' cannot be worked out: .*List"),
+    ],
+)
+def test_what_cannot_be_worked_out_in_memory(feature: f.Derivation, said: str) -> None:
+    """Of rows in memory as of lazy ones, although these are worked out by another feature's leave."""
+    count = f.CountEncoding(name="n", by="u")
+    for rows in (ROWS, ROWS.lazy()):
+        with pytest.raises(DataError, match=said):
+            f.fit([count, feature, f.CountEncoding(name="of", by=feature.outputs)], rows, label="y")
+    with pytest.raises(DataError, match=said):
+        f.fit_apply([feature], ROWS, label="y")
+    good = ROWS.with_columns(w=pl.lit("1"), l=pl.lit("1"))
+    if "pattern" not in feature.to_dict():
+        with pytest.raises(DataError, match=said):
+            f.fit([count, feature], good, label="y").apply(ROWS)
+
+
+def test_a_label_that_is_text() -> None:
+    for rows in (ROWS, ROWS.lazy()):
+        with pytest.raises(DataError, match=r"^label column 'w' cannot be .*\"x\".* It must be numbers"):
+            f.fit([f.CountEncoding(name="n", by="u"), f.MeanTargetEncoding(name="m", by="u")], rows, label="w")
+
+
+def test_bytes_in_parquet(tmp_path: Path) -> None:
+    """Bytes are read as text, or the numbers that it says; where they are none, the line is bad."""
+    frame = {"y": [1, 0, 1, 0], "u": [b"a", b"\xff", None, b"d"], "q": [b"1", b"2", b"3", b"many"]}
+    pl.DataFrame(frame).write_parquet(tmp_path / "log.parquet")
+    schema = Schema(
+        label=Label(column="y"), categorical=(CategoricalColumn(name="u"),), dense=(DenseColumn(name="q"),),
+        split=SplitRule(train=1.0, valid=0.0, test=0.0),
+    )  # fmt: skip
+    report = run_prepare(schema, tmp_path / "log.parquet", out=tmp_path / "made")
+    assert (report.bad, report.rows["train"]) == (2, 2)
+    text = (tmp_path / "made" / "quarantine.jsonl").read_text()
+    assert "column u: broken UTF-8" in text
+    assert "column q: 'many' is not a number" in text
+    pl.DataFrame({**frame, "q": [{"a": b"b"}] * 4}).write_parquet(tmp_path / "odd.parquet")
+    with pytest.raises(DataError, match=r"odd.parquet: column q holds Struct.*, of which no float can be made .* Conv"):
+        run_prepare(schema, tmp_path / "odd.parquet", out=tmp_path / "odd")
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_feature_that_wants_numbers_is_named(tmp_path: Path, kind: str) -> None:
     frame = pl.DataFrame({"y": [1, 0], "u": ["a", "b"], "when": ["Mon", "Tue"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,18 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
         frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
-    return frame_block(frame, fields)
+    try:
+        return frame_block(frame, fields)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
-    """Typed columns of a frame; a row that does not fit becomes a bad line."""
+    """Typed columns of a frame; a row that does not fit becomes a bad line.
+
+    Raises:
+        DataError: a column whose type cannot be read as the field's.
+    """
     numbers = np.arange(frame.height, dtype=np.int64)
     block = Block(
         rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
@@ -70,12 +78,20 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
     wrong: dict[int, str] = {}
     for item in fields:
         series = frame.get_column(item.column)
-        if isinstance(series.dtype, pl.List | pl.Array):
-            column = _list_column(series, item, wrong)
-        elif item.separator is not None:
-            column = split_list(text_column(series.cast(pl.String)), item, wrong)
-        else:
-            column = _column(series, item, wrong)
+        if series.dtype == pl.Binary:
+            series = _decoded(series, item, wrong)
+        try:
+            if isinstance(series.dtype, pl.List | pl.Array):
+                column = _list_column(series, item, wrong)
+            elif item.separator is not None:
+                column = split_list(text_column(series.cast(pl.String)), item, wrong)
+            else:
+                column = _column(series, item, wrong)
+        except pl.exceptions.PolarsError as error:
+            raise DataError(
+                f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
+                f"({str(error).strip().splitlines()[0]}). Convert it, or leave it out of the schema."
+            ) from error
         if item.required:
             for row in np.flatnonzero(column.absent()).tolist():
                 wrong.setdefault(row, f"column {item.column}: missing value")
@@ -133,6 +149,20 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     return RawColumn(values=values.fill_null(0).to_numpy().view(np.int64), missing=missing)
 
 
+def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Bytes as text; rows in which they are none are noted in ``wrong``."""
+    with suppress(pl.exceptions.PolarsError):
+        return series.cast(pl.String)
+    texts: list[str | None] = []
+    for row, raw in enumerate(series.to_list()):
+        try:
+            texts.append(None if raw is None else raw.decode())
+        except UnicodeDecodeError:
+            texts.append(None)
+            wrong.setdefault(row, f"column {item.column}: broken UTF-8")
+    return pl.Series(series.name, texts, pl.String)
+
+
 def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if item.separator is None:
         raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
@@ -146,7 +176,9 @@ def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawCo
     counts = lists.list.len().fill_null(0).to_numpy().astype(np.int32)
     inner: dict[int, str] = {}
     filled = lists.filter(lists.list.len().fill_null(0) > 0)
-    column = _column(filled.explode(), Field(column=item.column, kind=item.kind), inner)
+    values = filled.explode()
+    one = Field(column=item.column, kind=item.kind)
+    column = _column(_decoded(values, one, inner) if inner_type == pl.Binary else values, one, inner)
     if inner:
         row_of = np.repeat(np.arange(len(counts)), counts)
         for position, reason in inner.items():

@@ -21,6 +21,7 @@ from stoker.data.schema import SourceFormat
 from stoker.data.sources import source_kind
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
+from stoker.features.engine import reason_of
 from stoker.features.learned import LearnedTable
 
 __all__ = ["Rows", "derive", "ingest_sources", "read_rows"]
@@ -110,9 +111,9 @@ def derive(task: Task, raw: list[IngestedBlock]) -> Path:
             )
         except pl.exceptions.PolarsError as error:
             names = ", ".join(str(path) for path in task.files[:3])
-            reason = str(error).strip().split("\n")[0]
             raise DataError(
-                f"recipe {task.recipe.name} cannot work with {names}: {reason}. docs/recipes.md describes its input."
+                f"recipe {task.recipe.name} cannot work with {names}: {reason_of(error)}. "
+                "docs/recipes.md describes its input."
             ) from error
         os.replace(beside, path)
         task.journal.add("derived", checksum(path))

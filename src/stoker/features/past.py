@@ -14,6 +14,7 @@ import numpy as np
 
 from stoker.data.schema_check import choice, fail
 from stoker.features.base import Derivation, texts
+from stoker.features.explain import explained
 
 if TYPE_CHECKING:
     import polars as pl
@@ -270,7 +271,8 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
     series: dict[str, Any] = {}
     for feature in sorted(features, key=lambda f: (f.by, f.order, f.direction)):
         key = (feature.by, feature.order, feature.direction)
-        if key not in orders:
-            orders = {key: GroupOrder(frame, *key)}  # one at a time: each holds three arrays of the frame's length
-        series[feature.name] = feature.compute(frame, orders[key])
+        with explained(feature):
+            if key not in orders:
+                orders = {key: GroupOrder(frame, *key)}  # one at a time: each holds three arrays of the frame's length
+            series[feature.name] = feature.compute(frame, orders[key])
     return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])

@@ -12,6 +12,7 @@ from stoker.data.ordered import ordered_map
 from stoker.errors import ConfigError
 from stoker.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
 from stoker.features.engine import check_engine, collect
+from stoker.features.explain import explained
 from stoker.features.learned import LABEL, TRAIN, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
 
@@ -146,7 +147,12 @@ class Fitted:
     def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """New rows with all features, as the training rows taught them; in order.
 
-        Of a lazy frame lazily; of rows in memory at once.
+        Of a lazy frame lazily, so that what cannot be worked out is Polars' error when it is collected; of rows in
+        memory at once.
+
+        Raises:
+            SchemaError: an unknown column, or one that is made and there already. DataError: a feature that cannot be
+                worked out, such as of text where it wants numbers.
         """
         return self._all(rows, training=False)
 
@@ -185,7 +191,8 @@ class Fitted:
                 for feature in run:
                     learned = self.learned.get(feature.name)
                     folded = training and learned is not None and learned.folds is not None
-                    made = apply_feature(made, feature, learned, pl.lit(True) if folded else None)
+                    with explained(feature):
+                        made = apply_feature(made, feature, learned, pl.lit(True) if folded else None)
         return cast("pl.LazyFrame", _without_helpers(made).lazy())
 
     def save(self, directory: str | Path) -> None:
@@ -225,6 +232,7 @@ def fit(
 
     Raises:
         SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
+        DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
         DependencyError: no GPU engine here.
     """
     check_engine(engine)
@@ -250,6 +258,7 @@ def fit_apply(
 
     Raises:
         SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
+        DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
     """
     check_features(features)
     fitted, made = _fit(features, rows, {feature.name for feature in features}, label, "streaming", threads)
@@ -268,6 +277,7 @@ def _fit(
     import polars as pl
 
     frame: Any = rows
+    waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
     learned, coder, numbered, done = dict[str, LearnedTable](), _coder(), False, set[str]()
     names = list(frame.collect_schema().names())
     for number, feature in enumerate(features):
@@ -275,13 +285,16 @@ def _fit(
         if not isinstance(feature, RowSteps) and not numbered:
             if label not in names:
                 raise ConfigError(f"the rows have no label column {label!r}. There are: {', '.join(names)}.")
-            frame, numbered = frame.with_columns(
-                pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
-            ), True  # fmt: skip
+            with explained(f"label column {label!r}"):
+                frame, numbered = frame.with_columns(
+                    pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
+                ), True  # fmt: skip
+            if isinstance(frame, pl.LazyFrame):
+                waiting.append((f"label column {label!r}", frame.select(LABEL)))
         if isinstance(feature, Learned) and feature.name not in learned:
             some = cast("list[Learned]", next(in_runs(features[number:])))
             frame = prepared_for(frame, some, coder, add=True, folds=True)
-            work = partial(_learn, rows=frame, coder=coder, engine=engine)
+            work = partial(_learn, rows=frame, coder=coder, engine=engine, waiting=waiting)
             learned |= zip((one.name for one in some), ordered_map(work, some, threads), strict=True)
             together = [one for one in some if one.name in wanted]
             if isinstance(frame, pl.DataFrame) and len(together) == len(some):  # none reads another's output
@@ -292,14 +305,21 @@ def _fit(
         names += feature.outputs
         if feature.name not in done and (feature.name in wanted or isinstance(feature, RowSteps)):
             train = pl.lit(True) if table is not None and table.folds is not None else None
-            frame = apply_feature(frame, feature, table, train)
-            if isinstance(feature, Past) and isinstance(frame, pl.LazyFrame):  # not anew for every learned one
-                frame = collect(frame, engine).lazy()
+            with explained(feature, waiting):
+                frame = apply_feature(frame, feature, table, train)
+                if isinstance(feature, Past) and isinstance(frame, pl.LazyFrame):  # not anew for every learned one
+                    frame = collect(frame, engine).lazy()
+                    waiting = []
+            if isinstance(frame, pl.LazyFrame):
+                waiting.append((feature, frame.select(feature.outputs or pl.len())))
     return Fitted(features=tuple(features), learned=learned, coder=coder), frame
 
 
-def _learn(feature: Learned, *, rows: Frame, coder: Coder, engine: str) -> LearnedTable:
-    return feature.learn(rows, coder, engine=engine)
+def _learn(
+    feature: Learned, *, rows: Frame, coder: Coder, engine: str, waiting: list[tuple[Derivation | str, pl.LazyFrame]]
+) -> LearnedTable:
+    with explained(feature, waiting):
+        return feature.learn(rows, coder, engine=engine)
 
 
 def _own(
@@ -309,7 +329,8 @@ def _own(
     import polars as pl
 
     table = learned[feature.name]
-    return _encoded(feature, rows, table, pl.lit(True) if training and table.folds is not None else None)
+    with explained(feature):
+        return _encoded(feature, rows, table, pl.lit(True) if training and table.folds is not None else None)
 
 
 def _without_helpers(frame: Any) -> Any:
