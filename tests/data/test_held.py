@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))
 from small_runs import SMALL, assert_same_run
 
 import stoker
-from stoker.data import copies
+from stoker.data import copies, held
 from stoker.data.batch import Batch
 from stoker.data.gather import NumpyGather
 from stoker.data.held import HeldTensors, bytes_held
@@ -75,6 +75,16 @@ def test_tensors_on_a_device_equal_those_from_files(kind: str, tmp_path: Path) -
         ours, theirs = held(rows, fresh), plain(rows, fresh)
         assert ours.keys() == theirs.keys()
         assert_equal([ours[name] for name in theirs], theirs.values())
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 1), (256, 1), (257, 2), (512, 2), (1200, 5)])
+def test_no_shard_is_held_of_which_no_row_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, count: int
+) -> None:
+    split, copied = dataset(tmp_path / "d", "one-hot").train, list[Any]()
+    monkeypatch.setattr(held, "_copied", lambda shard: copied.append(shard) or shard)
+    held.hold(split, rows, torch.device("cpu"))
+    assert copied == split.shards[:count]
 
 
 def test_held_rows_do_not_need_their_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import stoker
 from stoker import features as f
-from stoker.data import feature_passes
+from stoker.data import feature_passes, featured
 from stoker.data.dataset import Dataset
 from stoker.data.prepare import Progress, run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
@@ -200,6 +200,28 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
 
 
+def test_keys_that_were_damaged_while_a_run_stood_still_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_log(tmp_path / "log.csv", 60)
+    given: dict[str, Any] = {"threads": 1, "block_bytes": 700}
+    run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "whole", **given)
+
+    def kill(*_: Any) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(featured, "_keys", kill)
+        with pytest.raises(Stop):
+            run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "cut", **given)
+    first, second, *_ = sorted((tmp_path / "cut" / ".work" / "rows").glob("*.part"))
+    first.unlink()
+    second.write_bytes(bytes(255 - byte for byte in second.read_bytes()))  # of the same size
+    report = run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "cut", **given)
+    assert report.reused > 0
+    assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
@@ -349,7 +371,10 @@ def test_lines_whose_rows_are_bad_only_when_made(tmp_path: Path) -> None:
         (4, "1|q|0,c|d|e", "'q' is not a number"), (5, "0,f,more", "more than 2 fields"),
         (6, "0|zz|yy,g|h|i", "'zz' is not a number"), (8, "0|3,l|m", "3 is neither 0 nor 1"),
     ]  # fmt: skip
-    assert read(Dataset(tmp_path / "made"), "train")[2].tolist() == [1, 0, 1]
+    data = Dataset(tmp_path / "made")
+    assert read(data, "train")[2].tolist() == [1, 0, 1]
+    [source] = data.manifest["sources"]
+    assert (source["rows"], source["bad"], report.lines) == (2, 4, 6), "lines, not the rows that they make"
 
 
 @pytest.mark.parametrize(
