@@ -97,6 +97,14 @@ def test_what_a_list_is(made: tuple[str, stoker.Dataset, pl.DataFrame]) -> None:
         assert lists["label"].unique().to_list() == [1]
         assert (lists["len"] == lists["n"]).all()  # no article twice
         assert lists["len"].max() == 5
+        # An article that nobody has clicked before is the click for sure: such lists only count as what came before.
+        fresh = frame.filter(pl.col("label") == 1, pl.col("age_hours") == 0)
+        assert set(frame.filter(pl.col("age_hours") == 0)["label"]) == {1}
+        assert 0 < fresh.height < frame["click"].n_unique()
+        assert (frame.filter(pl.col("click").is_in(fresh["click"].implode()))["split"] == "drop").all()
+        kept = frame.filter(~pl.col("click").is_in(fresh["click"].implode()))
+        assert not (kept["split"] == "drop").any()
+        assert sum(len(data.split(split)) for split in ("train", "valid", "test")) == kept.height
         # What was read before may be listed again: refusing it would tell that what was read and is listed is clicked.
         read = frame.filter(pl.col("clicked").list.contains(pl.col("article")))
         assert 0 < read["label"].mean() < 1  # type: ignore[operator]

@@ -77,6 +77,7 @@ def _features_schema() -> Schema:
         context=("region", "device", "referrer"),
         differ="age_hours",
         popular="last_hour",
+        splits=(*_SPLITS, "drop"),
     )
 
 
@@ -93,7 +94,8 @@ def globo(
     "leave-last-out" tests on each user's last click and validates on the one before; "session-hash" splits
     whole sessions 80/10/10 at random; "progressive" splits by time, where most test clicks go to articles of
     which no training row knows. "features" ranks: a click and its negatives are one list; split as the first, with
-    engineered features (:mod:`stoker.data.recipes.news_features`).
+    engineered features (:mod:`stoker.data.recipes.news_features`). Lists of an article's first click are in no split:
+    negatives have been clicked before, so age, clicks and listings before would tell the click for sure.
     """
     presets = ("leave-last-out", "session-hash", "progressive")
     columns = dict.fromkeys((*_WHO, *_CONTEXT.values()), "int")
@@ -134,6 +136,8 @@ def _derive(
     past = PastCounts(article, time)
     names, birth = np.unique(article, return_index=True)  # clicks are in order of time
     born = time[birth]
+    if ranked:  # no negative has never been clicked
+        split = np.where(born[np.searchsorted(names, article)] < time, split, len(_SPLITS))
     clicked = article[by_user]
 
     def make(begin: int, end: int) -> pl.DataFrame:
@@ -155,11 +159,11 @@ def _derive(
                 "weekday": clock.weekday(),
                 "clicked": lists_of(pl.Series(flat), lengths),
                 "last_hour": past.before(item, when, window=_HOUR),
-                "age_hours": age / _HOUR,  # 0 at an article's first click
+                "age_hours": age / _HOUR,  # 0 at an article's first click, and nowhere else
                 "click": row,
                 "session": session[row],
                 "time": when,
-                "split": one_of(_SPLITS, split[row]),
+                "split": one_of((*_SPLITS, "drop"), split[row]),
             }
         )
 

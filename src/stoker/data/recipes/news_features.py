@@ -45,7 +45,7 @@ def _features(group: str, context: Sequence[str], differ: str, popular: str) -> 
 
 def news_schema(
     name: str, *, group: str, dense: Sequence[str], categorical: Sequence[str], history: str,
-    context: Sequence[str], differ: str, popular: str,
+    context: Sequence[str], differ: str, popular: str, splits: Sequence[str] = SPLITS,
 ) -> Schema:  # fmt: skip
     """The schema of a preset "features".
 
@@ -58,6 +58,7 @@ def news_schema(
         context: columns that are target encoded together with the article, as its predecessor in the session is.
         differ: number whose change since the session's last click is a feature.
         popular: number by which a list's articles are ranked.
+        splits: values of the column split; rows of "drop" are only looked back at.
 
     The recipe's rows must also have user, session, time and label.
     """
@@ -80,5 +81,5 @@ def news_schema(
         ),
         categorical=tuple(CategoricalColumn(name=column, type="int") for column in (*categorical, "last_article")),
         sequence=(SequenceColumn(name=history, type="int", table="article", max_length=20),),
-        split=SplitRule(rule="column", column="split", values={split: split for split in SPLITS}),
+        split=SplitRule(rule="column", column="split", values={split: split for split in splits}),
     )
