@@ -110,6 +110,8 @@ def test_every_file_format_gives_the_same_dataset(tmp_path: Path) -> None:
     lines = criteo_lines(500)
     text = ("\n".join(lines) + "\n").encode()
     schema = criteo().schema()
+    dense = tuple(replace(c, fill="mean", transforms=("log1p", "zscore")) for c in schema.dense)
+    schema = replace(schema, dense=dense)
     named = replace(schema, source=SourceFormat())
     frame = as_frame(lines)
     (tmp_path / "a.tsv").write_bytes(text)
@@ -128,17 +130,19 @@ def test_every_file_format_gives_the_same_dataset(tmp_path: Path) -> None:
     ):  # fmt: skip
         out = tmp_path / ("out_" + files[0].replace("*", "x"))
         run_prepare(schema_here, [tmp_path / name for name in files], out=out, block_bytes=20_000)
-        found = digests(out, without=("manifest.json",))
+        stats = json.loads((out / "manifest.json").read_text())["dense_stats"]
+        found = (stats, digests(out, without=("manifest.json",)))  # the manifest names the input files
         expected = expected or found
         assert found == expected, files
 
 
-def test_bytes_depend_neither_on_threads_nor_on_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["dlrm", "nvt"])
+def test_bytes_depend_neither_on_threads_nor_on_blocks(tmp_path: Path, preset: str) -> None:
     raw = write(tmp_path / "a.tsv", criteo_lines(800))
     found = []
     for number, (threads, block) in enumerate(((1, 2**24), (4, 10_000), (2, 700))):
         out = tmp_path / f"out{number}"
-        run_prepare("criteo", raw, out=out, threads=threads, block_bytes=block)
+        run_prepare("criteo", raw, out=out, preset=preset, threads=threads, block_bytes=block)
         found.append(digests(out))
     assert found[0] == found[1] == found[2]
     assert not (tmp_path / "out0" / ".work").exists()

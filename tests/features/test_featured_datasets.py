@@ -158,15 +158,17 @@ def test_the_same_bytes_for_any_threads_and_file_format(tmp_path: Path) -> None:
     (frame.with_columns(pl.col("tags").str.split("|"))).drop("tags").with_columns(frame["tags"]).write_parquet(
         tmp_path / "log.parquet"
     )
+    learned = (DenseColumn(name="since", fill="mean", transforms=("log1p", "zscore")), DenseColumn(name="rank_mean"))
+    schema = replace(SCHEMA, dense=(*(c for c in SCHEMA.dense if c.name not in ("since", "rank_mean")), *learned))
     made = []
     for name, file, threads in (("a", "log.csv", 1), ("b", "log.csv", 4), ("c", "log.parquet", 2)):
-        run_prepare(SCHEMA, tmp_path / file, out=tmp_path / name, threads=threads, block_bytes=4_000)
+        run_prepare(schema, tmp_path / file, out=tmp_path / name, threads=threads, block_bytes=4_000)
         hashes = hash_tree(tmp_path / name)
         del hashes["manifest.json"]  # names the input file
-        made.append(hashes)
+        made.append((json.loads((tmp_path / name / "manifest.json").read_text())["dense_stats"], hashes))
     assert made[0] == made[1] == made[2]
-    assert "features/item_mean.parquet" in made[0]
-    assert "features/features.json" in made[0]
+    assert "features/item_mean.parquet" in made[0][1]
+    assert "features/features.json" in made[0][1]
 
 
 class Stop(Exception):

@@ -8,7 +8,9 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-__all__ = ["DIGITS", "apply_rows", "count_digits", "merged", "moments", "present_mean"]
+from stoker.data.exact_sums import add_values, no_values, room
+
+__all__ = ["DIGITS", "apply_rows", "count_digits", "moments", "present_sums"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 _STRIPE = 256  # rows written together, so that the row-major output stays in cache
@@ -73,39 +75,39 @@ def apply_rows(raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: A
         written(raw, rows, begin, stop, tile, fits, places, flags, out, at)
 
 
-def moments(raw: Any, rows: Any, steps: Any, fills: Any) -> Any:
-    """[4, D] mean, sum of squared differences from it, least and greatest of each column's values after its steps, over
-    ``rows``, of which there is at least one."""
-    mean, squares = np.zeros(raw.shape[0]), np.zeros(raw.shape[0])
+def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any) -> tuple[Any, Any, Any]:
+    """What ``rows`` teach of each column's values after its steps.
+
+    Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values.
+    """
+    sums, held = no_values(raw.shape[0]), room()
     low, high = np.full(raw.shape[0], np.inf), np.full(raw.shape[0], -np.inf)
-    for begin, stop, tile in tiles(raw, rows, steps, fills):
-        middle = tile.mean(axis=1)
-        spread = ((tile - middle[:, None]) ** 2).sum(axis=1)
+    for _, _, tile in tiles(raw, rows, steps, fills):
+        for c in np.flatnonzero(summed):
+            add_values(tile[c], sums[c], held)
         low, high = np.minimum(low, tile.min(axis=1)), np.maximum(high, tile.max(axis=1))
-        mean, squares = merged(mean, squares, begin, middle, spread, stop - begin)
-    return np.stack([mean, squares, low, high])
+    return sums, low, high
 
 
-def merged(mean: Any, squares: Any, total: int, other_mean: Any, other_squares: Any, count: int) -> tuple[Any, Any]:
-    """Means and sums of squared differences of ``total`` rows and ``count`` others together, without cancellation
-    (Chan, Golub and LeVeque 1979)."""
-    delta = other_mean - mean
-    mean = mean + delta * (count / (total + count))
-    return mean, squares + other_squares + delta**2 * (total * count / (total + count))
+def present_sums(raw: Any, rows: Any, columns: Any) -> Any:
+    """[K, L] exact sums of the values of some columns that are there, over ``rows``."""
+    sums, held = no_values(columns.size), room()
+    found = np.empty(min(_TILE, rows.size))
+    for k, c in enumerate(columns):
+        for begin in range(0, rows.size, _TILE):
+            count = present(raw[c], rows[begin : begin + _TILE], found)
+            add_values(found[:count], sums[k], held)
+    return sums
 
 
 @_jit
-def present_mean(raw, rows, columns, count, mean):  # type: ignore[no-untyped-def]
-    """How many values of some columns are there, and their mean; over ``rows``."""
-    for k in range(columns.size):
-        total, n = 0.0, 0
-        for i in range(rows.size):
-            x = raw[columns[k], rows[i]]
-            if not np.isnan(x):
-                total += x
-                n += 1
-        count[k] = n
-        mean[k] = total / n if n else 0.0
+def present(column, rows, out):  # type: ignore[no-untyped-def]
+    """Write the values of ``rows`` that are there to the front of ``out``; how many there are."""
+    count = 0
+    for row in rows:
+        out[count] = column[row]
+        count += not np.isnan(column[row])
+    return count
 
 
 @_jit

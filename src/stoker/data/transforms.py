@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import DIGITS, apply_rows, count_digits, merged, moments, present_mean
+from stoker.data.dense_kernels import DIGITS, apply_rows, count_digits, moments, present_sums
+from stoker.data.exact_sums import mean_and_deviation, no_values
 from stoker.data.ordered import ordered_map
 from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
 
@@ -96,7 +97,10 @@ def fit_dense(
         columns: D of them.
         parts: those that have training rows.
         rows_of: calls a function with the raw values [D, n] of a part and the numbers of its training rows.
-        threads: parts that are looked at at a time. The result does not depend on it.
+        threads: parts that are looked at at a time.
+
+    The result depends on nothing but the values of the training rows: sums over them are exact (:mod:`exact_sums`), so
+    it matters neither how they are cut into parts nor in which order they come.
     """
 
     def over(look: Callable[[Array, Array], R]) -> Iterator[R]:
@@ -107,24 +111,28 @@ def fit_dense(
     if not any(wanted):
         return [DenseFit(fill=fill) for fill in fills]
     steps, given = _steps(columns), np.array(fills)
-    total = 0
-    mean, squares = np.zeros(len(columns)), np.zeros(len(columns))
+    summed = np.array([kind == "zscore" for kind in wanted])
+    sums = no_values(len(columns))
     low, high = np.full(len(columns), np.inf), np.full(len(columns), -np.inf)
-    for count, found in over(lambda raw, rows: (len(rows), moments(raw, rows, steps, given))):
-        low, high = np.minimum(low, found[2]), np.maximum(high, found[3])
-        mean, squares = merged(mean, squares, total, found[0], found[1], count)
-        total += count
+    for found in over(lambda raw, rows: moments(raw, rows, steps, given, summed)):
+        sums += found[0]
+        low, high = np.minimum(low, found[1]), np.maximum(high, found[2])
     fitted = []
     for index, kind in enumerate(wanted):
         shift, scale = 0.0, 1.0
-        if total and kind == "zscore":
-            deviation = float(np.sqrt(squares[index] / total))
-            shift, scale = float(mean[index]), 1.0 / deviation if deviation > 0 else 1.0
-        elif total and kind == "minmax":
-            width = float(high[index] - low[index])
-            shift, scale = float(low[index]), 1.0 / width if width > 0 else 1.0
+        if kind == "zscore":
+            shift, deviation = mean_and_deviation(sums[index])
+            scale = _inverse(deviation)
+        elif kind == "minmax" and not low[index] > high[index]:
+            shift = float(low[index]) + 0.0  # which of 0 and -0 is the least depends on their order
+            scale = _inverse(float(high[index]) - shift)
         fitted.append(DenseFit(fill=fills[index], shift=shift, scale=scale))
     return fitted
+
+
+def _inverse(width: float) -> float:
+    """1 / width; 1 where the values do not vary, or by so little (1e-308) that this is infinite."""
+    return 1.0 / width if width > 0 and 1.0 / width < np.inf else 1.0
 
 
 Over = Callable[[Callable[[Array, Array], R]], Iterator[R]]
@@ -141,18 +149,11 @@ def _fit_fills(columns: Sequence[DenseColumn], over: Over[Any]) -> list[float]:
     return fills
 
 
-def _means(columns: Array, over: Over[tuple[Array, Array]]) -> list[float]:
-    def look(raw: Array, rows: Array) -> tuple[Array, Array]:
-        count, mean = np.zeros(len(columns), np.int64), np.zeros(len(columns))
-        present_mean(raw, rows, columns, count, mean)
-        return count, mean
-
-    total, mean = np.zeros(len(columns), np.int64), np.zeros(len(columns))
-    for count, part_mean in over(look):
-        total += count
-        mean += (part_mean - mean) * (count / np.maximum(total, 1))
-    found: list[float] = mean.tolist()
-    return found
+def _means(columns: Array, over: Over[Array]) -> list[float]:
+    sums = no_values(len(columns))
+    for some in over(lambda raw, rows: present_sums(raw, rows, columns)):
+        sums += some
+    return [mean_and_deviation(one)[0] for one in sums]
 
 
 def _medians(columns: Array, over: Over[Array]) -> list[float]:
