@@ -1,4 +1,7 @@
-"""Loops over dense columns [D, n], float64 and NaN where missing: what rows teach, and what the model sees of them."""
+"""Loops over D dense columns [n], NaN where missing: what rows teach, and what the model sees of them.
+
+A column is float64, or float32 where that holds all its values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 
 from stoker.data.exact_sums import add_values, no_values, room
 
-__all__ = ["DIGITS", "apply_rows", "count_digits", "moments", "present_sums"]
+__all__ = ["DIGITS", "apply_rows", "count_digits", "moments", "narrowed", "present_sums"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 _STRIPE = 256  # rows written together, so that the row-major output stays in cache
@@ -20,32 +23,46 @@ _SIGN = np.uint64(2**63)
 
 
 @_jit
-def filled(raw, rows, begin, stop, steps, fills, tile):  # type: ignore[no-untyped-def]
-    """tile[c, i] = raw[c, rows[begin + i]], filled where it is missing and clipped; where a logarithm follows
-    (``steps[c, 2]``: how often), max(., 0) + 1 of that."""
-    for c in range(raw.shape[0]):
-        low, high, fill = steps[c, 0], steps[c, 1], fills[c]
-        log = steps[c, 2] > 0
-        for i in range(begin, stop):
-            x = raw[c, rows[i]]
-            if np.isnan(x):
-                x = fill
-            x = min(max(x, low), high)
-            tile[c, i - begin] = max(x, 0.0) + 1.0 if log else x
+def filled(column, rows, step, fill, out):  # type: ignore[no-untyped-def]
+    """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
+    often), max(., 0) + 1 of that."""
+    low, high, log = step[0], step[1], step[2] > 0
+    for i in range(rows.size):
+        x = np.float64(column[rows[i]])
+        if np.isnan(x):
+            x = fill
+        x = min(max(x, low), high)
+        out[i] = max(x, 0.0) + 1.0 if log else x
 
 
 @_jit
-def written(raw, rows, begin, stop, tile, fits, places, flags, out, at):  # type: ignore[no-untyped-def]
-    """out[at + i, places[c]] = (tile[c, i] - shift) * scale; a flag of what was missing behind it where flags[c]."""
-    for first in range(begin, stop, _STRIPE):
-        last = min(first + _STRIPE, stop)
-        for c in range(raw.shape[0]):
+def written(tile, fits, places, out, at):  # type: ignore[no-untyped-def]
+    """out[at + i, places[c]] = (tile[c, i] - shift) * scale."""
+    columns, count = tile.shape
+    for first in range(0, count, _STRIPE):
+        last = min(first + _STRIPE, count)
+        for c in range(columns):
             place, shift, scale = places[c], fits[c, 1], fits[c, 2]
             for i in range(first, last):
-                out[at + i, place] = (tile[c, i - begin] - shift) * scale
-            if flags[c]:
-                for i in range(first, last):
-                    out[at + i, place + 1] = np.isnan(raw[c, rows[i]])
+                out[at + i, place] = (tile[c, i] - shift) * scale
+
+
+@_jit
+def flagged(column, rows, out, at, place):  # type: ignore[no-untyped-def]
+    """out[at + i, place] = 1 where column[rows[i]] is missing, else 0."""
+    for i in range(rows.size):
+        out[at + i, place] = np.isnan(column[rows[i]])
+
+
+@_jit
+def narrowed(column, out):  # type: ignore[no-untyped-def]
+    """Write the values [n] to ``out``, float32; whether each is what it was."""
+    for i in range(column.size):
+        x = column[i]
+        out[i] = x
+        if np.float64(out[i]) != x and not np.isnan(x):
+            return False
+    return True
 
 
 def tiles(raw: Any, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, int, Any]]:
@@ -53,11 +70,12 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, in
 
     NumPy takes the logarithms: several at once, where a loop over rows would take them one by one.
     """
-    held = np.empty((raw.shape[0], min(_TILE, rows.size)))
+    held = np.empty((len(raw), min(_TILE, rows.size)))
     for begin in range(0, rows.size, _TILE):
         stop = min(begin + _TILE, rows.size)
         tile = held[:, : stop - begin]
-        filled(raw, rows, begin, stop, steps, fills, tile)
+        for column, step, fill, values in zip(raw, steps, fills, tile, strict=True):
+            filled(column, rows[begin:stop], step, fill, values)
         for c in np.flatnonzero(steps[:, 2]):
             np.log(tile[c], out=tile[c])
             for _ in range(int(steps[c, 2]) - 1):
@@ -71,8 +89,10 @@ def apply_rows(raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: A
     ``steps`` [D, 3]: low, high and how often the logarithm is taken; ``fits`` [D, 3]: fill, shift and scale; ``flags``
     [D]: whether a flag follows.
     """
-    for begin, stop, tile in tiles(raw, rows, steps, np.ascontiguousarray(fits[:, 0])):
-        written(raw, rows, begin, stop, tile, fits, places, flags, out, at)
+    for begin, stop, tile in tiles(raw, rows, steps, fits[:, 0]):
+        written(tile, fits, places, out, at + begin)
+        for c in np.flatnonzero(flags):
+            flagged(raw[c], rows[begin:stop], out, at + begin, places[c] + 1)
 
 
 def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any) -> tuple[Any, Any, Any]:
@@ -80,8 +100,8 @@ def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any) -> tuple[A
 
     Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values.
     """
-    sums, held = no_values(raw.shape[0]), room()
-    low, high = np.full(raw.shape[0], np.inf), np.full(raw.shape[0], -np.inf)
+    sums, held = no_values(len(raw)), room()
+    low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
     for _, _, tile in tiles(raw, rows, steps, fills):
         for c in np.flatnonzero(summed):
             add_values(tile[c], sums[c], held)
@@ -110,26 +130,29 @@ def present(column, rows, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
-def count_digits(raw, rows, columns, shift, prefixes, bins):  # type: ignore[no-untyped-def]
+def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, bins: Any) -> None:
     """Count a digit of 16 bits of the values that begin with a prefix, whose unsigned order is that of the values.
 
     ``prefixes`` [K, P]: the bits above the digit, of each column that is looked at; ``bins`` [K, P, 2**16].
     """
+    for k, c in enumerate(columns):
+        digits_of(raw[c], rows, shift, prefixes[k], bins[k])
+
+
+@_jit
+def digits_of(column, rows, shift, prefixes, bins):  # type: ignore[no-untyped-def]
     digit = np.uint64(shift)
-    for k in range(columns.size):
-        column = raw[columns[k]]
-        for i in range(rows.size):
-            x = column[rows[i]]
-            if np.isnan(x):
-                continue
-            bits = np.float64(x + 0.0).view(np.uint64)
-            bits = ~bits if bits & _SIGN else bits | _SIGN
-            place = np.int64((bits >> digit) & np.uint64(DIGITS - 1))
-            if shift == 48:
-                bins[k, 0, place] += 1
-                continue
-            above = bits >> (digit + np.uint64(16))
-            for p in range(prefixes.shape[1]):
-                if above == prefixes[k, p]:
-                    bins[k, p, place] += 1
+    for i in range(rows.size):
+        x = np.float64(column[rows[i]])
+        if np.isnan(x):
+            continue
+        bits = np.float64(x + 0.0).view(np.uint64)
+        bits = ~bits if bits & _SIGN else bits | _SIGN
+        place = np.int64((bits >> digit) & np.uint64(DIGITS - 1))
+        if shift == 48:
+            bins[0, place] += 1
+            continue
+        above = bits >> (digit + np.uint64(16))
+        for p in range(prefixes.size):
+            if above == prefixes[p]:
+                bins[p, place] += 1

@@ -24,7 +24,7 @@ from stoker.errors import DataError
 if TYPE_CHECKING:
     from stoker.data.like import Like
 
-__all__ = ["Encoder", "Slice", "build_table", "look_up_table"]
+__all__ = ["Encoder", "Slice", "build_table", "look_up_table", "raw_columns"]
 
 Array = npt.NDArray[Any]
 Open = Callable[[PartRows], Part]
@@ -69,6 +69,11 @@ def _gather_bags(  # type: ignore[no-untyped-def]
                     out[at] = lut[bases[f] + flat[begin + k]]
                     zeros[f] += out[at] == 0
                     at += 1
+
+
+def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
+    """The dense columns of a part, as read."""
+    return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
 
 
 def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
@@ -356,7 +361,8 @@ class Encoder:
         if "dense" in arrays:
             out[at : at + len(rows)] = arrays["dense"][rows]
         else:
-            dense_values(self.layout.schema.dense, arrays["raw"], self._fit, rows=rows, out=out, at=at)
+            raw = raw_columns(arrays, self.layout)
+            dense_values(self.layout.schema.dense, raw, self._fit, rows=rows, out=out, at=at)
 
     def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
         layout = self.layout

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.dataset import describe_file
-from stoker.data.encode import build_table, look_up_table
+from stoker.data.encode import build_table, look_up_table, raw_columns
 from stoker.data.ingest import IngestedBlock
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
@@ -161,7 +161,7 @@ class Fitting:
 
         def rows_of(part: PartRows, look: Callable[[Any, Any], Any]) -> Any:
             with self.open(part) as arrays:
-                return look(arrays["raw"], np.flatnonzero(self.assign(part) == 0))
+                return look(raw_columns(arrays, self.task.layout), np.flatnonzero(self.assign(part) == 0))
 
         parts = [part for part in self.parts if self.sizes[part.index, 0]]
         self.dense = fit_dense(self.task.schema.dense, parts, rows_of, self.task.threads)

@@ -14,7 +14,7 @@ from stoker.data import dictionary_kernels, text_kernels
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
 from stoker.data.leftovers import UnusableInput
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
-from stoker.data.transforms import dense_values, raw_dense
+from stoker.data.transforms import compact, dense_values
 
 __all__ = ["Layout", "share_of_hash"]
 
@@ -29,8 +29,8 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or ``raw`` [D, n] float64 (NaN where
-    missing) when something is fitted; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
+    float64 or float32 (NaN where missing); ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
     and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
     dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
     for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; and for groups
@@ -88,8 +88,10 @@ class Layout:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
         values = [column.values for column in columns if column.values is not None]
-        raw = raw_dense(values, block.rows)
-        out |= {"raw": raw} if self.fitted else {"dense": dense_values(self.columns, raw)}
+        if self.fitted:
+            out |= {f"raw.{index}": compact(column) for index, column in enumerate(values)}
+        else:
+            out["dense"] = dense_values(self.columns, values, rows=np.arange(block.rows))
         codes = np.empty((len(self.one_hot), block.rows), np.uint32)
         for slot, index in enumerate(self.one_hot):
             self._encode(index, block.columns[self.feature_fields[index]], codes[slot], out)

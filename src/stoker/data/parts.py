@@ -95,6 +95,8 @@ class _HeldPart(Part):
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.arrays = arrays
+        for array in arrays.values():  # as those of a map: kernels are compiled for one of the two
+            array.flags.writeable = False
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays

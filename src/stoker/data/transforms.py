@@ -12,43 +12,45 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import DIGITS, apply_rows, count_digits, moments, present_sums
+from stoker.data.dense_kernels import DIGITS, apply_rows, count_digits, moments, narrowed, present_sums
 from stoker.data.exact_sums import mean_and_deviation, no_values
 from stoker.data.ordered import ordered_map
 from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
 
-__all__ = ["DenseFit", "dense_values", "fit_dense", "raw_dense", "select_rank"]
+__all__ = ["DenseFit", "compact", "dense_values", "fit_dense", "select_rank"]
 
 Array = npt.NDArray[Any]
 P = TypeVar("P")
 R = TypeVar("R")
-RowsOf = Callable[[P, Callable[[Array, Array], R]], R]  # calls with raw [D, n] of a part and its training rows [m]
+Raw = Sequence[Array]  # D columns [n]
+RowsOf = Callable[[P, Callable[[Raw, Array], R]], R]  # calls with the raw columns of a part and its training rows [m]
 
 
-def raw_dense(values: Sequence[Array], rows: int) -> npt.NDArray[np.float64]:
-    """[D, n] as read."""
-    return np.stack(values) if values else np.empty((0, rows))
+def compact(column: npt.NDArray[np.float64]) -> Array:
+    """The column [n] as float32 if that holds all its values, as it does whole numbers up to 2**24; else as it is."""
+    half = np.empty(len(column), np.float32)
+    return half if narrowed(column, half) else column
 
 
 def dense_values(
     columns: Sequence[DenseColumn],
-    raw: npt.NDArray[np.float64],
+    raw: Raw,
     fit: Sequence[DenseFit] | None = None,
     *,
     rows: npt.NDArray[np.int64] | None = None,
     out: npt.NDArray[np.float32] | None = None,
     at: int = 0,
 ) -> npt.NDArray[np.float32]:
-    """[m, D'] as the model sees rows of ``raw`` [D, n], flags of missing values among them.
+    """[m, D'] as the model sees rows of the ``raw`` columns [n], flags of missing values among them.
 
     Args:
         columns: D of them.
-        raw: as :func:`raw_dense` gives it.
+        raw: as many, float64 or float32.
         fit: what columns learned; needed where one is fitted.
         rows: which rows, m; None: all.
         out, at: write to rows ``at`` and on of this array instead.
     """
-    rows = np.arange(raw.shape[1]) if rows is None else rows
+    rows = np.arange(len(raw[0]) if len(raw) else 0) if rows is None else rows
     widths = [len(column.names) for column in columns]
     if out is None:
         out = np.empty((len(rows), sum(widths)), np.float32)
@@ -96,14 +98,14 @@ def fit_dense(
     Args:
         columns: D of them.
         parts: those that have training rows.
-        rows_of: calls a function with the raw values [D, n] of a part and the numbers of its training rows.
+        rows_of: calls a function with the raw columns [n] of a part and the numbers of its training rows.
         threads: parts that are looked at at a time.
 
     The result depends on nothing but the values of the training rows: sums over them are exact (:mod:`exact_sums`), so
     it matters neither how they are cut into parts nor in which order they come.
     """
 
-    def over(look: Callable[[Array, Array], R]) -> Iterator[R]:
+    def over(look: Callable[[Raw, Array], R]) -> Iterator[R]:
         return ordered_map(lambda part: rows_of(part, look), parts, threads)
 
     fills = _fit_fills(columns, over)
@@ -135,7 +137,7 @@ def _inverse(width: float) -> float:
     return 1.0 / width if width > 0 and 1.0 / width < np.inf else 1.0
 
 
-Over = Callable[[Callable[[Array, Array], R]], Iterator[R]]
+Over = Callable[[Callable[[Raw, Array], R]], Iterator[R]]
 
 
 def _fit_fills(columns: Sequence[DenseColumn], over: Over[Any]) -> list[float]:
@@ -163,7 +165,7 @@ def _medians(columns: Array, over: Over[Array]) -> list[float]:
     counts = np.zeros(len(columns), np.int64)
     for shift in (48, 32, 16, 0):
 
-        def look(raw: Array, rows: Array, shift: int = shift) -> Array:
+        def look(raw: Raw, rows: Array, shift: int = shift) -> Array:
             bins = np.zeros((len(columns), 2, DIGITS), np.int32)
             count_digits(raw, rows, columns, shift, prefixes, bins)
             return bins
