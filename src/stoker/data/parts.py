@@ -14,10 +14,11 @@ import os
 import shutil
 import threading
 import zlib
+from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,26 +69,18 @@ def checksum(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc": crc}
 
 
-class Part:
+class Part(AbstractContextManager["Part"]):
     """Read-only arrays of one part. Use as a context manager so that what it took of memory goes again."""
 
-    def __enter__(self) -> Self:
-        return self
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
+    @abstractmethod
+    def __getitem__(self, name: str) -> Array: ...
 
-    def __contains__(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> Array:
-        raise NotImplementedError
-
+    @abstractmethod
     def size(self, name: str) -> int:
         """Elements of an array, without touching it."""
-        raise NotImplementedError
 
 
 class _HeldPart(Part):
@@ -107,6 +100,9 @@ class _HeldPart(Part):
     def size(self, name: str) -> int:
         return self.arrays[name].size
 
+    def __exit__(self, *error: object) -> None:
+        """Nothing: the arrays stay where they are."""
+
 
 class PartFile(Part):
     """A part on disk, mapped."""
@@ -118,9 +114,7 @@ class PartFile(Part):
         self._start = 8 + length
         self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # Arrays may still refer to the map; the pages go now, the map itself with the last of them.
         if hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
