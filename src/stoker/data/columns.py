@@ -59,6 +59,10 @@ class RawColumn:
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]
     lengths: npt.NDArray[np.int32] | None = None  # [n]; -1 where missing
+    # Where the texts are numbered already, by first occurrence: [n] uint32 numbers from 1, 0 where missing, and [D + 1]
+    # where the distinct ones, of which ``data`` then consists, begin and end.
+    codes: npt.NDArray[np.uint32] | None = None
+    ends: npt.NDArray[np.int64] | None = None
     counts: npt.NDArray[np.int32] | None = None  # [rows]: how many of the values belong to each row
 
     def take(self, keep: npt.NDArray[np.bool_]) -> RawColumn:

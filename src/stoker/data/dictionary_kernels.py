@@ -15,6 +15,8 @@ import numpy.typing as npt
 __all__ = [
     "block_ints",
     "block_texts",
+    "block_views",
+    "copy_spans",
     "count_codes",
     "find_ints",
     "find_texts",
@@ -24,6 +26,7 @@ __all__ = [
     "rehash_ints",
     "rehash_texts",
     "splitmix",
+    "spread",
 ]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
@@ -36,19 +39,56 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def _word(data, at):  # type: ignore[no-untyped-def]
+    """Eight bytes as one number: a single load, for unsigned places need no look at whether they are negative."""
+    at = np.uint64(at)
+    return (
+        np.uint64(data[at])
+        | np.uint64(data[at + np.uint64(1)]) << np.uint64(8)
+        | np.uint64(data[at + np.uint64(2)]) << np.uint64(16)
+        | np.uint64(data[at + np.uint64(3)]) << np.uint64(24)
+        | np.uint64(data[at + np.uint64(4)]) << np.uint64(32)
+        | np.uint64(data[at + np.uint64(5)]) << np.uint64(40)
+        | np.uint64(data[at + np.uint64(6)]) << np.uint64(48)
+        | np.uint64(data[at + np.uint64(7)]) << np.uint64(56)
+    )
+
+
+@_jit
 def _text_hash(data, start, length):  # type: ignore[no-untyped-def]
-    h = np.uint64(14695981039346656037)
-    for p in range(start, start + length):
-        h = (h ^ np.uint64(data[p])) * np.uint64(1099511628211)
-    return h ^ (h >> np.uint64(29))
+    h = np.uint64(length)
+    at, stop = start, start + length
+    while at + 8 <= stop:
+        h = _mix(h ^ _word(data, at))
+        at += 8
+    rest, shift = np.uint64(0), np.uint64(0)
+    while at < stop:
+        rest |= np.uint64(data[np.uint64(at)]) << shift
+        shift += np.uint64(8)
+        at += 1
+    return _mix(h ^ rest)
 
 
 @_jit
 def _same_text(a, at, b, bt, length):  # type: ignore[no-untyped-def]
-    same = True
-    for i in range(length):
-        same &= a[at + i] == b[bt + i]
-    return same
+    stop = at + length
+    while at + 8 <= stop:
+        if _word(a, at) != _word(b, bt):
+            return False
+        at += 8
+        bt += 8
+    while at < stop:
+        if a[np.uint64(at)] != b[np.uint64(bt)]:
+            return False
+        at += 1
+        bt += 1
+    return True
+
+
+@_jit
+def _copy(data, at, length, out, to):  # type: ignore[no-untyped-def]
+    for p in range(np.uint64(length)):
+        out[np.uint64(to) + p] = data[np.uint64(at) + p]
 
 
 @_jit
@@ -112,14 +152,67 @@ def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-
 
 
 @_jit
+def block_views(views, absent, codes, first, table):  # type: ignore[no-untyped-def]
+    """As :func:`block_texts` for values of 16 bytes, uint64 [n, 2]; ``absent`` [n], or empty: none is missing."""
+    mask = np.uint64(table.size - 1)
+    found = 0
+    some = absent.size > 0
+    before, beside, code = np.uint64(0), np.uint64(0), np.uint32(0)  # of the row before; 0: nothing to compare with
+    for i in range(views.shape[0]):
+        if some and absent[i]:
+            codes[i] = 0
+            continue
+        a, b = views[i, 0], views[i, 1]
+        if code > 0 and a == before and b == beside:
+            codes[i] = code
+            continue
+        at = (_mix(a) ^ _mix(b ^ np.uint64(0xD6E8FEB86659FD93))) & mask
+        while True:
+            entry = table[at]
+            if entry < 0:
+                table[at] = found
+                first[found] = i
+                entry = found
+                found += 1
+                break
+            j = first[entry]
+            if views[j, 0] == a and views[j, 1] == b:
+                break
+            at = (at + np.uint64(1)) & mask
+        before, beside, code = a, b, np.uint32(entry + 1)
+        codes[i] = code
+    return found
+
+
+@_jit
+def copy_spans(data, starts, places, ends, out):  # type: ignore[no-untyped-def]
+    """Copy text ``places[k]``, which begins at ``data[starts[k]]``, to where ``ends`` says that it goes."""
+    for k in range(places.size):
+        begin = ends[places[k]]
+        _copy(data, starts[k], ends[places[k] + 1] - begin, out, begin)
+
+
+@_jit
+def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
+    """Where the text behind each code begins, and its bytes; -1 for code 0."""
+    for i in range(codes.size):
+        code = codes[i]
+        if code == 0:
+            starts[i], lengths[i] = 0, -1
+        else:
+            starts[i] = ends[code - 1]
+            lengths[i] = ends[code] - ends[code - 1]
+
+
+@_jit
 def gather_bytes(data, starts, lengths, out, ends):  # type: ignore[no-untyped-def]
     """Copy texts one after the other into ``out``; ``ends`` [n + 1] receives where each begins and ends."""
     at = 0
     ends[0] = 0
     for i in range(starts.size):
-        for p in range(lengths[i]):
-            out[at + p] = data[starts[i] + p]
-        at += lengths[i]
+        if lengths[i] > 0:
+            _copy(data, starts[i], lengths[i], out, at)
+            at += lengths[i]
         ends[i + 1] = at
 
 
@@ -224,8 +317,7 @@ def insert_texts(slots, data, ends, counts, arena, entry_ends, entry_counts, ent
                 slots[at, 1] = entries + 1
                 entry = entries
                 begin = entry_ends[entry]
-                for p in range(length):
-                    arena[begin + p] = data[start + p]
+                _copy(data, start, length, arena, begin)
                 entry_ends[entry + 1] = begin + length
                 entry_counts[entry] = 0
                 entries += 1

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, split_list, type_spans
+from stoker.data.dictionaries import text_column
 from stoker.data.schema_check import near
 from stoker.errors import DataError
 
@@ -23,7 +24,6 @@ __all__ = [
     "parquet_block",
     "parquet_columns",
     "parquet_rows",
-    "text_column",
 ]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
@@ -84,7 +84,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
             if isinstance(series.dtype, pl.List | pl.Array):
                 column = _list_column(series, item, wrong)
             elif item.separator is not None:
-                column = split_list(text_column(series.cast(pl.String)), item, wrong)
+                column = split_list(text_column(series), item, wrong)
             else:
                 column = _column(series, item, wrong)
         except pl.exceptions.PolarsError as error:
@@ -127,7 +127,7 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
     if item.kind in ("string", "datetime"):
         if series.dtype.is_temporal():
             series = series.dt.to_string("iso")
-        return text_column(series.cast(pl.String))
+        return text_column(series)
     if series.dtype == pl.String:
         typed, failed = type_spans(text_column(series), item.kind)
         for row, text in failed.items():
@@ -185,20 +185,6 @@ def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawCo
             wrong.setdefault(int(row_of[position]), reason)
     column.counts = counts
     return column
-
-
-def text_column(series: pl.Series) -> RawColumn:
-    """The texts of a column as spans of one buffer."""
-    array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-    _, offsets, data = array.buffers()
-    n = len(series)
-    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
-    size = int(ends[-1])
-    held = np.frombuffer(data, np.uint8)[:size].copy() if size else np.empty(0, np.uint8)
-    lengths = np.diff(ends).astype(np.int32)
-    if series.null_count():
-        lengths[series.is_null().to_numpy()] = -1
-    return RawColumn(data=held, starts=np.ascontiguousarray(ends[:-1]), lengths=lengths)
 
 
 def _reason(item: Field, value: object) -> str:

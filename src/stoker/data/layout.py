@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from stoker.data import dictionary_kernels, text_kernels
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
+from stoker.data.dictionaries import number_ints, number_texts
 from stoker.data.leftovers import UnusableInput
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.data.transforms import compact, dense_values
@@ -105,7 +105,7 @@ class Layout:
         self._split_arrays(block, file, out)
         if self.group is not None:
             groups = np.empty(block.rows, np.uint32)
-            block_dictionary_of_texts(block.columns[self.group], groups, out, "group")
+            out["bytes.group"], out["ends.group"] = number_texts(block.columns[self.group], groups)
             out["codes.group"] = groups
         return out
 
@@ -149,12 +149,10 @@ class Layout:
             codes[:] = _bucket_ids(column, feature)
             return
         if column.lengths is not None:
-            block_dictionary_of_texts(column, codes, out, str(index))
+            out[f"bytes.{index}"], out[f"ends.{index}"] = number_texts(column, codes)
         else:
             values, missing = _category_values(column, feature)
-            distinct = _scratch("distinct", len(values), np.int64)
-            found = dictionary_kernels.block_ints(values, missing, codes, distinct, _table(len(values)))
-            out[f"values.{index}"] = distinct[:found].copy()
+            out[f"values.{index}"] = number_ints(values, missing, codes)
 
     def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
         if self.split is None:
@@ -166,13 +164,12 @@ class Layout:
             out["split"] = share_of_hash(hashes, (rule.train, rule.valid))
             return
         codes = np.empty(block.rows, np.uint32)
-        dictionary: dict[str, Array] = {}
-        block_dictionary_of_texts(column, codes, dictionary, "user")
+        texts, ends = number_texts(column, codes)
         if rule.rule != "column":
-            out |= {"codes.user": codes, **dictionary}
+            out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
             return
-        raw, ends = dictionary["bytes.user"].tobytes(), dictionary["ends.user"].tolist()
-        names = [raw[begin:end].decode() for begin, end in pairwise(ends)]
+        raw = texts.tobytes()
+        names = [raw[begin:end].decode() for begin, end in pairwise(ends.tolist())]
         unknown = [name for name in names if name not in rule.values]
         if unknown:
             raise UnusableInput(
@@ -201,26 +198,10 @@ def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
     """Where a text column equals ``text``."""
     assert column.starts is not None
     codes = np.empty(len(column.starts), np.uint32)
-    dictionary: dict[str, Array] = {}
-    block_dictionary_of_texts(column, codes, dictionary, "x")
-    raw, ends = dictionary["bytes.x"].tobytes(), dictionary["ends.x"].tolist()
-    wanted = text.encode()
-    same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends))]
+    texts, ends = number_texts(column, codes)
+    raw, wanted = texts.tobytes(), text.encode()
+    same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends.tolist()))]
     return np.array(same, np.bool_)[codes]
-
-
-def block_dictionary_of_texts(column: RawColumn, codes: Array, out: dict[str, Array], name: str) -> None:
-    """Codes and dictionary (``bytes.<name>``, ``ends.<name>``) of a text column."""
-    assert column.starts is not None
-    assert column.lengths is not None
-    n = len(column.starts)
-    first = _scratch("distinct", n, np.int64)
-    found = dictionary_kernels.block_texts(column.data, column.starts, column.lengths, codes, first, _table(n))
-    starts, lengths = column.starts[first[:found]], column.lengths[first[:found]]
-    gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
-    ends = np.empty(found + 1, np.int64)
-    dictionary_kernels.gather_bytes(column.data, starts, lengths, gathered, ends)
-    out[f"bytes.{name}"], out[f"ends.{name}"] = gathered, ends
 
 
 def _feature_field(column: CategoricalColumn) -> Field:
@@ -230,25 +211,6 @@ def _feature_field(column: CategoricalColumn) -> Field:
             keep=column.keep,
         )  # fmt: skip
     return Field(column=column.raw, kind=column.type)
-
-
-def _table(n: int) -> npt.NDArray[np.int32]:
-    size = 1 << max(4, (2 * n).bit_length())
-    table = _scratch("table", size, np.int32)[:size]
-    table.fill(-1)
-    return table
-
-
-_local = threading.local()
-
-
-def _scratch(name: str, size: int, dtype: npt.DTypeLike) -> Array:
-    """Memory of this thread, used again by the next column: fresh pages cost more than the work."""
-    held: Array | None = getattr(_local, name, None)
-    if held is None or len(held) < size:
-        held = np.empty(size + size // 8, dtype)
-        setattr(_local, name, held)
-    return held
 
 
 def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:

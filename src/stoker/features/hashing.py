@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from stoker.data.dictionaries import text_column
 from stoker.data.dictionary_kernels import splitmix
-from stoker.data.frames import text_column
 from stoker.data.text_kernels import hash_spans
 
 __all__ = ["ABSENT", "JOINT", "hash_of_rows", "hash_texts", "hash_values", "stable_hash", "text_of"]

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from stoker.data.frames import text_column
-from stoker.data.layout import block_dictionary_of_texts
+from stoker.data.dictionaries import number_texts, text_column
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
 from stoker.features.learned_kernels import find_pairs, insert_pairs, number_codes, refill_pairs, take_numbers
@@ -88,10 +87,8 @@ class _Column:
         return found
 
     def _texts(self, series: pl.Series, *, add: bool) -> Codes:
-        column = text_column(series)
-        codes, found = np.empty(len(series), np.uint32), dict[str, Any]()
-        block_dictionary_of_texts(column, codes, found, "x")
-        data, ends = found["bytes.x"], found["ends.x"]
+        codes = np.empty(len(series), np.uint32)
+        data, ends = number_texts(text_column(series), codes)
         if add:
             entries: Any = self._builder.add_texts(data, ends, np.zeros(len(ends) - 1, np.int64))
         else:

@@ -1,0 +1,146 @@
+"""The distinct values of a block: each row's number, and the values by number.
+
+Texts of a Polars column are 16-byte views: up to 12 bytes lie in the view itself, of longer ones it says where they
+lie. Equal views are equal texts, and a reader of Parquet gives most equal texts equal views; so rows are numbered by
+their views, and only the distinct ones are looked at as texts.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from stoker.data import dictionary_kernels as kernels
+from stoker.data.columns import RawColumn
+
+__all__ = ["number_ints", "number_texts", "text_column"]
+
+Array = npt.NDArray[Any]
+_INLINE = 12  # bytes of a text that lie in its view
+_NO_VIEWS = np.frombuffer(b"", np.uint64).reshape(0, 2)
+_NONE = np.empty(0, np.bool_)
+
+_local = threading.local()
+
+
+def _scratch(name: str, size: int, dtype: npt.DTypeLike) -> Array:
+    """Memory of this thread, used again by the next column: fresh pages cost more than the work."""
+    held: Array | None = getattr(_local, name, None)
+    if held is None or len(held) < size:
+        held = np.empty(size + size // 8, dtype)
+        setattr(_local, name, held)
+    return held
+
+
+def _table(n: int) -> npt.NDArray[np.int32]:
+    size = 1 << max(4, (2 * n).bit_length())
+    table = _scratch("table", size, np.int32)[:size]
+    table.fill(-1)
+    return table
+
+
+def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_], codes: Array) -> Array:
+    """Write the number of each value [n] to ``codes``, from 1 by first occurrence, 0 where missing; the distinct."""
+    distinct = _scratch("distinct", len(values), np.int64)
+    found = kernels.block_ints(values, missing, codes, distinct, _table(len(values)))
+    return distinct[:found].copy()
+
+
+def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
+    """As :func:`number_ints` for the texts [n] of a column; the bytes of the distinct ones, and their D + 1 ends."""
+    if column.codes is not None and column.ends is not None and column.data is not None:
+        codes[:] = column.codes
+        return column.data, column.ends
+    assert column.starts is not None
+    assert column.lengths is not None
+    n = len(column.starts)
+    first = _scratch("distinct", n, np.int64)
+    found = kernels.block_texts(column.data, column.starts, column.lengths, codes, first, _table(n))
+    return _gathered(column.data, column.starts[first[:found]], column.lengths[first[:found]])
+
+
+def _gathered(data: Any, starts: Array, lengths: Array) -> tuple[Array, Array]:
+    out = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
+    ends = np.empty(len(starts) + 1, np.int64)
+    kernels.gather_bytes(data, starts, lengths, out, ends)
+    return out, ends
+
+
+def text_column(series: pl.Series) -> RawColumn:
+    """The texts of a column as spans of one buffer, and their numbers. Whole numbers become texts."""
+    if series.dtype != pl.String:
+        if series.dtype.is_integer() and series.dtype not in (pl.UInt64, pl.Int128, pl.UInt128):
+            return _texts_of_ints(series)
+        series = series.cast(pl.String)
+    array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.newest())
+    if not str(array.type).endswith("string_view"):  # a Polars that keeps texts in another way
+        return _plain(series)
+    _, held, *buffers = array.buffers()
+    n = len(series)
+    views = np.frombuffer(held, np.uint64).reshape(-1, 2)[array.offset : array.offset + n] if n else _NO_VIEWS
+    absent = series.is_null().to_numpy() if series.null_count() else _NONE
+    codes, first = np.empty(n, np.uint32), _scratch("distinct", n, np.int64)
+    found = kernels.block_views(views, absent, codes, first, _table(n))
+    data, ends = _texts(views[first[:found]], buffers)
+    if found and int(np.diff(ends).max()) > _INLINE:  # two places may hold the same text
+        again = np.empty(found, np.uint32)
+        once = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))
+        kept, kept_ends = number_texts(once, again)
+        if len(kept_ends) < len(ends):
+            data, ends = kept, kept_ends
+            codes = np.concatenate([np.zeros(1, np.uint32), again])[codes]
+    return _coded(data, ends, codes)
+
+
+def _coded(data: Array, ends: Array, codes: Array) -> RawColumn:
+    starts, lengths = np.empty(len(codes), np.int64), np.empty(len(codes), np.int32)
+    kernels.spread(codes, ends, starts, lengths)
+    return RawColumn(data=data, starts=starts, lengths=lengths, codes=codes, ends=ends)
+
+
+def _texts(views: Array, buffers: list[Any]) -> tuple[Array, Array]:
+    """The bytes of some views one after the other, and where each begins and ends."""
+    words = views.view(np.int32)  # [D, 4]: bytes, the first four of them, and of a long text buffer and place in it
+    lengths = words[:, 0]
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    out = np.empty(int(ends[-1]), np.uint8)
+    short = np.flatnonzero(lengths <= _INLINE)
+    inside = views.reshape(-1).view(np.uint8)
+    inside.flags.writeable = False  # as a buffer of Polars is: kernels are compiled for one of the two
+    kernels.copy_spans(inside, short * (2 * views.itemsize) + 4, short, ends, out)
+    if len(short) < len(views):
+        long = np.flatnonzero(lengths > _INLINE)
+        for number in np.flatnonzero(np.bincount(words[long, 2])).tolist():
+            some = long[words[long, 2] == number]
+            data = np.frombuffer(buffers[number], np.uint8)
+            kernels.copy_spans(data, words[some, 3].astype(np.int64), some, ends, out)
+    return out, ends
+
+
+def _texts_of_ints(series: pl.Series) -> RawColumn:
+    """Of whole numbers, of which only the distinct ones are written out."""
+    absent = series.is_null().to_numpy() if series.null_count() else np.zeros(len(series), np.bool_)
+    codes = np.empty(len(series), np.uint32)
+    distinct = number_ints(series.fill_null(0).cast(pl.Int64).to_numpy(), absent, codes)
+    each = _plain(pl.Series(distinct).cast(pl.String))
+    assert each.data is not None
+    assert each.lengths is not None
+    ends = np.concatenate([[0], np.cumsum(each.lengths, dtype=np.int64)])
+    return _coded(each.data, ends, codes)
+
+
+def _plain(series: pl.Series) -> RawColumn:
+    """The texts as they lie, without numbers."""
+    array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
+    _, offsets, data = array.buffers()
+    n = len(series)
+    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
+    held = np.frombuffer(data, np.uint8)[int(ends[0]) : int(ends[-1])].copy() if ends[-1] else np.empty(0, np.uint8)
+    lengths = np.diff(ends).astype(np.int32)
+    if series.null_count():
+        lengths[series.is_null().to_numpy()] = -1
+    return RawColumn(data=held, starts=ends[:-1] - ends[0], lengths=lengths)
