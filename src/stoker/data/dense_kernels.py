@@ -26,13 +26,14 @@ _SIGN = np.uint64(2**63)
 def filled(column, rows, step, fill, out):  # type: ignore[no-untyped-def]
     """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
     often), max(., 0) + 1 of that."""
-    low, high, log = step[0], step[1], step[2] > 0
-    for i in range(rows.size):
-        x = np.float64(column[rows[i]])
-        if np.isnan(x):
-            x = fill
-        x = min(max(x, low), high)
-        out[i] = max(x, 0.0) + 1.0 if log else x
+    low, high, more = step[0], step[1], 0.0
+    if step[2] > 0:
+        low, high, more = max(low, 0.0), max(high, 0.0), 1.0
+    for i in range(np.uint64(rows.size)):  # unsigned, here and below: no look at whether a place counts from the end
+        x = np.float64(column[np.uint64(rows[i])])
+        x = fill if np.isnan(x) else x
+        x = low if x < low else x
+        out[i] = (high if x > high else x) + more
 
 
 @_jit
@@ -42,9 +43,9 @@ def written(tile, fits, places, out, at):  # type: ignore[no-untyped-def]
     for first in range(0, count, _STRIPE):
         last = min(first + _STRIPE, count)
         for c in range(columns):
-            place, shift, scale = places[c], fits[c, 1], fits[c, 2]
+            place, shift, scale = np.uint64(places[c]), fits[c, 1], fits[c, 2]
             for i in range(first, last):
-                out[at + i, place] = (tile[c, i] - shift) * scale
+                out[np.uint64(at + i), place] = (tile[np.uint64(c), np.uint64(i)] - shift) * scale
 
 
 @_jit
@@ -57,10 +58,14 @@ def flagged(column, rows, out, at, place):  # type: ignore[no-untyped-def]
 @_jit
 def narrowed(column, out):  # type: ignore[no-untyped-def]
     """Write the values [n] to ``out``, float32; whether each is what it was."""
-    for i in range(column.size):
-        x = column[i]
-        out[i] = x
-        if np.float64(out[i]) != x and not np.isnan(x):
+    for begin in range(0, column.size, _STRIPE):
+        changed = 0  # counted, as a loop that may end at any value takes them one by one
+        for i in range(np.uint64(begin), np.uint64(min(begin + _STRIPE, column.size))):
+            x = column[i]
+            y = np.float32(x)
+            out[i] = y
+            changed += (np.float64(y) != x) & (x == x)
+        if changed:
             return False
     return True
 
@@ -143,7 +148,7 @@ def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, b
 def digits_of(column, rows, shift, prefixes, bins):  # type: ignore[no-untyped-def]
     digit = np.uint64(shift)
     for i in range(rows.size):
-        x = np.float64(column[rows[i]])
+        x = np.float64(column[np.uint64(rows[i])])
         if np.isnan(x):
             continue
         bits = np.float64(x + 0.0).view(np.uint64)

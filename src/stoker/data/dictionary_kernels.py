@@ -196,12 +196,13 @@ def copy_spans(data, starts, places, ends, out):  # type: ignore[no-untyped-def]
 def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
     """Where the text behind each code begins, and its bytes; -1 for code 0."""
     for i in range(codes.size):
-        code = codes[i]
+        code = np.uint64(codes[i])
         if code == 0:
             starts[i], lengths[i] = 0, -1
         else:
-            starts[i] = ends[code - 1]
-            lengths[i] = ends[code] - ends[code - 1]
+            begin = ends[code - np.uint64(1)]
+            starts[i] = begin
+            lengths[i] = ends[code] - begin
 
 
 @_jit

@@ -40,11 +40,14 @@ def _gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped
     for begin in range(0, n, _STRIPE):
         stop = min(begin + _STRIPE, n)
         for f in range(features):
-            base = bases[f]
+            feature, base = (
+                np.uint64(f),
+                np.uint64(bases[f]),
+            )  # unsigned: no look at whether a place counts from the end
             unknown = 0
             for i in range(begin, stop):
-                found = lut[base + codes[f, rows[i]]]
-                out[at + i, f] = found
+                found = lut[base + np.uint64(codes[feature, np.uint64(rows[i])])]
+                out[np.uint64(at + i), feature] = found
                 unknown += found == 0
             zeros[f] += unknown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "frame_block",
     "parquet_block",
     "parquet_columns",
+    "parquet_cuts",
     "parquet_rows",
 ]
 
@@ -41,6 +43,35 @@ def parquet_rows(path: Path) -> int:
         return int(pl.scan_parquet(path).select(pl.len()).collect().item())
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
+    """First row and number of rows of stretches of about ``most`` rows at most, by row groups where that is possible.
+
+    A stretch that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
+    pieces.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+    cuts: list[tuple[int, int]] = []
+    start = held = 0
+    for number in range(footer.num_row_groups):
+        rows = footer.row_group(number).num_rows
+        if held and held + rows > most:
+            cuts.append((start, held))
+            start, held = start + held, 0
+        held += rows
+        if held > most:
+            pieces = round(held / most)
+            bounds = [start + held * piece // pieces for piece in range(pieces + 1)]
+            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
+            start, held = start + held, 0
+    return [*cuts, (start, held)] if held else cuts
 
 
 def parquet_columns(path: Path) -> list[str]:

@@ -16,10 +16,13 @@ from stoker.data.task import SPLITS
 from stoker.data.vocabulary import TableBuilder
 from stoker.units import plural
 
-__all__ = ["cut_warning", "write_groups"]
+__all__ = ["Groups", "cut_warning", "write_groups"]
 
 
-def write_groups(fitting: Fitting, out: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]:
+Groups = tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]  # what write_groups returns
+
+
+def write_groups(fitting: Fitting, out: Path) -> Groups:
     """Write the groups of every split that has rows.
 
     Memory: about 60 bytes per group, besides what a part takes.

@@ -45,13 +45,17 @@ class Numbering:
 
     def __call__(self, names: npt.NDArray[np.integer]) -> Int32:
         """[n] the number of each row's group, whose name is ``names`` [n]."""
-        unseen = names[self._numbers[names] < 0]
-        if len(unseen):
-            found, first = np.unique(unseen, return_index=True)
-            found = found[np.argsort(first)]
-            self._numbers[found] = np.arange(self.count, self.count + len(found), dtype=np.int32)
-            self.count += len(found)
         numbered: Int32 = self._numbers[names]
+        unseen = names[numbered < 0]
+        if not len(unseen):
+            return numbered
+        # Each group's last mention wins, so that walking backwards leaves the first one.
+        places = np.arange(len(unseen), dtype=np.int32)
+        self._numbers[unseen[::-1]] = places[::-1]
+        first = unseen[self._numbers[unseen] == places]
+        self._numbers[first] = np.arange(self.count, self.count + len(first), dtype=np.int32)
+        self.count += len(first)
+        numbered = self._numbers[names]
         return numbered
 
 
@@ -70,8 +74,10 @@ class GroupWriter:
     def add(self, names: npt.NDArray[np.integer], labels: npt.NDArray[np.float32]) -> Int32:
         """Numbers of the next rows, whose groups go by ``names`` [n]."""
         numbers = self._numbering(names)
-        count = self._numbering.count
-        self._rows[:count] += np.bincount(numbers, minlength=count)
+        if len(numbers):
+            low = int(numbers.min())  # the groups of a stretch of rows are few, and near each other
+            counts = np.bincount(numbers - low)
+            self._rows[low : low + len(counts)] += counts
         self._positive[numbers[labels > 0.5]] = True
         return numbers
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stoker.data.columns import BadLine, Block, Field, TextParser
-from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_rows
+from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.data.json_lines import first_keys, json_block
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
@@ -22,7 +22,7 @@ from stoker.features.base import Derivation, column_taken
 
 __all__ = ["IngestedBlock", "Source", "ingest"]
 
-PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part
+PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part, about
 Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
 
 
@@ -88,11 +88,10 @@ class Source:
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
         """Number, size for the progress and reader of every block."""
         if self.kind == "parquet":
-            rows = parquet_rows(self.path)
-            per_row = self.path.stat().st_size / max(rows, 1)
-            for number, start in enumerate(range(0, rows, PARQUET_ROWS)):
-                size = min(PARQUET_ROWS, rows - start)
-                yield number, int(size * per_row), _ParquetReader(self, start, size)
+            cuts = parquet_cuts(self.path, PARQUET_ROWS)
+            per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
+            for number, (start, rows) in enumerate(cuts):
+                yield number, int(rows * per_row), _ParquetReader(self, start, rows)
             return
         for block in line_blocks(self.path, block_bytes=block_bytes):
             yield block.number, block.size, _TextReader(self, block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
-from stoker.data.group_numbers import write_groups
+from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.like import FEATURES
 from stoker.data.ordered import ordered_map
@@ -50,6 +51,14 @@ class _Publisher:
         encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
         counts = self._table_counts(encoder)
         self._check_room()
+        with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
+            # One thread has to look at all rows for the groups; others write shards meanwhile.
+            groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
+            splits, unknown = self._write_shards(encoder)
+            return self._finish(counts, splits, unknown, groups.result() if groups is not None else None)
+
+    def _write_shards(self, encoder: Encoder) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, list[int]]]]:
+        """The manifest's records of the splits, and their zero and all ids by feature."""
         jobs = [job for number in range(3) for job in self._shards(number)]
         sizes = [self.fitting.tables[column.table_name]["rows"] for column in self.layout.features]
         done_rows, total = 0, int(self.fitting.sizes[:, :3].sum())
@@ -81,7 +90,7 @@ class _Publisher:
                 unknown[name][feature][1] += ids
             done_rows += record["rows"]
             self.task.report(Progress(stage="write", done=done_rows, total=total, unit="rows"))
-        return self._finish(counts, splits, unknown)
+        return splits, unknown
 
     def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
         if any(column.oov != "reserved" for column in self.layout.features):
@@ -151,6 +160,7 @@ class _Publisher:
         counts: dict[str, Any],
         splits: dict[str, dict[str, Any]],
         unknown: dict[str, dict[str, list[int]]],
+        groups: Groups | None,
     ) -> dict[str, Any]:
         bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad]
         bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
@@ -168,8 +178,8 @@ class _Publisher:
             if "vocab" in record
         }
         grouped: dict[str, Any] = {}
-        if self.layout.group is not None:
-            grouped["groups"], of_splits, made = write_groups(self.fitting, self.out)
+        if groups is not None:
+            grouped["groups"], of_splits, made = groups
             files |= made
             splits = {name: entry | self._groups_of(of_splits, name) for name, entry in splits.items()}
         features = FeatureSpec(

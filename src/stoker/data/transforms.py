@@ -5,6 +5,7 @@ The rules are those of the public DLRM scripts ("log1p": log(max(x, 0) + 1)) and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from stoker.data.dense_kernels import DIGITS, apply_rows, count_digits, moments,
 from stoker.data.exact_sums import mean_and_deviation, no_values
 from stoker.data.ordered import ordered_map
 from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
+from stoker.ops.memory import zeros
 
 __all__ = ["DenseFit", "compact", "dense_values", "fit_dense", "select_rank"]
 
@@ -158,21 +160,39 @@ def _means(columns: Array, over: Over[Array]) -> list[float]:
     return [mean_and_deviation(one)[0] for one in sums]
 
 
-def _medians(columns: Array, over: Over[Array]) -> list[float]:
+class _Counters:
+    """int64 counters of ``shape``, which every thread has for itself: to clear and add them for each part took longer
+    than to count."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape, self._local = shape, threading.local()
+        self._all: list[Array] = []
+
+    def mine(self) -> Array:
+        if not hasattr(self._local, "counters"):
+            self._local.counters = zeros(self._shape, np.int64)
+            self._all.append(self._local.counters)
+        found: Array = self._local.counters
+        return found
+
+    def sum(self) -> Array:
+        return sum(self._all, zeros(self._shape, np.int64))
+
+
+def _medians(columns: Array, over: Over[Any]) -> list[float]:
     """The two middle values digit by digit, in four passes and 128 Ki counters a column."""
     prefixes = np.zeros((len(columns), 2), np.uint64)
     ranks = np.zeros((len(columns), 2), np.int64)
     counts = np.zeros(len(columns), np.int64)
     for shift in (48, 32, 16, 0):
+        counters = _Counters((len(columns), 2, DIGITS))
 
-        def look(raw: Raw, rows: Array, shift: int = shift) -> Array:
-            bins = np.zeros((len(columns), 2, DIGITS), np.int32)
-            count_digits(raw, rows, columns, shift, prefixes, bins)
-            return bins
+        def look(raw: Raw, rows: Array, shift: int = shift, counters: _Counters = counters) -> None:
+            count_digits(raw, rows, columns, shift, prefixes, counters.mine())
 
-        bins = np.zeros((len(columns), 2, DIGITS), np.int64)
-        for some in over(look):
-            bins += some
+        for _ in over(look):
+            pass
+        bins = counters.sum()
         if shift == 48:  # nothing is known yet, so both middle values are counted once
             bins[:, 1] = bins[:, 0]
             counts = bins[:, 0].sum(axis=1)
