@@ -433,7 +433,7 @@ def test_our_warnings_are_words_and_others_are_left_alone(run: Path, say: Any, m
 
 
 def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Path, say: Any) -> None:
-    from stoker.data.shards import atomic_file
+    from stoker.data.files import atomic_file
 
     (tmp_path / "x.json.tmp").mkdir()  # stands in the way even of a superuser
     with pytest.raises(OSError, match=r"x\.json'$"), atomic_file(tmp_path / "x.json"):

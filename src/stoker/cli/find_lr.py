@@ -60,8 +60,8 @@ def find_lr(
     stoker find-lr data/criteo --which rows --dense-lr 0.001 --lr-steps 400 --plot lr.png
     """
     if plot is not None:
+        from stoker.data.files import check_target
         from stoker.data.picture import check_plot
-        from stoker.data.shards import check_target
 
         check_plot(plot)
         if plot.exists():

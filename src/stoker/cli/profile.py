@@ -73,7 +73,7 @@ def profile(
         from stoker.data.picture import check_plot
 
         check_plot(plot)
-    from stoker.data.shards import check_target
+    from stoker.data.files import check_target
 
     for path in (out, plot):
         if path is not None and path.exists():

@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import ShardInfo, atomic_file, hash_file, write_shard
+from stoker.data.files import atomic_file, hash_file
+from stoker.data.memory import home_of
+from stoker.data.shards import ShardInfo, write_shard
 from stoker.data.split import MadeBy, Split
 from stoker.errors import DataError, SchemaError
 
@@ -141,7 +143,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
 
 
 class Dataset:
-    """A dataset directory, opened for reading.
+    """A dataset directory, opened for reading; or a dataset in memory, as :func:`stoker.prepare` makes one.
 
     Args:
         path: the directory that ``stoker prepare`` wrote.
@@ -152,6 +154,7 @@ class Dataset:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._home = home_of(self.path)  # of a dataset in memory, which lasts as long as somebody refers to it
         self.manifest = read_manifest(self.path)
         try:
             self.schema = FeatureSpec.from_dict(self.manifest["features"])
@@ -176,7 +179,12 @@ class Dataset:
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
-        return f"Dataset({str(self.path)!r}: {rows} rows)"
+        return f"Dataset({'in memory' if self.in_memory else repr(str(self.path))}: {rows} rows)"
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the rows are in the memory of this process and nowhere else. :meth:`save` puts them in files."""
+        return self._home is not None
 
     @property
     def schema_hash(self) -> str:
@@ -321,6 +329,29 @@ class Dataset:
                 )
         return counts
 
+    def save(self, out: str | Path, *, overwrite: bool = False) -> Dataset:
+        """Put this dataset in a directory, with the same bytes as if it had been prepared there.
+
+        Of a dataset in a directory this makes a second one, whose files are hard links to the first where the disk
+        allows. A kill leaves no half-written dataset.
+
+        Args:
+            out: directory to make.
+            overwrite: replace a dataset that is there.
+
+        Returns:
+            The dataset at ``out``, opened.
+
+        Raises:
+            DataError: ``out`` is taken or cannot be made, or the disk has no room.
+        """
+        from stoker.data.rebuild import rebuilt
+
+        with rebuilt(self, Path(out), splits=(), size=0, overwrite=overwrite) as folder:
+            manifest = {**self.manifest, "splits": {name: split.entry for name, split in self._splits.items()}}
+            write_manifest(folder, manifest)
+        return Dataset(out)
+
     def verify(self) -> int:
         """Re-hash every file and check every id against its table.
 
@@ -345,8 +376,9 @@ class Dataset:
         return checked
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
-        shards = [(shard["file"], shard) for split in self._splits.values() for shard in split.entry["shards"]]
-        return shards + list(self.manifest.get("files", {}).items())
+        """What lies in files, and the manifest's entry of each."""
+        shards = [] if self.in_memory else [shard for split in self._splits.values() for shard in split.entry["shards"]]
+        return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
 
     def _check_size(self, file: str, expected: int) -> None:
         try:

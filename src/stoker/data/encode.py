@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from stoker.data.dictionary_kernels import count_codes
 from stoker.data.layout import Layout
+from stoker.data.memory import empty_rows
 from stoker.data.parts import Part, PartFile, write_part
 from stoker.data.schema import CategoricalColumn
-from stoker.data.shards import ShardInfo, write_shard
 from stoker.data.split_rules import PartRows
 from stoker.data.transforms import DenseFit, dense_values
 from stoker.data.vocabulary import TableBuilder
@@ -218,7 +218,7 @@ class Slice:
 
 
 class Encoder:
-    """Writes shards from parts and finished tables.
+    """Makes shards of parts and finished tables.
 
     Args:
         layout: of the parts.
@@ -321,20 +321,22 @@ class Encoder:
                     np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
         return counts
 
-    def write(
-        self, path: Path, slices: Sequence[Slice], rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
-    ) -> tuple[ShardInfo, int, list[list[int]]]:  # fmt: skip
-        """Write one shard from pieces of parts; returns it, its positive labels, and zero and all
-        ids of each feature.
+    def encode(
+        self, slices: Sequence[Slice], rows_of: Callable[[PartRows], npt.NDArray[np.int64]], *, together: bool = False
+    ) -> tuple[dict[str, Array], int, list[list[int]]]:
+        """The tensors of one shard from pieces of parts; its positive labels, and zero and all ids of each feature.
 
-        ``rows_of`` gives the rows of a part that belong to the split, in order.
+        Args:
+            slices: the pieces.
+            rows_of: gives the rows of a part that belong to the split, in order.
+            together: whether all that a row has is to lie together, where every row has as many ids.
         """
         n = sum(piece.end - piece.begin for piece in slices)
-        dense = np.empty((n, len(self.layout.schema.dense_names)), np.float32)
-        labels = np.empty(n, np.float32)
-        bags = bool(self.layout.sequences)
-        width = len(self.layout.features)
+        bags, width = bool(self.layout.sequences), len(self.layout.features)
+        dense, labels = np.empty((n, len(self.layout.schema.dense_names)), np.float32), np.empty(n, np.float32)
         ids: Array = np.empty((0 if bags else n, width), self._id_type)
+        if together and not bags:
+            ids, dense, labels = empty_rows(n, ids, dense, labels)  # of the others not a page was touched
         lengths = np.ones((n if bags else 0, width), np.int32)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)
@@ -353,12 +355,13 @@ class Encoder:
             at = stop
         positives = int(labels.sum(dtype=np.int64))
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
-        if not bags:
-            return write_shard(path, dense=dense, labels=labels, ids=ids), positives, unknown
-        offsets = np.concatenate([[0], np.cumsum(lengths.sum(axis=1, dtype=np.int64))]).astype(np.int64)
-        joined: Array = np.concatenate(flat) if flat else np.empty(0, self._id_type)
-        info = write_shard(path, dense=dense, labels=labels, ids=joined, lengths=lengths, row_offsets=offsets)
-        return info, positives, unknown
+        found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}
+        if bags:
+            found["ids"] = np.concatenate(flat) if flat else np.empty(0, self._id_type)
+            found["lengths"] = lengths
+            sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+            found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
+        return found, positives, unknown
 
     def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
         if "dense" in arrays:

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from stoker.data.dataset import describe_file
 from stoker.data.encode import build_table, look_up_table, raw_columns
+from stoker.data.files import hash_file
 from stoker.data.ingest import IngestedBlock
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import Part
-from stoker.data.shards import hash_file
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
 from stoker.data.transforms import DenseFit, fit_dense

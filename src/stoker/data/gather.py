@@ -7,7 +7,7 @@ Legend: B rows of the batch, S shards, F features, L ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.data.shards import MappedShard
+from stoker.data.shards import Shard
 from stoker.errors import DataError
 
 __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
@@ -36,7 +36,7 @@ class Gather(Protocol):
         ...
 
 
-def make_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
+def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
     """The fastest form that this machine can run; ``ids_only``: without dense columns and labels."""
     try:
         import stoker.data.gather_cpu  # noqa: F401
@@ -45,13 +45,13 @@ def make_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool 
     return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)
 
 
-def _one_per_row(shard: MappedShard, *, ids_only: bool) -> tuple[str, ...]:
+def _one_per_row(shard: Shard, *, ids_only: bool) -> tuple[str, ...]:
     """Tensors with a fixed number of values in every row."""
     names = ("dense", "labels") if shard.lengths is not None else ("dense", "ids", "labels")
     return tuple(name for name in names if name == "ids" or not ids_only)
 
 
-def _disagree(shards: list[MappedShard], starts: list[int], row: int) -> DataError:
+def _disagree(shards: Sequence[Shard], starts: list[int], row: int) -> DataError:
     shard = int(np.searchsorted(starts, row, side="right")) - 1
     return DataError(
         f"{shards[shard].path}, row {row - starts[shard]:,}: lengths and row_offsets disagree; the file was "
@@ -66,7 +66,7 @@ def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
 class NumpyGather:
     """The definition, in NumPy: one fancy index per shard."""
 
-    def __init__(self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False) -> None:
+    def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False) -> None:
         self._shards, self._starts = shards, np.asarray(starts, np.int64)
         self._names = _one_per_row(shards[0], ids_only=ids_only)
 
@@ -116,9 +116,7 @@ class NumpyGather:
 class NumbaGather:
     """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
 
-    def __init__(
-        self, shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> None:
         from stoker.data import gather_cpu
 
         self._kernels: Any = gather_cpu

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import DataError
 
 __all__ = ["GroupWriter", "Numbering", "group_file", "map_groups", "write_group_file"]

@@ -8,8 +8,7 @@ Legend: B rows of a batch, n rows held, F features, L ids in all.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from stoker.data.gather import Allocate, Gather, make_gather
+from stoker.data.memory import empty_rows, row_bytes
 from stoker.data.ordered import ordered_map
-from stoker.data.shards import MappedShard
+from stoker.data.shards import Shard
 
 if TYPE_CHECKING:
     from stoker.data.split import Split
@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["HeldTensors", "bytes_held", "hold"]
 
 Int64 = npt.NDArray[np.int64]
-_ALIGN = 32  # bytes; rows held together begin at multiples of it
 
 
-def bytes_held(split: Split, rows: int) -> int:
-    """Bytes that the first ``rows`` rows of a split take, about."""
+def bytes_held(split: Split, rows: int, device: torch.device) -> int:
+    """Bytes that a copy of the first ``rows`` rows of a split takes, about; 0 where they are in that memory already."""
+    if split.in_memory and device.type == "cpu":
+        return 0
     if split.shards and split.shards[0].lengths is None:
-        return rows * _record(split.shards[0])[1]
+        return rows * row_bytes(*_columns(split.shards[0]))[1]
     return -(-split.bytes * rows // max(1, len(split)))
 
 
-def _record(shard: MappedShard) -> tuple[dict[str, int], int]:
-    """Bytes of what a row has, the widest type first, and of all of it with its padding."""
-    arrays = {name: getattr(shard, name) for name in ("ids", "dense", "labels")}
-    widths = {name: array.itemsize * prod(array.shape[1:]) for name, array in arrays.items()}
-    return widths, -(-sum(widths.values()) // _ALIGN) * _ALIGN
+def _columns(shard: Shard) -> tuple[npt.NDArray[np.generic], ...]:
+    """What a row has, the widest type first."""
+    return shard.ids, shard.dense, shard.labels
 
 
 def hold(split: Split, rows: int, device: torch.device, *, threads: int = 1) -> Gather:
@@ -50,34 +49,22 @@ def hold(split: Split, rows: int, device: torch.device, *, threads: int = 1) -> 
     shards, starts = split.shards[:count], split.starts[: count + 1]
     if device.type != "cpu":
         return HeldTensors(shards, device)
-    return make_gather(list(ordered_map(_copied, shards, threads)), starts, threads=threads)
+    if not split.in_memory:
+        shards = list(ordered_map(_copied, shards, threads))
+    return make_gather(shards, starts, threads=threads)
 
 
-def _copied(shard: MappedShard) -> MappedShard:
-    """The same shard in memory of its own. Where every row has as many ids, all that it has lies together: scattered
-    rows then touch half as many cache lines."""
+def _copied(shard: Shard) -> Shard:
+    """The same shard in memory of its own; where every row has as many ids, all that a row has lies together."""
+    found = shard.arrays
     if shard.lengths is None:
-        widths, size = _record(shard)
-        records = np.empty((shard.rows, size), np.uint8)
-        made, place = {}, 0
-        for name, width in widths.items():
-            array = getattr(shard, name)
-            column = records[:, place : place + width].view(array.dtype)
-            made[name] = column if array.ndim == 2 else column[:, 0]
-            made[name][...] = array
-            place += width
-        held = replace(shard, **made)
+        for name, made in zip(("ids", "dense", "labels"), empty_rows(shard.rows, *_columns(shard)), strict=True):
+            made[...] = found[name]
+            found[name] = made
     else:
-        held = replace(
-            shard,
-            dense=np.array(shard.dense),
-            labels=np.array(shard.labels),
-            ids=np.array(shard.ids),
-            lengths=np.array(shard.lengths),
-            row_offsets=None if shard.row_offsets is None else np.array(shard.row_offsets),
-        )
+        found = {name: np.array(array) for name, array in found.items()}
     shard.release()
-    return held
+    return Shard(path=shard.path, rows=shard.rows, **found)
 
 
 class HeldTensors:
@@ -88,7 +75,7 @@ class HeldTensors:
         device: where they are copied, shard by shard.
     """
 
-    def __init__(self, shards: list[MappedShard], device: torch.device) -> None:
+    def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._device = device
         self._dense = self._joined([shard.dense for shard in shards])
         self._labels = self._joined([shard.labels for shard in shards])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import MappedShard
+from stoker.data.shards import Shard
 from stoker.errors import DataError
 
 __all__ = ["HotMask", "NumbaHotMask", "NumpyHotMask", "make_hot_mask"]
@@ -30,7 +30,7 @@ _IDS = 2**20  # looked at together
 class HotMask(Protocol):
     """A shard in, which of its rows are hot out."""
 
-    def __call__(self, shard: MappedShard) -> Mask:
+    def __call__(self, shard: Shard) -> Mask:
         """[n] bool. Ids must lie in their tables and lengths within the shard (:mod:`stoker.data.integrity`)."""
         ...
 
@@ -74,7 +74,7 @@ class NumpyHotMask:
     def __init__(self, schema: FeatureSpec, hot_rows: Mapping[str, int]) -> None:
         self._limits = _limits(schema, hot_rows)
 
-    def __call__(self, shard: MappedShard) -> Mask:
+    def __call__(self, shard: Shard) -> Mask:
         """See :class:`HotMask`."""
         mask = np.empty(shard.rows, np.bool_)
         step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
@@ -99,7 +99,7 @@ class NumbaHotMask:
         self._kernels: Any = hot_mask_cpu
         self._limits = _limits(schema, hot_rows)
 
-    def __call__(self, shard: MappedShard) -> Mask:
+    def __call__(self, shard: Shard) -> Mask:
         """See :class:`HotMask`."""
         mask = np.empty(shard.rows, np.bool_)
         if shard.lengths is None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import MappedShard
+from stoker.data.shards import Shard
 
 __all__ = ["IdWindows", "TableUse", "table_ids"]
 
@@ -96,7 +96,7 @@ class IdWindows:
         )
 
 
-def table_ids(shard: MappedShard, schema: FeatureSpec, table: str) -> Iterator[tuple[npt.NDArray[np.integer], Int64]]:
+def table_ids(shard: Shard, schema: FeatureSpec, table: str) -> Iterator[tuple[npt.NDArray[np.integer], Int64]]:
     """The ids of a table in a shard with their rows, some at a time, by row.
 
     Yields:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import MappedShard, file_identity
+from stoker.data.files import file_identity
+from stoker.data.shards import MappedShard, Shard
 from stoker.errors import DataError
 from stoker.ops.threads import team
 
@@ -56,10 +57,12 @@ class ShardChecks:
         self._entries = split.entry["shards"]
         schema = split.schema
         sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)
-        self._keys = [
-            (shard.identity, entry["sha256"], sizes) for shard, entry in zip(split.shards, self._entries, strict=True)
-        ]
-        self._pending = {number for number, key in enumerate(self._keys) if key not in _good}
+        self._keys: dict[int, Hashable] = {  # of those in files; what is in memory was made here
+            number: (shard.identity, entry["sha256"], sizes)
+            for number, (shard, entry) in enumerate(zip(split.shards, self._entries, strict=True))
+            if isinstance(shard, MappedShard)
+        }
+        self._pending = {number for number, key in self._keys.items() if key not in _good}
 
     def before(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Check the shards that hold the rows [start, stop) of the split, which are about to be read.
@@ -118,7 +121,7 @@ class ShardChecks:
         _good.add(self._keys[number])
 
 
-def check_ids(shard: MappedShard, schema: FeatureSpec) -> None:
+def check_ids(shard: Shard, schema: FeatureSpec) -> None:
     """Check every id of a shard against its table.
 
     Raises:
@@ -144,7 +147,7 @@ def check_ids(shard: MappedShard, schema: FeatureSpec) -> None:
 
 
 def _first_outside(
-    shard: MappedShard, start: int, stop: int, bounds: npt.NDArray[np.unsignedinteger]
+    shard: Shard, start: int, stop: int, bounds: npt.NDArray[np.unsignedinteger]
 ) -> tuple[int, int, int] | None:
     """Row, feature and value of the first id of rows [start, stop) that reaches its feature's bound."""
     if shard.lengths is None or shard.row_offsets is None:
@@ -168,7 +171,7 @@ def _first_outside(
     return start + row, column, int(shard.ids[first + at])
 
 
-def _check_lengths(shard: MappedShard, start: int, stop: int) -> None:
+def _check_lengths(shard: Shard, start: int, stop: int) -> None:
     """The bags of rows [start, stop) lie one after the other within the ids."""
     assert shard.lengths is not None
     assert shard.row_offsets is not None

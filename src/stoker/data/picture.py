@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:

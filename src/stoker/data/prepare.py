@@ -23,6 +23,7 @@ from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
 from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.data.like import Like
+from stoker.data.memory import Home
 from stoker.data.publish import publish
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.raw_rows import read_rows
@@ -63,7 +64,7 @@ def prepare(
     recipe: Recipe | Schema | str | os.PathLike[str] | None = None,
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     *,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
     preset: str | None = None,
     strict: bool = False,
@@ -74,13 +75,15 @@ def prepare(
     threads: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Dataset:
-    """Prepare raw logs into a dataset directory.
+    """Prepare raw logs into a dataset directory, or into memory.
 
     Args:
         recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. With ``like``, only where a
             recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst.
-        out: directory to make.
+        out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
+            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
+            here to the batches without a disk in between.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``.
         preset: of the recipe; None: its first.
@@ -103,13 +106,18 @@ def prepare(
             an output directory that is in use.
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
+    home = None
+    if out is None:
+        if reorder is not False:
+            raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
+        home = Home()
     report = run_prepare(
-        recipe, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-        resume=resume, reorder=reorder, threads=threads, progress=progress,
+        recipe, files, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
+        max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads, progress=progress,
     )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
-    return Dataset(Path(out))
+    return Dataset(report.path)
 
 
 def run_prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.like import FEATURES
+from stoker.data.memory import home_of
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
 from stoker.data.raw_rows import Rows
-from stoker.data.shards import SHARD_ROWS
+from stoker.data.shards import SHARD_ROWS, ShardInfo, write_shard
 from stoker.data.task import SPLITS, Progress, Task
+from stoker.device import available_memory
 from stoker.errors import DataError
 from stoker.features.store import save_features
 from stoker.units import format_size
@@ -45,6 +48,7 @@ class _Publisher:
     def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
         self.task, self.rows, self.fitting = task, rows, fitting
         self.layout, self.schema, self.out = task.layout, task.schema, task.out
+        self._home = home_of(self.out)
         self._wide = any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
 
     def run(self) -> dict[str, Any]:
@@ -68,10 +72,10 @@ class _Publisher:
             done = self.task.journal.finished(f"shard {file}")
             if done is not None and same_file(self.out / file, done):
                 return file, done, True
-            info, positives, zeros = encoder.write(
-                self.out / file, slices, lambda part: np.flatnonzero(self.fitting.assign(part) == split)
+            arrays, positives, zeros = encoder.encode(
+                slices, lambda part: np.flatnonzero(self.fitting.assign(part) == split), together=self._home is not None
             )
-            written(self.out / file, info.sha256, sizes)
+            info = self._store(self.out / file, arrays, sizes)
             return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
 
         splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
@@ -91,6 +95,14 @@ class _Publisher:
             done_rows += record["rows"]
             self.task.report(Progress(stage="write", done=done_rows, total=total, unit="rows"))
         return splits, unknown
+
+    def _store(self, path: Path, arrays: dict[str, Any], sizes: list[int]) -> ShardInfo:
+        """Keep a shard, whose ids are below ``sizes`` by feature, where the dataset is to be."""
+        if self._home is not None:
+            return self._home.keep(path, **arrays)
+        info = write_shard(path, **arrays)
+        written(path, str(info.sha256), sizes)
+        return info
 
     def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
         if any(column.oov != "reserved" for column in self.layout.features):
@@ -129,6 +141,15 @@ class _Publisher:
     def _check_room(self) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
         whole = int(rows * self._row_bytes()) + self._group_bytes(rows)
+        if self._home is not None:
+            free_memory = available_memory()
+            if free_memory is not None and whole > free_memory:
+                raise DataError(
+                    f"the prepared rows take {format_size(whole)}, but {format_size(free_memory)} of memory are free. "
+                    "Pass out=DIRECTORY: rows are then read from there.",
+                    settings=("out",),
+                )
+            return
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
         needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
         if needed > free - _FREE:

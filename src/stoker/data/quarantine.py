@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from stoker.data.columns import BadLine
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import ConfigError, DataError
 from stoker.units import parse_share
 

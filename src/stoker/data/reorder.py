@@ -34,12 +34,13 @@ from stoker.data.dataset import (
     write_shard,
 )
 from stoker.data.features import FeatureSpec
+from stoker.data.files import atomic_file
 from stoker.data.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, new_ids
 from stoker.data.id_windows import IdWindows, TableUse, table_ids
 from stoker.data.integrity import ShardChecks
 from stoker.data.ordered import ordered_map
 from stoker.data.rebuild import rebuilt
-from stoker.data.shards import MappedShard, atomic_file
+from stoker.data.shards import Shard
 from stoker.device import cpu_count
 from stoker.errors import DataError
 
@@ -273,7 +274,7 @@ def _orders(
     return orders, told
 
 
-def _add(windows: IdWindows, shard: MappedShard, schema: FeatureSpec, table: str, start: int) -> None:
+def _add(windows: IdWindows, shard: Shard, schema: FeatureSpec, table: str, start: int) -> None:
     for ids, rows in table_ids(shard, schema, table):
         windows.add(ids, rows + start)
 
@@ -367,7 +368,7 @@ class _Replaced:
         self._bases = np.array([base[table] for table in tables], np.int64)
         self._ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def __call__(self, shard: MappedShard) -> npt.NDArray[np.integer]:
+    def __call__(self, shard: Shard) -> npt.NDArray[np.integer]:
         made = np.empty_like(shard.ids)
         step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
         for start in range(0, shard.rows, step):

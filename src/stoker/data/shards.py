@@ -8,35 +8,30 @@ Legend: n rows of the shard, F features, L ids in all.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import mmap
-import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stoker.errors import ConfigError, DataError
+from stoker.data.files import atomic_file, file_identity
+from stoker.errors import DataError
 from stoker.units import format_size
 
 __all__ = [
     "SHARD_ROWS",
     "MappedShard",
+    "Shard",
     "ShardInfo",
     "allow_open_files",
-    "atomic_file",
-    "check_target",
-    "file_identity",
-    "hash_file",
     "open_shard",
-    "sync_folder",
+    "shard_name",
     "write_shard",
 ]
 
@@ -54,71 +49,11 @@ class ShardInfo:
     file: str  # "train/00000.safetensors": the last two parts of its path
     rows: int
     bytes: int
-    sha256: str  # hex digest of the whole file
+    sha256: str | None  # hex digest of the whole file; None: not worked out yet
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {"file": self.file, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256}
-
-
-@contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file that appears under ``path`` complete and on disk when the block ends, or not at all.
-
-    Raises:
-        DataError: the disk has no room.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException as error:
-        with suppress(OSError):
-            beside.unlink()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"no room left on the disk of {path.parent} while writing {path.name}. "
-                "Free some space or choose another directory; nothing half-written was kept."
-            ) from error
-        if isinstance(error, OSError) and error.filename == str(beside):
-            error.filename = str(path)  # the name that was asked for
-        raise
-    sync_folder(path.parent)
-
-
-def check_target(path: str | Path) -> None:
-    """Refuse a file that :func:`atomic_file` could not make, before the work whose result it is to hold.
-
-    Raises:
-        ConfigError: its directory is not writable, or there is a file where a directory would have to be.
-    """
-    path = Path(path)
-    place = next(parent for parent in path.absolute().parents if parent.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} cannot be written: {place} is no writable directory. Choose another place for it.")
-
-
-def sync_folder(path: str | Path) -> None:
-    """Flush a directory's names to disk, so that files renamed into it stay."""
-    if os.name != "posix":
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def hash_file(path: str | Path) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file, read a little at a time."""
-    with Path(path).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
 
 
 def write_shard(
@@ -153,6 +88,21 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
+    digest, size = hashlib.sha256(), 0
+    with atomic_file(path) as file:
+        for piece in _file_bytes(arrays):
+            digest.update(piece)
+            size += file.write(piece)
+    return ShardInfo(file=shard_name(path), rows=len(labels), bytes=size, sha256=digest.hexdigest())
+
+
+def shard_name(path: Path) -> str:
+    """What the manifest calls a shard."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _header(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[bytes, list[str], int]:
+    """The first bytes of a shard's file, the tensors in the order of their bytes, and how many these are in all."""
     # Wide types first keeps every tensor aligned without gaps, which the format forbids.
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
@@ -167,15 +117,16 @@ def write_shard(
         end += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
-    digest, size = hashlib.sha256(), 0
-    with atomic_file(path) as file:
-        for part in (len(text).to_bytes(8, "little") + text, *(_bytes_of(arrays[name]) for name in order)):
-            view = memoryview(part)
-            for start in range(0, len(view), _CHUNK):
-                digest.update(view[start : start + _CHUNK])
-                file.write(view[start : start + _CHUNK])
-            size += len(view)
-    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
+    return len(text).to_bytes(8, "little") + text, order, end
+
+
+def _file_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[memoryview]:
+    """The bytes of a shard's file, some at a time."""
+    first, order, _ = _header(arrays)
+    for part in (first, *(_bytes_of(arrays[name]) for name in order)):
+        view = memoryview(part)
+        for start in range(0, len(view), _CHUNK):
+            yield view[start : start + _CHUNK]
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> Any:
@@ -205,18 +156,54 @@ def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str
 
 
 @dataclass(frozen=True, kw_only=True)
-class MappedShard:
-    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
+class Shard:
+    """One shard's tensors, in memory."""
 
     path: Path
     rows: int
-    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
-    map: mmap.mmap
     dense: npt.NDArray[np.float32]  # [n, num_dense]
     labels: npt.NDArray[np.float32]  # [n]
     ids: npt.NDArray[np.integer]  # [n, F] or [L]
-    lengths: npt.NDArray[np.int32] | None  # [n, F]
-    row_offsets: npt.NDArray[np.int64] | None  # [n + 1]
+    lengths: npt.NDArray[np.int32] | None = None  # [n, F]
+    row_offsets: npt.NDArray[np.int64] | None = None  # [n + 1]
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The tensors by name."""
+        found = {name: getattr(self, name) for name in ("dense", "ids", "labels", "lengths", "row_offsets")}
+        return {name: array for name, array in found.items() if array is not None}
+
+    @property
+    def bytes(self) -> int:
+        """Of its file."""
+        first, _, size = _header(self.arrays)
+        return len(first) + size
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Nothing: the rows are there."""
+
+    def release(self) -> None:
+        """Nothing: there is no other place for the rows."""
+
+    def digest(self) -> tuple[int, str]:
+        """Size in bytes and sha256 of its file.
+
+        Raises:
+            DataError: the file cannot be read, or is no longer the one that was mapped.
+        """
+        digest, size = hashlib.sha256(), 0
+        for piece in _file_bytes(self.arrays):
+            digest.update(piece)
+            size += len(piece)
+        return size, digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedShard(Shard):
+    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
+
+    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
+    map: mmap.mmap
     starts: Mapping[str, int]  # tensor name -> byte where it starts in the file
 
     def will_need(self, start: int, stop: int) -> None:
@@ -262,11 +249,6 @@ class MappedShard:
         """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
         if hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED)
-
-
-def file_identity(file: BinaryIO) -> tuple[int, ...]:
-    state = os.fstat(file.fileno())
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def open_shard(path: str | Path, *, rows: int) -> MappedShard:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -21,8 +21,10 @@ from torch import Tensor
 from stoker.data.features import FeatureSpec
 from stoker.data.groups import map_groups
 from stoker.data.integrity import ShardChecks, check_ids
+from stoker.data.memory import home_of
+from stoker.data.ordered import ordered_map
 from stoker.data.reader import BatchStream
-from stoker.data.shards import MappedShard, allow_open_files, open_shard
+from stoker.data.shards import Shard, allow_open_files, open_shard
 from stoker.errors import DataError
 
 __all__ = ["MadeBy", "Split"]
@@ -43,6 +45,7 @@ class Split:
         self.schema_hash = schema_hash
         self.made_by = made_by  # the command that makes it again
         self._path = path
+        self._home = home_of(path)  # where the dataset is in memory; kept there as long as somebody may read it
         self._files = dict(files or {})  # the manifest's, by name
         self.starts = [
             0,
@@ -63,6 +66,11 @@ class Split:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which a worker process opens for itself."""
+        if self._home is not None:
+            raise DataError(
+                f"split {self.name} is in the memory of this process, so no other can read it. Save the dataset with "
+                "Dataset.save(DIRECTORY), and pass on what that returns."
+            )
         return {name: value for name, value in self.__dict__.items() if name not in ("shards", "groups")}
 
     @property
@@ -76,9 +84,19 @@ class Split:
         return sum(int(shard["bytes"]) for shard in self.entry["shards"])
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the rows are in the memory of this process and nowhere else."""
+        return self._home is not None
+
+    @property
     def data_hash(self) -> str:
-        """Identifies the very rows: sha256 over the shards' checksums."""
-        return hashlib.sha256("".join(shard["sha256"] for shard in self.entry["shards"]).encode()).hexdigest()
+        """Identifies the very rows: sha256 over the shards' checksums. Of rows in memory, these are worked out now."""
+        entries = self.entry["shards"]
+        missing = [number for number, shard in enumerate(entries) if shard["sha256"] is None]
+        found = ordered_map(lambda number: self.shards[number].digest()[1], missing, torch.get_num_threads())
+        for number, digest in zip(missing, found, strict=True):
+            entries[number]["sha256"] = digest
+        return hashlib.sha256("".join(shard["sha256"] for shard in entries).encode()).hexdigest()
 
     @cached_property
     def groups(self) -> npt.NDArray[np.int32] | None:
@@ -99,14 +117,14 @@ class Split:
         return map_groups(self._path / file, self.rows, self._files[file])
 
     @cached_property
-    def shards(self) -> list[MappedShard]:
-        """The mapped shards.
+    def shards(self) -> Sequence[Shard]:
+        """The shards, mapped or in memory.
 
         Raises:
             DataError: a shard that does not fit the manifest's features.
         """
         allow_open_files(len(self.entry["shards"]))
-        shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
+        shards = [self._shard(entry) for entry in self.entry["shards"]]
         columns = (len(self.schema.dense), len(self.schema.features))
         for shard in shards:
             ids = shard.ids if self.schema.one_hot else shard.lengths
@@ -119,6 +137,10 @@ class Split:
                     "dataset again."
                 )
         return shards
+
+    def _shard(self, entry: Mapping[str, Any]) -> Shard:
+        held = None if self._home is None else self._home.shard(entry["file"])
+        return held or open_shard(self._path / entry["file"], rows=int(entry["rows"]))
 
     def batches(
         self,

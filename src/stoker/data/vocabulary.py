@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data import dictionary_kernels as kernels
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import DataError
 from stoker.ops.memory import zeros
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.dataset import describe_file
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import DataError
 from stoker.features.base import Derivation, feature_from_dict
 from stoker.features.learned import Learned, LearnedTable

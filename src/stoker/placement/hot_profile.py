@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.dataset import canonical_json
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import DataError
 
 __all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings"]

@@ -27,7 +27,7 @@ import torch
 
 from stoker.data.dataset import Dataset
 from stoker.data.order import permutation
-from stoker.data.shards import MappedShard
+from stoker.data.shards import Shard
 from stoker.data.split import Split
 from stoker.errors import DataError
 from stoker.ops.threads import team
@@ -194,7 +194,7 @@ class AccessLog:
         found: Callable[..., int] = getattr(module, name if self._one_hot else f"bag_{name}")
         return found
 
-    def _runs(self, sample: Sample, advance: Advance) -> Iterator[tuple[MappedShard, Int64]]:
+    def _runs(self, sample: Sample, advance: Advance) -> Iterator[tuple[Shard, Int64]]:
         """(shard, its blocks), some hundred thousand rows at a time; says how far it is and gives pages back."""
         done = 0
         sizes = np.cumsum(sample.stops - sample.starts)
@@ -209,7 +209,7 @@ class AccessLog:
                 advance(done, sample.rows)
             shard.release()
 
-    def _count(self, shard: MappedShard, kernel: Callable[..., int], arguments: list[tuple[Any, ...]]) -> None:
+    def _count(self, shard: Shard, kernel: Callable[..., int], arguments: list[tuple[Any, ...]]) -> None:
         data = (shard.ids,) if self._one_hot else (shard.ids, shard.lengths, shard.row_offsets)
         if any(row >= 0 for row in team(len(arguments)).run(kernel, [data + rest for rest in arguments])):
             self._split.check_ids()  # names the shard, the row, the feature and the id

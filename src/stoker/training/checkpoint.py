@@ -33,7 +33,7 @@ from torch import Tensor
 import stoker
 from stoker.data.dataset import canonical_json, hash_file
 from stoker.data.features import FeatureSpec
-from stoker.data.shards import sync_folder
+from stoker.data.files import sync_folder
 from stoker.errors import CheckpointError
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName

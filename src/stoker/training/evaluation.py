@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset, canonical_json
-from stoker.data.shards import atomic_file, check_target
+from stoker.data.files import atomic_file, check_target
 from stoker.errors import ConfigError, DependencyError
 from stoker.models import RecModel
 from stoker.tables import stage

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.training.rundir import RunDirectory
 
 __all__ = ["RunLog"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.dataset import Dataset
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.training import checkpoint as ckpt
 from stoker.training.metrics import merit

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stoker.data.dataset import Dataset
-from stoker.data.shards import atomic_file
+from stoker.data.files import atomic_file
 from stoker.errors import ConfigError
 from stoker.optim import Constant
 from stoker.timeline import Recorder, Span, span

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
+from stoker.data.files import atomic_file
 from stoker.data.leftovers import absent_folders, remove_empty
-from stoker.data.shards import atomic_file
 from stoker.data.synthetic import choices, draw, formats, purchases
 from stoker.data.synthetic.curve import Curve
 from stoker.data.synthetic.formats import Options, Part, Source
