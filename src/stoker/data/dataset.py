@@ -22,6 +22,7 @@ from torch import Tensor
 from stoker.data.features import FeatureSpec
 from stoker.data.files import atomic_file, hash_file
 from stoker.data.memory import home_of
+from stoker.data.ordered import ordered_map
 from stoker.data.shards import ShardInfo, write_shard
 from stoker.data.split import MadeBy, Split
 from stoker.errors import DataError, SchemaError
@@ -140,6 +141,17 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     if missing := [key for key in _NEEDED if key not in manifest]:
         raise DataError(f"{path} lacks {missing}. Prepare the dataset again.")
     return manifest
+
+
+def _write_shards(split: Split, folder: Path) -> None:
+    """The files of a split in memory, whose checksums are then known."""
+    entries = split.entry["shards"]
+
+    def write(number: int) -> str:
+        return write_shard(folder / entries[number]["file"], **split.file_of(number).arrays).sha256
+
+    for number, digest in enumerate(ordered_map(write, range(len(entries)), torch.get_num_threads())):
+        entries[number]["sha256"] = digest
 
 
 class Dataset:
@@ -347,7 +359,11 @@ class Dataset:
         """
         from stoker.data.rebuild import rebuilt
 
-        with rebuilt(self, Path(out), splits=(), size=0, overwrite=overwrite) as folder:
+        written = self._splits if self.in_memory else {}
+        size = sum(split.bytes for split in written.values())
+        with rebuilt(self, Path(out), splits=written, size=size, overwrite=overwrite) as folder:
+            for split in written.values():
+                _write_shards(split, folder)
             manifest = {**self.manifest, "splits": {name: split.entry for name, split in self._splits.items()}}
             write_manifest(folder, manifest)
         return Dataset(out)

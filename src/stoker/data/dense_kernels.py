@@ -100,17 +100,19 @@ def apply_rows(raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: A
             flagged(raw[c], rows[begin:stop], out, at + begin, places[c] + 1)
 
 
-def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any) -> tuple[Any, Any, Any]:
+def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: Any) -> tuple[Any, Any, Any]:
     """What ``rows`` teach of each column's values after its steps.
 
-    Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values.
+    Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values, inf
+    and -inf where ``ranged`` [D] is false.
     """
     sums, held = no_values(len(raw)), room()
     low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
     for _, _, tile in tiles(raw, rows, steps, fills):
         for c in np.flatnonzero(summed):
             add_values(tile[c], sums[c], held)
-        low, high = np.minimum(low, tile.min(axis=1)), np.maximum(high, tile.max(axis=1))
+        for c in np.flatnonzero(ranged):
+            low[c], high[c] = min(low[c], tile[c].min()), max(high[c], tile[c].max())
     return sums, low, high
 
 

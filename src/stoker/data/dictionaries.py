@@ -123,9 +123,11 @@ def _texts(views: Array, buffers: list[Any]) -> tuple[Array, Array]:
 
 def _texts_of_ints(series: pl.Series) -> RawColumn:
     """Of whole numbers, of which only the distinct ones are written out."""
-    absent = series.is_null().to_numpy() if series.null_count() else np.zeros(len(series), np.bool_)
+    absent = np.zeros(len(series), np.bool_)
+    if series.null_count():  # each of these calls is a query of its own
+        absent, series = series.is_null().to_numpy(), series.fill_null(0)
     codes = np.empty(len(series), np.uint32)
-    distinct = number_ints(series.fill_null(0).cast(pl.Int64).to_numpy(), absent, codes)
+    distinct = number_ints(series.cast(pl.Int64).to_numpy(), absent, codes)
     each = _plain(pl.Series(distinct).cast(pl.String))
     assert each.data is not None
     assert each.lengths is not None

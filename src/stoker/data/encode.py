@@ -322,21 +322,26 @@ class Encoder:
         return counts
 
     def encode(
-        self, slices: Sequence[Slice], rows_of: Callable[[PartRows], npt.NDArray[np.int64]], *, together: bool = False
+        self,
+        slices: Sequence[Slice],
+        rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
+        *,
+        memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
     ) -> tuple[dict[str, Array], int, list[list[int]]]:
         """The tensors of one shard from pieces of parts; its positive labels, and zero and all ids of each feature.
 
         Args:
             slices: the pieces.
             rows_of: gives the rows of a part that belong to the split, in order.
-            together: whether all that a row has is to lie together, where every row has as many ids.
+            memory: gives bytes in which all that a row has is to lie together, where every row has as many ids.
         """
         n = sum(piece.end - piece.begin for piece in slices)
         bags, width = bool(self.layout.sequences), len(self.layout.features)
         dense, labels = np.empty((n, len(self.layout.schema.dense_names)), np.float32), np.empty(n, np.float32)
         ids: Array = np.empty((0 if bags else n, width), self._id_type)
-        if together and not bags:
-            ids, dense, labels = empty_rows(n, ids, dense, labels)  # of the others not a page was touched
+        if memory is not None and not bags:
+            # Of the others not a page was touched.
+            ids, dense, labels = empty_rows(n, ids, dense, labels, memory=memory)
         lengths = np.ones((n if bags else 0, width), np.int32)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)

@@ -123,7 +123,7 @@ class NumbaGather:
         self._threads = threads
         self._shards = shards
         self._starts = np.asarray(starts, np.int64)
-        self._biggest = max(shard.rows for shard in shards)
+        self._mean = max(1, sum(shard.rows for shard in shards) // len(shards))
         first = shards[0]
         self._features = 0 if first.lengths is None else first.lengths.shape[1]
         fixed = _one_per_row(first, ids_only=ids_only)
@@ -150,7 +150,7 @@ class NumbaGather:
         }
         targets = np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64)
         self._kernels.copy_rows(
-            rows, self._starts, self._biggest, self._sources, self._widths, self._strides, targets, self._threads
+            rows, self._starts, self._mean, self._sources, self._widths, self._strides, targets, self._threads
         )
         if self._features:
             offsets = allocate("offsets", (count * self._features + 1,), torch.int64)
@@ -158,7 +158,7 @@ class NumbaGather:
             bad = self._kernels.bag_offsets(
                 rows,
                 self._starts,
-                self._biggest,
+                self._mean,
                 *self._bags,
                 self._ids_in,
                 self._id_width,

@@ -81,7 +81,7 @@ def _int64_at(typingctx: Any, address: Any) -> Any:
 
 
 def _copy_rows(p):  # type: ignore[no-untyped-def]
-    rows, starts, biggest, sources, widths, strides, targets, scratch, cursor, block = arguments(p)
+    rows, starts, mean, sources, widths, strides, targets, scratch, cursor, block = arguments(p)
     kinds = len(widths)
     while True:
         begin = fetch_add(cursor, block)
@@ -90,7 +90,9 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
         stop = min(begin + block, len(rows))
         for i in range(begin, stop):
             row = rows[i]
-            shard = row // biggest
+            shard = min(row // mean, len(starts) - 2)
+            while row < starts[shard]:
+                shard -= 1
             while row >= starts[shard + 1]:
                 shard += 1
             for kind in range(kinds):
@@ -112,7 +114,7 @@ _rows_kernel = Kernel(_copy_rows)
 def copy_rows(
     rows: Int64,  # [B]
     starts: Int64,  # [S + 1] first row of each shard
-    biggest: int,  # rows of the largest shard
+    mean: int,  # rows of a shard, about
     sources: Int64,  # [K, S] address of each of K tensors in each shard
     widths: Int64,  # [K] bytes per row
     strides: Int64,  # [K] and from a row to the next
@@ -123,7 +125,7 @@ def copy_rows(
     scratch = np.empty((len(widths), len(rows)), np.int64)
     cursor = np.zeros(1, np.int64)
     _rows_kernel.run(
-        np.ascontiguousarray(rows), starts, biggest, sources, widths, strides, targets, scratch, cursor, _BLOCK,
+        np.ascontiguousarray(rows), starts, mean, sources, widths, strides, targets, scratch, cursor, _BLOCK,
         threads=max(1, min(threads, len(rows) // _BLOCK)),
     )  # fmt: skip
 
@@ -132,7 +134,7 @@ def copy_rows(
 def bag_offsets(
     rows: Int64,  # [B]
     starts: Int64,  # [S + 1]
-    biggest: int,
+    mean: int,
     lengths: Int64,  # [S] addresses of int32 [n, F]
     row_offsets: Int64,  # [S] addresses of int64 [n + 1]
     ids: Int64,  # [S] addresses of the ids
@@ -148,7 +150,9 @@ def bag_offsets(
     offsets[0] = 0
     for i in range(len(rows)):
         row = rows[i]
-        shard = row // biggest
+        shard = min(row // mean, len(starts) - 2)
+        while row < starts[shard]:
+            shard -= 1
         while row >= starts[shard + 1]:
             shard += 1
         local = row - starts[shard]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 
 from stoker.data.features import FeatureSpec
 from stoker.data.files import file_identity
-from stoker.data.shards import MappedShard, Shard
+from stoker.data.shards import Shard
 from stoker.errors import DataError
 from stoker.ops.threads import team
 
@@ -57,12 +57,11 @@ class ShardChecks:
         self._entries = split.entry["shards"]
         schema = split.schema
         sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)
-        self._keys: dict[int, Hashable] = {  # of those in files; what is in memory was made here
-            number: (shard.identity, entry["sha256"], sizes)
-            for number, (shard, entry) in enumerate(zip(split.shards, self._entries, strict=True))
-            if isinstance(shard, MappedShard)
-        }
-        self._pending = {number for number, key in self._keys.items() if key not in _good}
+        shards: list[Any] = [] if split.in_memory else list(split.shards)  # what is in memory was made here
+        self._keys: list[Hashable] = [
+            (shard.identity, entry["sha256"], sizes) for shard, entry in zip(shards, self._entries, strict=False)
+        ]
+        self._pending = {number for number, key in enumerate(self._keys) if key not in _good}
 
     def before(self, start: int, stop: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Check the shards that hold the rows [start, stop) of the split, which are about to be read.

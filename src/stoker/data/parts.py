@@ -86,9 +86,16 @@ class Part(AbstractContextManager["Part"]):
 class _HeldPart(Part):
     """A part in memory."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = arrays
-        for array in arrays.values():  # as those of a map: kernels are compiled for one of the two
+    def __init__(self, arrays: Mapping[str, Array], *, reuse: bool) -> None:
+        self._block = np.empty(0, np.uint8)
+        copies: dict[str, Array] = {}
+        if reuse:
+            self._block, copies = _together({name: array for name, array in arrays.items() if _only_shards(name)})
+        # A view would keep the whole of what it looks at.
+        copied = {name: array if array.base is None else array.copy() for name, array in arrays.items()
+                  if name not in copies}  # fmt: skip
+        self.arrays = copies | copied
+        for array in self.arrays.values():  # as those of a map: kernels are compiled for one of the two
             array.flags.writeable = False
 
     def __contains__(self, name: str) -> bool:
@@ -102,6 +109,31 @@ class _HeldPart(Part):
 
     def __exit__(self, *error: object) -> None:
         """Nothing: the arrays stay where they are."""
+
+    def release(self) -> Array:
+        """Give up what only shards need, and the memory that it was in."""
+        block, self._block = self._block, np.empty(0, np.uint8)
+        self.arrays = {name: array for name, array in self.arrays.items() if not _only_shards(name)}
+        return block
+
+
+def _only_shards(name: str) -> bool:
+    """Whether an array, a large one, is of no use but for shards."""
+    return name in ("codes", "dense") or name.startswith("raw.")
+
+
+def _together(arrays: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Copies that lie in one stretch of memory, and that stretch."""
+    size = sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
+    # Not from NumPy, which asks for huge pages: where a virtual machine gives free ones back to its host, their first
+    # touch took three times as long as that of small ones.
+    block = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+    copies, at = {}, 0
+    for name, array in arrays.items():
+        copies[name] = block[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+        copies[name][...] = array
+        at += -(-array.nbytes // _ALIGN) * _ALIGN
+    return block, copies
 
 
 class PartFile(Part):
@@ -212,11 +244,13 @@ class PartStore:
 
     Args:
         room: bytes to hold at most.
+        reuse: whether :meth:`memory` is going to be asked for what :meth:`release` gave up.
     """
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, room: int, *, reuse: bool = False) -> None:
+        self._room, self._reuse = room, reuse
         self._held: dict[str, _HeldPart] = {}  # by path
+        self._free: list[Array] = []  # blocks of released parts
         self._lock = threading.Lock()
 
     def write(self, path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -227,19 +261,35 @@ class PartStore:
             self._room -= size * fits
         if not fits:
             return write_part(path, arrays)
-        # A view would keep the whole of what it looks at.
-        held = {name: array if array.base is None else array.copy() for name, array in arrays.items()}
+        part = _HeldPart(arrays, reuse=self._reuse)
         with self._lock:
-            self._held[str(path)] = _HeldPart(held)
+            self._held[str(path)] = part
         return {_HELD: str(path)}
 
     def open(self, path: Path) -> Part:
         """The arrays of a finished part."""
         return self._held.get(str(path)) or PartFile(path)
 
+    def release(self, path: Path) -> None:
+        """Give up what only shards need of a part, as its rows are in them; the memory serves :meth:`memory`."""
+        part = self._held.get(str(path))
+        if part is not None:
+            block = part.release()
+            with self._lock:
+                self._free.append(block)
+
+    def memory(self, size: int) -> Array:
+        """``size`` bytes, [size] uint8, of what was released where that has room: fresh memory is dear to touch."""
+        with self._lock:
+            for place, block in enumerate(self._free):
+                if len(block) >= size:
+                    return self._free.pop(place)[:size]
+        return np.empty(size, np.uint8)
+
     def clear(self) -> None:
         """Forget the parts in memory."""
         self._held.clear()
+        self._free.clear()
 
     def save(self, journal: Journal) -> None:
         """Write held parts to disk, and their steps to the journal, which then forgets any it could not have."""

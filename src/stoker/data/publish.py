@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import stoker
@@ -19,13 +19,15 @@ from stoker.data.fitting import Fitting, same_file
 from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
+from stoker.data.layout import Layout
 from stoker.data.like import FEATURES
-from stoker.data.memory import home_of
+from stoker.data.memory import Home
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
 from stoker.data.raw_rows import Rows
-from stoker.data.shards import SHARD_ROWS, ShardInfo, write_shard
+from stoker.data.shards import SHARD_ROWS, write_shard
+from stoker.data.split_rules import PartRows
 from stoker.data.task import SPLITS, Progress, Task
 from stoker.device import available_memory
 from stoker.errors import DataError
@@ -44,11 +46,29 @@ def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
     return _Publisher(task, rows, fitting).run()
 
 
+class _Written:
+    """What the manifest says of the splits, summed up while their rows are encoded."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._features = [column.name for column in layout.features]
+        self.rows = 0
+        self.splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
+        self.unknown = {name: {feature: [0, 0] for feature in self._features} for name in SPLITS}  # zero ids, all ids
+
+    def add(self, split: str, rows: int, positives: int, unknown: list[list[int]]) -> None:
+        self.rows += rows
+        self.splits[split]["rows"] += rows
+        self.splits[split]["positives"] += positives
+        for feature, zeros, ids in zip(self._features, *unknown, strict=True):
+            self.unknown[split][feature][0] += zeros
+            self.unknown[split][feature][1] += ids
+
+
 class _Publisher:
     def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
         self.task, self.rows, self.fitting = task, rows, fitting
         self.layout, self.schema, self.out = task.layout, task.schema, task.out
-        self._home = home_of(self.out)
+        self._table_sizes = [fitting.tables[column.table_name]["rows"] for column in self.layout.features]
         self._wide = any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
 
     def run(self) -> dict[str, Any]:
@@ -58,51 +78,68 @@ class _Publisher:
         with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
             # One thread has to look at all rows for the groups; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
-            splits, unknown = self._write_shards(encoder)
-            return self._finish(counts, splits, unknown, groups.result() if groups is not None else None)
+            home = self.task.home
+            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, home)
+            return self._finish(counts, found, groups.result() if groups is not None else None)
 
-    def _write_shards(self, encoder: Encoder) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, list[int]]]]:
-        """The manifest's records of the splits, and their zero and all ids by feature."""
+    def _write_shards(self, encoder: Encoder) -> _Written:
+        """Encode all rows into files."""
         jobs = [job for number in range(3) for job in self._shards(number)]
-        sizes = [self.fitting.tables[column.table_name]["rows"] for column in self.layout.features]
-        done_rows, total = 0, int(self.fitting.sizes[:, :3].sum())
 
         def work(job: tuple[str, list[Slice], int]) -> tuple[str, dict[str, Any], bool]:
             file, slices, split = job
             done = self.task.journal.finished(f"shard {file}")
             if done is not None and same_file(self.out / file, done):
                 return file, done, True
-            arrays, positives, zeros = encoder.encode(
-                slices, lambda part: np.flatnonzero(self.fitting.assign(part) == split), together=self._home is not None
-            )
-            info = self._store(self.out / file, arrays, sizes)
+            arrays, positives, zeros = encoder.encode(slices, self._rows_of(split))
+            info = write_shard(self.out / file, **arrays)
+            written(self.out / file, info.sha256, self._table_sizes)
             return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
 
-        splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
-        features = [column.name for column in self.layout.features]
-        unknown = {name: {feature: [0, 0] for feature in features} for name in SPLITS}  # zero ids, all ids
+        found = _Written(self.layout)
         for file, record, reused in ordered_map(work, jobs, self.task.threads):
             if not reused:
                 self.task.journal.add(f"shard {file}", record)
             self.task.reused += reused
-            name = file.split("/")[0]
-            splits[name]["rows"] += record["rows"]
-            splits[name]["positives"] += record["positives"]
-            splits[name]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
-            for feature, zeros, ids in zip(features, *record["unknown"], strict=True):
-                unknown[name][feature][0] += zeros
-                unknown[name][feature][1] += ids
-            done_rows += record["rows"]
-            self.task.report(Progress(stage="write", done=done_rows, total=total, unit="rows"))
-        return splits, unknown
+            split = file.split("/")[0]
+            found.add(split, record["rows"], record["positives"], record["unknown"])
+            found.splits[split]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
+            self._report(found.rows)
+        return found
 
-    def _store(self, path: Path, arrays: dict[str, Any], sizes: list[int]) -> ShardInfo:
-        """Keep a shard, whose ids are below ``sizes`` by feature, where the dataset is to be."""
-        if self._home is not None:
-            return self._home.keep(path, **arrays)
-        info = write_shard(path, **arrays)
-        written(path, str(info.sha256), sizes)
-        return info
+    def _keep_rows(self, encoder: Encoder, home: Home) -> _Written:
+        """Encode all rows into memory, that of the parts as far as it goes: a part's rows take no more than it did."""
+        parts = self.task.parts
+
+        def work(part: PartRows) -> list[tuple[int, int, Any]]:
+            made = []
+            for split in range(3):
+                if rows := int(self.fitting.sizes[part.index, split]):
+                    piece = Slice(part=part, begin=0, end=rows)
+                    made.append((split, rows, encoder.encode([piece], self._rows_of(split), memory=parts.memory)))
+            parts.release(self.fitting.blocks[part.index].path)
+            return made
+
+        found = _Written(self.layout)
+        for made in ordered_map(work, self.fitting.parts, self.task.threads):
+            for split, rows, (arrays, positives, unknown) in made:
+                home.keep(SPLITS[split], arrays)
+                found.add(SPLITS[split], rows, positives, unknown)
+            self._report(found.rows)
+        for split, name in enumerate(SPLITS):
+            first = 0
+            for file, slices, _ in self._shards(split):
+                rows = sum(piece.end - piece.begin for piece in slices)
+                size = home.file_bytes(name, first, rows)
+                found.splits[name]["shards"].append({"file": file, "rows": rows, "bytes": size, "sha256": None})
+                first += rows
+        return found
+
+    def _rows_of(self, split: int) -> Callable[[PartRows], npt.NDArray[np.int64]]:
+        return lambda part: np.flatnonzero(self.fitting.assign(part) == split)
+
+    def _report(self, rows: int) -> None:
+        self.task.report(Progress(stage="write", done=rows, total=int(self.fitting.sizes[:, :3].sum()), unit="rows"))
 
     def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
         if any(column.oov != "reserved" for column in self.layout.features):
@@ -141,7 +178,7 @@ class _Publisher:
     def _check_room(self) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
         whole = int(rows * self._row_bytes()) + self._group_bytes(rows)
-        if self._home is not None:
+        if self.task.home is not None:
             free_memory = available_memory()
             if free_memory is not None and whole > free_memory:
                 raise DataError(
@@ -179,8 +216,7 @@ class _Publisher:
     def _finish(
         self,
         counts: dict[str, Any],
-        splits: dict[str, dict[str, Any]],
-        unknown: dict[str, dict[str, list[int]]],
+        found: _Written,
         groups: Groups | None,
     ) -> dict[str, Any]:
         bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad]
@@ -199,6 +235,7 @@ class _Publisher:
             if "vocab" in record
         }
         grouped: dict[str, Any] = {}
+        splits = found.splits
         if groups is not None:
             grouped["groups"], of_splits, made = groups
             files |= made
@@ -218,7 +255,7 @@ class _Publisher:
             "features": features.to_dict(),
             "dense_stats": {c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)},
             "splits": splits,
-            "unknown": unknown,
+            "unknown": found.unknown,
             "files": files,
             "sources": self._sources(),
             "quarantined": bad,

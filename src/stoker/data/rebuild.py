@@ -13,8 +13,6 @@ from pathlib import Path
 from stoker.data.dataset import BESIDE, LOCK, Dataset
 from stoker.data.files import atomic_file, sync_folder
 from stoker.data.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
-from stoker.data.memory import home_of
-from stoker.data.shards import write_shard
 from stoker.errors import DataError
 from stoker.units import format_size
 
@@ -58,12 +56,10 @@ def rebuilt(
         try:
             _clear(folder)
             shared = _shared(data, splits, files)
-            linked = not data.in_memory and _same_disk(data.path, folder)
+            linked = not data.in_memory and _same_disk(data.path, folder)  # a temporary file was not made to last
             _check_room(folder, size + (0 if linked else sum(shared.values())))
             for file in shared:
-                _share(data, file, folder / file)
-            for split in data.splits.values():
-                _ = split.data_hash  # now that somebody needs the checksums of rows in memory
+                _share(data.path / file, folder / file, copy=data.in_memory)
             yield folder
             (folder / LOCK).unlink(missing_ok=True)
             for place in (*{(folder / file).parent for file in shared}, folder):
@@ -156,16 +152,12 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _share(data: Dataset, file: str, target: Path) -> None:
-    """The same file under another name; a copy where the disk knows no hard links, or is another one."""
+def _share(source: Path, target: Path, *, copy: bool) -> None:
+    """The same file under another name; a copy if asked for, or where the disk knows no hard links, or is another."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    source, home = data.path / file, home_of(data.path)
-    if home is not None and (shard := home.shard(file)) is not None:
-        write_shard(target, **shard.arrays)
-        return
     try:
-        if home is not None:
-            raise OSError  # what is in a temporary directory was not made to last
+        if copy:
+            raise OSError
         os.link(source, target)
     except OSError:
         with source.open("rb") as old, atomic_file(target) as new:

@@ -30,8 +30,8 @@ __all__ = [
     "Shard",
     "ShardInfo",
     "allow_open_files",
+    "file_bytes",
     "open_shard",
-    "shard_name",
     "write_shard",
 ]
 
@@ -49,7 +49,7 @@ class ShardInfo:
     file: str  # "train/00000.safetensors": the last two parts of its path
     rows: int
     bytes: int
-    sha256: str | None  # hex digest of the whole file; None: not worked out yet
+    sha256: str  # hex digest of the whole file
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -93,12 +93,13 @@ def write_shard(
         for piece in _file_bytes(arrays):
             digest.update(piece)
             size += file.write(piece)
-    return ShardInfo(file=shard_name(path), rows=len(labels), bytes=size, sha256=digest.hexdigest())
+    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
 
 
-def shard_name(path: Path) -> str:
-    """What the manifest calls a shard."""
-    return f"{path.parent.name}/{path.name}"
+def file_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Bytes of a shard's file. Of the tensors only types and shapes are looked at."""
+    first, _, size = _header(arrays)
+    return len(first) + size
 
 
 def _header(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[bytes, list[str], int]:
@@ -172,12 +173,6 @@ class Shard:
         """The tensors by name."""
         found = {name: getattr(self, name) for name in ("dense", "ids", "labels", "lengths", "row_offsets")}
         return {name: array for name, array in found.items() if array is not None}
-
-    @property
-    def bytes(self) -> int:
-        """Of its file."""
-        first, _, size = _header(self.arrays)
-        return len(first) + size
 
     def will_need(self, start: int, stop: int) -> None:
         """Nothing: the rows are there."""

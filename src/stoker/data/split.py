@@ -47,10 +47,10 @@ class Split:
         self._path = path
         self._home = home_of(path)  # where the dataset is in memory; kept there as long as somebody may read it
         self._files = dict(files or {})  # the manifest's, by name
-        self.starts = [
-            0,
-            *accumulate(int(shard["rows"]) for shard in entry["shards"]),
-        ]  # first row of each shard
+        self._in_memory = self._home.pieces.get(name, []) if self._home is not None else None
+        cut = [int(shard["rows"]) for shard in entry["shards"]]
+        # First row of each of the shards, and the number of rows.
+        self.starts = [0, *accumulate(cut if self._in_memory is None else [piece.rows for piece in self._in_memory])]
         self.rows = int(entry["rows"])
         if self.starts[-1] != self.rows:
             raise DataError(
@@ -93,7 +93,7 @@ class Split:
         """Identifies the very rows: sha256 over the shards' checksums. Of rows in memory, these are worked out now."""
         entries = self.entry["shards"]
         missing = [number for number, shard in enumerate(entries) if shard["sha256"] is None]
-        found = ordered_map(lambda number: self.shards[number].digest()[1], missing, torch.get_num_threads())
+        found = ordered_map(lambda number: self.file_of(number).digest()[1], missing, torch.get_num_threads())
         for number, digest in zip(missing, found, strict=True):
             entries[number]["sha256"] = digest
         return hashlib.sha256("".join(shard["sha256"] for shard in entries).encode()).hexdigest()
@@ -123,8 +123,10 @@ class Split:
         Raises:
             DataError: a shard that does not fit the manifest's features.
         """
+        if self._in_memory is not None:
+            return self._in_memory
         allow_open_files(len(self.entry["shards"]))
-        shards = [self._shard(entry) for entry in self.entry["shards"]]
+        shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
         columns = (len(self.schema.dense), len(self.schema.features))
         for shard in shards:
             ids = shard.ids if self.schema.one_hot else shard.lengths
@@ -138,9 +140,11 @@ class Split:
                 )
         return shards
 
-    def _shard(self, entry: Mapping[str, Any]) -> Shard:
-        held = None if self._home is None else self._home.shard(entry["file"])
-        return held or open_shard(self._path / entry["file"], rows=int(entry["rows"]))
+    def file_of(self, number: int) -> Shard:
+        """What the manifest's shard ``number`` would hold, of a split in memory."""
+        assert self._home is not None
+        rows = [int(entry["rows"]) for entry in self.entry["shards"]]
+        return self._home.shard(self.name, sum(rows[:number]), rows[number])
 
     def batches(
         self,

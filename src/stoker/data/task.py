@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import stoker
 from stoker.data.layout import Layout
+from stoker.data.memory import Home, home_of
 from stoker.data.parts import Journal, PartStore
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
@@ -63,12 +64,15 @@ class Task:
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
     parts: PartStore = field(init=False)
+    home: Home | None = field(init=False)  # of a dataset that is to be in memory
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else _all_test(self.schema)
         self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
-        self.parts = PartStore(_room() if self.hold_bytes is None else self.hold_bytes)
+        self.home = home_of(self.out)
+        room = _room() if self.hold_bytes is None else self.hold_bytes
+        self.parts = PartStore(room, reuse=self.home is not None)
 
     @property
     def merged(self) -> list[Merge]:
@@ -93,8 +97,9 @@ class Task:
 
     def save(self) -> None:
         """Keep what is finished for a run that goes on from here; where the disk has no room, what it has room for."""
-        with suppress(OSError):
-            self.parts.save(self.journal)
+        if self.home is None:  # what would have been in memory begins anew
+            with suppress(OSError):
+                self.parts.save(self.journal)
 
     def discard(self) -> None:
         """Forget all finished work."""

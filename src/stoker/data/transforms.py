@@ -115,10 +115,10 @@ def fit_dense(
     if not any(wanted):
         return [DenseFit(fill=fill) for fill in fills]
     steps, given = _steps(columns), np.array(fills)
-    summed = np.array([kind == "zscore" for kind in wanted])
+    summed, ranged = (np.array([kind == one for kind in wanted]) for one in ("zscore", "minmax"))
     sums = no_values(len(columns))
     low, high = np.full(len(columns), np.inf), np.full(len(columns), -np.inf)
-    for found in over(lambda raw, rows: moments(raw, rows, steps, given, summed)):
+    for found in over(lambda raw, rows: moments(raw, rows, steps, given, summed, ranged)):
         sums += found[0]
         low, high = np.minimum(low, found[1]), np.maximum(high, found[2])
     fitted = []
