@@ -198,6 +198,18 @@ class Dataset:
         """Whether the rows are in the memory of this process and nowhere else. :meth:`save` puts them in files."""
         return self._home is not None
 
+    def check_in_files(self, done: str) -> None:
+        """Refuse a dataset in memory for what shares its files.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.in_memory:
+            raise DataError(
+                f"a dataset in memory cannot be {done}: the new one would share its files. Save it first, with "
+                "Dataset.save(DIRECTORY)."
+            )
+
     @property
     def schema_hash(self) -> str:
         """sha256 of the schema the data was prepared by and, where it was reordered, of the order of its ids."""

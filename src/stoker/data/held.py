@@ -29,9 +29,9 @@ __all__ = ["HeldTensors", "bytes_held", "hold"]
 Int64 = npt.NDArray[np.int64]
 
 
-def bytes_held(split: Split, rows: int, device: torch.device) -> int:
+def bytes_held(split: Split, rows: int, device: torch.device | None = None) -> int:
     """Bytes that a copy of the first ``rows`` rows of a split takes, about; 0 where they are in that memory already."""
-    if split.in_memory and device.type == "cpu":
+    if split.in_memory and (device is None or device.type == "cpu"):
         return 0
     if split.shards and split.shards[0].lengths is None:
         return rows * row_bytes(*_columns(split.shards[0]))[1]

@@ -138,9 +138,8 @@ class BatchStream:
         self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
         self._prefetch, self._reuse = prefetch, reuse
         room = 0 if data_memory is None else parse_size(data_memory)
-        here = self._device or torch.device("cpu")
         self.held = (
-            bool(self.rows) and bytes_held(split, self.rows, here) <= room
+            bool(self.rows) and bytes_held(split, self.rows, self._device) <= room
         )  # whether rows are, or will be, there
         self._gather: Gather | None = None  # from that copy
 

@@ -1,0 +1,279 @@
+"""A dataset in memory is the one that would lie on disk: the same rows, batches, checksums and, once saved, bytes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+
+from prepared import digests
+from small_runs import SMALL, assert_same_run
+
+import stoker
+from stoker.data import memory, publish
+from stoker.data.memory import Home, empty_rows, home_of
+from stoker.data.parts import PartStore
+from stoker.data.prepare import run_prepare
+from stoker.data.schema import (
+    CategoricalColumn,
+    DenseColumn,
+    Label,
+    Schema,
+    SequenceColumn,
+    SourceFormat,
+    SplitRule,
+)
+from stoker.errors import ConfigError, DataError
+
+
+def schema(*, bags: bool = False, dense: bool = True, fitted: bool = True, group: bool = True) -> Schema:
+    steps = ("log1p", "zscore") if fitted else ("log1p",)
+    columns = (DenseColumn(name="a", fill="median" if fitted else 0.0, null_flag=True, transforms=steps),
+               DenseColumn(name="b", transforms=steps))  # fmt: skip
+    features: list[CategoricalColumn] = [
+        CategoricalColumn(name="user", type="string"), CategoricalColumn(name="item", type="int"),
+        CategoricalColumn(name="hashed", source="user", type="string", hash_buckets=7),
+    ]  # fmt: skip
+    if bags:
+        del features[1]
+    seen = SequenceColumn(name="seen", type="int", separator="|", max_length=3)
+    return Schema(
+        name="small", label=Label(column="label"), group="list" if group else None, source=SourceFormat(kind="parquet"),
+        dense=columns if dense else (), categorical=tuple(features), sequence=(seen,) if bags else (),
+        split=SplitRule(rule="hash", column="list", train=0.6, valid=0.3, test=0.1),
+    )  # fmt: skip
+
+
+def table(path: Path, rows: int, *, row_group: int = 150) -> Path:
+    draw = np.random.default_rng(rows)
+    numbers = draw.normal(size=(rows, 2)).round(2)
+    seen = ["|".join(map(str, draw.integers(0, 9, draw.integers(0, 5)))) for _ in range(rows)]
+    frame = pl.DataFrame({
+        "label": draw.integers(0, 2, rows), "list": [f"list {n}" for n in draw.integers(0, rows // 3 + 1, rows)],
+        "a": [None if x < -1 else x for x in numbers[:, 0].tolist()], "b": numbers[:, 1] / 3,
+        "user": [f"user number {n}" for n in draw.zipf(1.5, rows) % 40], "item": draw.integers(0, 30, rows),
+        "seen": seen,
+    })  # fmt: skip
+    frame.write_parquet(path, row_group_size=row_group)
+    return path
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one-hot": {}, "bags": {"bags": True}, "no dense": {"dense": False}, "plain": {"fitted": False, "group": False},
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts and shards of few rows."""
+    monkeypatch.setattr("stoker.data.ingest.PARQUET_ROWS", 200)
+    monkeypatch.setattr(publish, "SHARD_ROWS", 128)
+    monkeypatch.setattr(publish, "_LEAST_ROWS", 64)
+
+
+def both(kind: dict[str, Any], source: Path, out: Path, **options: Any) -> tuple[stoker.Dataset, stoker.Dataset]:
+    return stoker.prepare(schema(**kind), source, **options), stoker.prepare(schema(**kind), source, out=out, **options)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Path) -> None:
+    held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 1000), tmp_path / "lying")
+    assert held.in_memory
+    assert not lying.in_memory
+    assert "in memory" in repr(held)
+    assert len(lying.train.entry["shards"]) > 2
+    assert len(held.train.shards) > 2
+    for name, split in lying.splits.items():
+        assert held.split(name).bytes == split.bytes
+        assert held.split(name).positives == split.positives
+        assert held.split(name).data_hash == split.data_hash
+    saved = held.save(tmp_path / "saved")
+    assert digests(tmp_path / "saved") == digests(tmp_path / "lying")
+    assert not saved.in_memory
+    assert saved.verify() == lying.verify()
+    assert held.verify() == lying.verify() - sum(len(split.entry["shards"]) for split in lying.splits.values())
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"seed": 3}, {"seed": 5, "shuffle_memory": "4KiB", "limit": 500}, {"seed": 1, "prefetch": 2, "reuse": True}],
+    ids=str,
+)
+def test_its_batches_are_those_from_files(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 1000), tmp_path / "lying")
+    stream, files = held.train.batches(32, **options), lying.train.batches(32, **options)
+    assert stream.held  # where they are, without a copy
+    for _ in range(2):
+        for ours, theirs in zip(stream, files, strict=True):
+            assert torch.equal(ours.dense, theirs.dense)
+            assert torch.equal(ours.ids, theirs.ids)
+            assert torch.equal(ours.labels, theirs.labels)
+            assert (ours.offsets is None) == (theirs.offsets is None)
+            if ours.offsets is not None and theirs.offsets is not None:
+                assert torch.equal(ours.offsets, theirs.offsets)
+    for row in (0, 200, len(lying.valid) - 1):
+        mine, other = held.valid[row], lying.valid[row]
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+    if KINDS[kind].get("group", True):
+        np.testing.assert_array_equal(held.train.groups, lying.train.groups)
+    assert held.counts.keys() == lying.counts.keys()
+    assert all(torch.equal(held.counts[name], lying.counts[name]) for name in lying.counts)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(3, 400), group=st.integers(1, 120), most=st.integers(1, 90), threads=st.integers(1, 3),
+    hold=st.sampled_from([None, 0, 4000]), kind=st.sampled_from(list(KINDS)),
+)  # fmt: skip
+def test_however_parts_and_shards_are_cut(
+    rows: int, group: int, most: int, threads: int, hold: int | None, kind: str, tmp_path_factory: Any
+) -> None:
+    """Parts beyond the room for them are read from the temporary directory."""
+    folder = tmp_path_factory.mktemp("cut")
+    source = table(folder / "rows.parquet", rows, row_group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stoker.data.ingest.PARQUET_ROWS", most)
+        patch.setattr(publish, "SHARD_ROWS", 64)
+        patch.setattr(publish, "_LEAST_ROWS", 8)
+        try:
+            run_prepare(schema(**KINDS[kind]), source, out=folder / "lying", threads=threads)
+        except DataError:  # no training row
+            return
+        home = Home()
+        report = run_prepare(schema(**KINDS[kind]), source, out=home.path, threads=threads, hold_bytes=hold)
+        stoker.Dataset(report.path).save(folder / "saved")
+    assert digests(folder / "saved") == digests(folder / "lying")
+
+
+def test_training_on_it_is_training_on_files(tmp_path: Path) -> None:
+    held, lying = both({}, table(tmp_path / "rows.parquet", 600), tmp_path / "lying")
+    ours = stoker.train(held, out=tmp_path / "ours", **SMALL)
+    theirs = stoker.train(lying, out=tmp_path / "theirs", **SMALL)
+    assert ours.valid == theirs.valid
+    assert_same_run(tmp_path / "ours", tmp_path / "theirs")
+    # A run on it finds it, where it still is, and so does what compares runs.
+    assert stoker.compare(tmp_path / "ours", tmp_path / "theirs")
+    stoker.train(resume=tmp_path / "ours", epochs=2, display="quiet")
+    stoker.train(resume=tmp_path / "theirs", epochs=2, display="quiet")
+    assert_same_run(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_it_goes_with_what_refers_to_it(tmp_path: Path) -> None:
+    held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
+    place, split = held.path, held.train
+    assert stoker.Dataset(place).in_memory
+    del held
+    gc.collect()
+    assert split.groups is not None  # its file is still there
+    assert home_of(place) is not None
+    del split
+    gc.collect()
+    assert not place.exists()
+    assert home_of(place) is None
+    with pytest.raises(DataError, match="no dataset"):
+        stoker.Dataset(place)
+
+
+def test_a_preparation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    source = table(tmp_path / "rows.parquet", 100)
+
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stoker.prepare(schema(), source, progress=stop)
+    with pytest.raises(DataError, match="no column"):
+        stoker.prepare(schema(), _without(source))
+    monkeypatch.setattr(publish, "available_memory", lambda: 100)
+    with pytest.raises(DataError, match=r"prepared rows take .* 100 B of memory are free. Pass out=DIRECTORY"):
+        stoker.prepare(schema(), source)
+    gc.collect()
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def _without(source: Path) -> Path:
+    other = source.with_name("other.parquet")
+    pl.read_parquet(source).drop("user").write_parquet(other)
+    return other
+
+
+def test_what_needs_files_says_so(tmp_path: Path) -> None:
+    source = table(tmp_path / "rows.parquet", 100)
+    held = stoker.prepare(schema(), source)
+    with pytest.raises(ConfigError, match=r"has to lie in files. Pass out=DIRECTORY"):
+        stoker.prepare(schema(), source, reorder=True)
+    with pytest.raises(DataError, match=r"cannot be reordered.*Dataset.save"):
+        stoker.reorder(held, tmp_path / "reordered")
+    profile = stoker.profile(held, budget="1KiB", sample=None)
+    with pytest.raises(DataError, match=r"cannot be classified.*Dataset.save"):
+        stoker.classify(held, profile, tmp_path / "classified")
+    with pytest.raises(DataError, match=r"in the memory of this process.*Dataset.save"):
+        pickle.dumps(held.train)
+    saved = held.save(tmp_path / "saved")
+    assert len(pickle.loads(pickle.dumps(saved.train))) == len(held.train)
+    with pytest.raises(DataError, match="already holds a dataset"):
+        held.save(tmp_path / "saved")
+    held.save(tmp_path / "saved", overwrite=True)
+    again = saved.save(tmp_path / "again")  # of files: a second name of each
+    assert digests(again.path) == digests(saved.path)
+
+
+def test_rows_like_it(tmp_path: Path) -> None:
+    """Its vocabularies and statistics prepare new rows, in memory or on disk."""
+    source, more = table(tmp_path / "rows.parquet", 300), table(tmp_path / "more.parquet", 80)
+    held = stoker.prepare(schema(), source)
+    new = stoker.prepare(files=more, like=held.path)
+    assert new.in_memory
+    stoker.prepare(files=more, like=held.path, out=tmp_path / "new")
+    new.save(tmp_path / "saved")
+    assert digests(tmp_path / "saved") == digests(tmp_path / "new")
+
+
+def test_memory_of_parts_is_used_again() -> None:
+    store = PartStore(10**6, reuse=True)
+    arrays = {"codes": np.zeros((2, 100), np.uint32), "labels": np.ones(100, np.float32), "raw.0": np.ones(100)}
+    store.write(Path("part"), arrays)
+    with store.open(Path("part")) as part:
+        assert part["raw.0"].sum() == 100
+        where = part["codes"].ctypes.data
+    store.release(Path("part"))
+    with store.open(Path("part")) as part:
+        assert "raw.0" not in part
+        assert part["labels"].sum() == 100
+    assert store.memory(10**4).ctypes.data != where  # too large for it
+    again = store.memory(1000)
+    assert again.ctypes.data == where
+    again[:] = 1  # writable
+    assert store.memory(1000).ctypes.data != where  # it is taken
+
+
+def test_rows_lie_together() -> None:
+    ids, dense, labels = empty_rows(
+        5, np.empty((0, 3), np.int64), np.empty((0, 2), np.float32), np.empty(0, np.float32)
+    )
+    ids[:], dense[:], labels[:] = 1, 2, 3
+    assert ids.shape == (5, 3)
+    assert dense.shape == (5, 2)
+    assert labels.shape == (5,)
+    assert ids.strides[0] == dense.strides[0] == labels.strides[0] == 64  # 36 bytes, to the next 32
+    assert memory.row_bytes(ids, dense, labels) == ([24, 8, 4], 64)
+    assert ids.sum() == 15
+    assert dense.sum() == 20
+    assert labels.sum() == 15
