@@ -19,7 +19,7 @@ def test_every_block_of_the_tutorial_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    blocks = re.findall(r"^```(sh|toml)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
+    blocks = re.findall(r"^```(sh|toml|python)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
     [schema] = [text for kind, text in blocks if kind == "toml"]
     (tmp_path / "sessions.toml").write_text(schema)
     said = {}
@@ -35,3 +35,6 @@ def test_every_block_of_the_tutorial_runs(
     assert "MRR" in compared
     assert "only rates has item_rate" in compared
     assert (tmp_path / "scores.parquet").exists()
+    [notebook] = [text for kind, text in blocks if kind == "python"]
+    exec(notebook, {})
+    assert "only rates-in-memory has item_rate" in capsys.readouterr().out
