@@ -12,7 +12,7 @@ from stoker.data.dictionaries import text_column
 from stoker.data.dictionary_kernels import splitmix
 from stoker.data.text_kernels import hash_spans
 
-__all__ = ["ABSENT", "JOINT", "hash_of_rows", "hash_texts", "hash_values", "stable_hash", "text_of"]
+__all__ = ["ABSENT", "JOINT", "deal", "hash_texts", "hash_values", "stable_hash", "text_of"]
 
 JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 
@@ -53,9 +53,15 @@ def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
     return joined.map_batches(lambda s: hash_texts(s, seed), return_dtype=pl.UInt64, is_elementwise=True)
 
 
-def hash_of_rows(column: str, seed: int) -> pl.Expr:
-    """splitmix64 of a column of whole numbers, as rows are split and sampled."""
+def deal(column: str, seed: int, folds: int) -> pl.Expr:
+    """splitmix64 of a column of whole numbers, as rows are split and sampled, modulo ``folds``; Int32."""
+    from stoker.features.learned_kernels import deal_rows
+
     mixed: Any = splitmix(np.array([seed], np.uint64))[0]
-    return pl.col(column).map_batches(
-        lambda s: pl.Series(splitmix(s.cast(pl.UInt64).to_numpy() ^ mixed)), return_dtype=pl.UInt64, is_elementwise=True
-    )
+
+    def dealt(series: pl.Series) -> pl.Series:
+        out = np.empty(len(series), np.int32)
+        deal_rows(series.cast(pl.Int64).to_numpy(), mixed, np.uint64(folds), out)
+        return pl.Series(out)
+
+    return pl.col(column).map_batches(dealt, return_dtype=pl.Int32, is_elementwise=True)

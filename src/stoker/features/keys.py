@@ -1,11 +1,13 @@
 """Keys of one or several columns, numbered by first occurrence and found again: exact, in memory per distinct key.
 
 A :class:`Coder` numbers the values of each column once, whatever many features have it in a key: 0 is missing, values
-count from 1, NaN and -0.0 are missing and 0. A :class:`KeyTable` numbers the combinations of these codes.
+count from 1, NaN and -0.0 are missing and 0. A :class:`KeyTable` numbers the combinations of these codes. Of rows in
+memory each combination is numbered once, too, and serves all longer ones that begin with it (:meth:`Coder.number`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +17,19 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.data.dictionaries import number_texts, text_column
+from stoker.data.ordered import ordered_map
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
-from stoker.features.learned_kernels import find_pairs, insert_pairs, number_codes, refill_pairs, take_numbers
+from stoker.features.learned_kernels import (
+    find_pairs,
+    first_of_pairs,
+    insert_pairs,
+    number_codes,
+    number_firsts,
+    refill_pairs,
+    take_numbers,
+)
+from stoker.features.text_views import runs_of_texts
 from stoker.ops.memory import zeros
 
 __all__ = ["Coder", "KeyTable", "batches", "code_column"]
@@ -28,6 +40,7 @@ _CHUNK = 2**16  # rows numbered at a time: what is made for them stays in cache
 _MOST = 2**31 - 2
 _BITS = np.int64(32)
 _LOW = np.int64(2**32 - 1)
+_serial = itertools.count()
 
 
 def code_column(name: str) -> str:
@@ -77,13 +90,21 @@ class _Column:
                 back = series.cast(given.dtype, strict=False)
                 wrong |= back.is_null() & ~absent | (back != given).fill_null(False)
             foreign = wrong.to_numpy()  # no value of this type, so it is not known
+        runs = runs_of_texts(series) if self.kind == "string" else None
+        if runs is None:
+            found = self._in_chunks(series, add=add)
+        else:  # rows of one session or list: each text is looked at once
+            found = self._in_chunks(series.gather(runs.starts), add=add)[runs.of_row]
+        if foreign is not None:
+            found[foreign] = -1
+        return found
+
+    def _in_chunks(self, series: pl.Series, *, add: bool) -> Codes:
         found = np.empty(len(series), np.int32)
         for start in range(0, len(series), _CHUNK):
             part = series.slice(start, _CHUNK)
             code = self._texts if self.kind == "string" else self._numbers
             found[start : start + len(part)] = code(part, add=add)
-        if foreign is not None:
-            found[foreign] = -1
         return found
 
     def _texts(self, series: pl.Series, *, add: bool) -> Codes:
@@ -135,6 +156,7 @@ class Coder:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
+        self._tables: dict[tuple[str, ...], KeyTable] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, series: pl.Series) -> Codes:
@@ -163,15 +185,70 @@ class Coder:
             return column.values(codes).alias(name)
 
 
+    def table(self, names: tuple[str, ...]) -> KeyTable | None:
+        """The keys of these columns, where rows in memory were numbered."""
+        return self._tables.get(names)
+
+    def number(self, rows: pl.DataFrame, wanted: Sequence[tuple[str, ...]], *, add: bool, threads: int) -> pl.DataFrame:
+        """Rows in memory, which have codes, with the number of each row's key in the column ``table(names).column``.
+
+        Args:
+            wanted: the columns of each key. A key that begins as another one does goes on from its numbers.
+            add: new keys get numbers; else they have -1, and only keys that have a table are numbered.
+        """
+        every = dict.fromkeys(names[:width] for names in wanted for width in range(min(2, len(names)), len(names) + 1))
+        if add:
+            for names in sorted(every, key=len):
+                if names not in self._tables:
+                    self._tables[names] = KeyTable(len(names), self._tables.get(names[:-1]))
+        open_ = [n for n in every if n in self._tables and self._tables[n].column not in rows.columns]
+        for width in sorted({len(names) for names in open_}):
+            some = [names for names in open_ if len(names) == width]
+            frame = rows
+
+            def work(names: tuple[str, ...], frame: pl.DataFrame = frame) -> pl.Series:
+                table, last = self._tables[names], frame.get_column(code_column(names[-1])).to_numpy()
+                before = code_column(names[0]) if len(names) <= 2 else self._tables[names[:-1]].column
+                ask = table.number_all if add else table.find_all
+                return pl.Series(table.column, ask(frame.get_column(before).to_numpy(), last))
+
+            rows = rows.with_columns(list(ordered_map(work, some, threads)))
+        return rows
+
+
 class _Pairs:
     """Numbers pairs of codes by first occurrence. Memory: 16 bytes per slot at a load of at most a half, 8 per pair."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._slots = np.zeros((1024, 2), np.int64)
+        self._slots: Any = np.zeros((1024, 2), np.int64)  # None: to be filled when a pair is looked up
         self._keys = np.zeros(1024, np.int64)
+        self._lock = threading.Lock()
+
+    def add_all(self, left: Codes, right: Codes) -> Codes:
+        """The same as :meth:`add` for all rows at once: into an empty table without hashing."""
+        if self.count or len(left) > _MOST:
+            return np.concatenate([self.add(left[i : i + _CHUNK], right[i : i + _CHUNK])
+                                   for i in range(0, len(left), _CHUNK)] or [np.zeros(0, np.int32)])  # fmt: skip
+        lefts, rights = int(left.max(initial=-1)) + 1, int(right.max(initial=-1)) + 1
+        ends, order = zeros(lefts + 1, np.int32), np.empty(len(left), np.int32)
+        stamp, seen, out = np.full(rights, -1, np.int32), np.empty(rights, np.int32), np.empty(len(left), np.int32)
+        self.count = first_of_pairs(left, right, ends, order, stamp, seen, out)
+        self._keys, self._slots = np.empty(self.count, np.int64), None
+        number_firsts(out, left, right, self._keys)
+        return out
+
+    def _ready(self) -> Any:
+        """The slots, filled."""
+        with self._lock:
+            if self._slots is None:
+                slots = zeros((1 << max(10, (4 * self.count).bit_length() - 1), 2), np.int64)
+                refill_pairs(slots, self._keys, self.count)
+                self._slots = slots
+        return self._slots
 
     def add(self, left: Any, right: Any) -> Codes:
+        self._ready()
         needed = self.count + len(left)
         if needed > _MOST:
             raise DataError(f"a feature has more than {_MOST:,} distinct keys. Take a column with fewer values.")
@@ -186,7 +263,7 @@ class _Pairs:
 
     def find(self, left: Any, right: Any) -> Codes:
         out = np.empty(len(left), np.int32)
-        find_pairs(self._slots, left, right, out)
+        find_pairs(self._ready(), left, right, out)
         return out
 
     def keys(self) -> Entries:
@@ -198,14 +275,17 @@ class KeyTable:
 
     Args:
         width: columns of the key.
+        before: the keys of all columns but the last, shared with others.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, before: KeyTable | None = None) -> None:
         self.width = width
+        self.column = f"__keys:{next(_serial)}"  # where the numbers of rows by this very table lie in a frame
         self._numbers = np.full(1024, -1, np.int32)  # of a code, where one column is the key
         self._codes = np.zeros(1024, np.int32)  # and back
         self._count = 0
-        self._levels = [_Pairs() for _ in range(width - 1)]
+        known = before._levels if before is not None else []
+        self._levels = [*known, *(_Pairs() for _ in range(width - 1 - len(known)))]
 
     @classmethod
     def of(cls, columns: Sequence[Codes]) -> KeyTable:
@@ -248,6 +328,19 @@ class KeyTable:
         for level, codes in zip(self._levels, columns[1:], strict=True):
             entries = level.add(entries, codes)
         return entries
+
+    def number_all(self, before: Codes, last: Codes) -> Codes:
+        """[n] numbers of all rows at once; ``before``: the number of the key without its last column, or the code of
+        its first of two."""
+        return self._levels[-1].add_all(before, last) if self._levels else self.add([last]).astype(np.int32)
+
+    def find_all(self, before: Codes, last: Codes) -> Codes:
+        """The same, -1 for a key that is not known."""
+        if self._levels:
+            return self._levels[-1].find(before, last)
+        out = np.empty(len(last), np.int32)
+        take_numbers(self._numbers, last, out)
+        return out
 
     def find(self, columns: Sequence[Codes]) -> Entries:
         """[n] number of each row's key, -1 for one that is not known. Any number of threads may look at once."""

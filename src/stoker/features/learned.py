@@ -9,9 +9,10 @@ means); out of fold as in the RecSys Challenge 2019 solution of Rabhi et al., "A
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from stoker.ops.memory import zeros
 if TYPE_CHECKING:
     import polars as pl
 
-    from stoker.features.keys import Coder
+    from stoker.features.keys import Coder, KeyTable
 
 __all__ = [
     "LABEL",
@@ -37,6 +38,7 @@ __all__ = [
     "values_at",
 ]  # fmt: skip
 
+T = TypeVar("T")
 TRAIN = "__train"  # whether a row was learned from, while its features are worked out
 LABEL = "__label"  # what is to be predicted, Float64; there while features are fitted
 _SUM, _COUNT = "sum", "count"
@@ -45,15 +47,39 @@ _WAITING = 2**23  # rows whose labels are kept before they are summed
 _ROWS = 2**16  # encoded at a time: what is made for them stays in cache
 
 
-@dataclass(kw_only=True)
 class LearnedTable:
-    """What one feature learned: kept in the dataset and used unchanged on new rows."""
+    """What one feature learned: kept in the dataset and used unchanged on new rows.
 
-    table: pl.DataFrame  # one row per distinct key
-    facts: dict[str, Any] = field(default_factory=dict)  # plain values
-    folds: Any = None  # arrays by name: each key's sums by fold; for training rows, and not kept with a dataset
-    keys: Any = field(default=None, repr=False, compare=False)  # KeyTable of the rows of ``table``, by a Coder
-    numbers: Any = field(default=None, repr=False, compare=False)  # of the table, as encoding looks them up
+    Args:
+        table: one row per distinct key; or what makes it, when it is asked for first.
+        facts: plain values.
+        folds: arrays by name: each key's sums by fold; for training rows, and not kept with a dataset.
+        keys: :class:`~stoker.features.keys.KeyTable` of the rows of ``table``, by a Coder.
+        numbers: of the table, as encoding looks them up.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: pl.DataFrame | Callable[[], pl.DataFrame],
+        facts: dict[str, Any] | None = None,
+        folds: Mapping[str, Any] | None = None,
+        keys: Any = None,
+        numbers: Any = None,
+    ) -> None:
+        self._table = table
+        self.facts: dict[str, Any] = {} if facts is None else facts
+        self.folds: Any = folds
+        self.keys, self.numbers = keys, numbers
+        self._lock = threading.Lock()
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """One row per distinct key."""
+        with self._lock:
+            if callable(self._table):
+                self._table = self._table()
+            return self._table
 
     def bind(self, names: Sequence[str], coder: Coder) -> None:
         """Number the keys, of the columns ``names`` of the table, if that is not done yet."""
@@ -61,6 +87,12 @@ class LearnedTable:
 
         if self.keys is None and names:
             self.keys = KeyTable.of([coder.add(name, self.table.get_column(name)) for name in names])
+
+    def places(self, rows: pl.DataFrame, names: Sequence[str]) -> Any:
+        """[n] row of the table for each of some rows that have codes, -1 where there is none."""
+        if self.keys.column in rows.columns:  # looked up with those of other features
+            return rows.get_column(self.keys.column).to_numpy()
+        return self.keys.find(codes_of(rows, names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +103,7 @@ class Learned(Derivation):
     """
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
+    numbered: ClassVar[bool] = False  # whether it takes its keys' numbers, where rows in memory have them
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -87,6 +120,13 @@ class Learned(Derivation):
     @abstractmethod
     def learn(self, rows: pl.DataFrame | pl.LazyFrame, coder: Coder, *, engine: str = "streaming") -> LearnedTable:
         """Learn from training rows, which have :meth:`reads`, ``__row`` and ``__label``."""
+
+    def learn_encode(self, rows: pl.DataFrame, coder: Coder) -> tuple[LearnedTable, list[pl.Series]]:
+        """Learn from training rows in memory, and their outputs."""
+        import polars as pl
+
+        found = self.learn(rows, coder)
+        return found, self.encode(rows if found.folds is None else rows.with_columns(pl.lit(True).alias(TRAIN)), found)
 
     @abstractmethod
     def reads(self, *, train: bool) -> list[str]:
@@ -136,6 +176,7 @@ class CountEncoding(Learned):
     """How many training rows have this key; 0 for a key that none has."""
 
     kind: ClassVar[str] = "count"
+    numbered: ClassVar[bool] = True
     by: tuple[str, ...]
 
     def check(self) -> None:
@@ -164,6 +205,16 @@ class CountEncoding(Learned):
         from stoker.features.keys import KeyTable, batches
         from stoker.features.learned_kernels import count_at
 
+        known = numbers_of(rows, self.by, coder)
+        if known is not None:
+            keys, places = known
+            counts = zeros(len(keys) + 1, np.int64)
+            count_at(counts, places)
+            return LearnedTable(
+                table=lambda: key_frame(keys, self.by, coder).with_columns(pl.Series(_COUNT, counts[:-1])),
+                keys=keys,
+                numbers=counts,
+            )
         keys, counts = KeyTable(len(self.by)), np.zeros(0, np.int64)
         for part in batches(rows.select(coded(self.by)), engine):
             found = keys.add(codes_of(part, self.by))
@@ -175,9 +226,13 @@ class CountEncoding(Learned):
     def encode(self, rows: pl.DataFrame, learned: LearnedTable) -> list[pl.Series]:
         import polars as pl
 
+        from stoker.features.learned_kernels import take_counts
+
         if learned.numbers is None:  # -1, which is not there, finds the 0
             learned.numbers = np.append(learned.table.get_column(_COUNT).to_numpy(), 0)
-        return [pl.Series(self.name, learned.numbers[learned.keys.find(codes_of(rows, self.by))])]
+        out = np.empty(rows.height, np.int64)
+        take_counts(learned.numbers, learned.places(rows, self.by), out)
+        return [pl.Series(self.name, out)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +254,7 @@ class MeanTargetEncoding(Learned):
 
     kind: ClassVar[str] = "mean_target"
     out_of_fold: ClassVar[bool] = True
+    numbered: ClassVar[bool] = True
     by: tuple[str, ...]
     folds: int = 8
     smoothing: float = 20.0
@@ -234,10 +290,11 @@ class MeanTargetEncoding(Learned):
         """Number of a row's fold, 0 to folds - 1."""
         import polars as pl
 
-        from stoker.features.hashing import hash_of_rows, stable_hash
+        from stoker.features.hashing import deal, stable_hash
 
-        hashed = stable_hash(self.fold_by, self.seed) if self.fold_by else hash_of_rows(ROW, self.seed)
-        return (hashed % self.folds).cast(pl.Int32).alias(self.fold_column)
+        if not self.fold_by:
+            return deal(ROW, self.seed, self.folds).alias(self.fold_column)
+        return (stable_hash(self.fold_by, self.seed) % self.folds).cast(pl.Int32).alias(self.fold_column)
 
     def reads(self, *, train: bool) -> list[str]:
         return [*coded(self.by), *([self.fold_column] if train else [])]
@@ -247,6 +304,9 @@ class MeanTargetEncoding(Learned):
 
         from stoker.features.keys import KeyTable, batches
 
+        known = numbers_of(rows, self.by, coder)
+        if known is not None:
+            return self._learn_all(cast("pl.DataFrame", rows), *known, coder, None)
         keys, small = KeyTable(len(self.by)), np.uint8 if self.folds <= 2**8 else np.int32
         # Key, fold, and label and 1 of rows; from time to time those of one key and fold become one.
         held: list[Any] = [(np.zeros(0, np.int32), np.zeros(0, small), np.zeros((0, 2)))]
@@ -254,12 +314,7 @@ class MeanTargetEncoding(Learned):
         for part in batches(rows.select(*self.reads(train=True), LABEL), engine):
             places = keys.add(codes_of(part, self.by)).astype(np.int32)
             labels = part.get_column(LABEL).to_numpy()
-            without = int(np.count_nonzero(~np.isfinite(labels)))
-            if without:
-                raise DataError(
-                    f"{self.where}: the label is missing or no number in {without:,} of {len(labels):,} training rows "
-                    "that were looked at. Leave such rows out, or fill the label."
-                )
+            self._check_labels(labels)
             fold = part.get_column(self.fold_column).to_numpy().astype(small)
             held.append((places, fold, np.stack([labels, np.ones(len(labels))], axis=1)))
             waiting += len(labels)
@@ -267,18 +322,60 @@ class MeanTargetEncoding(Learned):
                 first, fold_of, sums, _, _ = self._summed(held, len(keys))
                 held, waiting = [(np.repeat(np.arange(len(keys), dtype=np.int32), np.diff(first)), fold_of, sums)], 0
         first, fold_of, sums, of_key, of_fold = self._summed(held, len(keys))
-        (total, count), sides = of_fold.sum(axis=0).tolist(), of_fold.tolist()
-        mean = total / count if count else 0.0
-        others = [(total - s) / (count - n) if count > n else mean for s, n in sides]
-        table = key_frame(keys, self.by, coder)
         return LearnedTable(
-            table=table.with_columns(
-                pl.Series(_SUM, of_key[:, 0]), pl.Series(_COUNT, of_key[:, 1], dtype=pl.Float64).cast(pl.Int64)
-            ),
+            table=_with_totals(key_frame(keys, self.by, coder), of_key),
             folds={"first": first, "fold_of": fold_of, "held": sums},
-            facts={"mean": mean, "other_folds_mean": others},
+            facts=_means(of_fold),
             keys=keys,
         )
+
+    def learn_encode(self, rows: pl.DataFrame, coder: Coder) -> tuple[LearnedTable, list[pl.Series]]:
+        import polars as pl
+
+        known = numbers_of(rows, self.by, coder)
+        if known is None:
+            return super().learn_encode(rows, coder)
+        out = np.empty(rows.height)
+        return self._learn_all(rows, *known, coder, out), [pl.Series(self.name, out)]
+
+    def _learn_all(self, rows: pl.DataFrame, keys: KeyTable, places: Any, coder: Coder, out: Any) -> LearnedTable:
+        """From rows in memory whose keys are numbered; ``out`` receives their encodings, unless it is None. The sums of
+        keys and folds are those of :meth:`learn`, to the bit, and made when they are asked for."""
+        from stoker.features.learned_kernels import rest_means, rests_of_folds
+
+        labels = rows.get_column(LABEL).to_numpy()
+        self._check_labels(labels)
+        fold = rows.get_column(self.fold_column).to_numpy()
+        rest = np.empty(len(labels)) if out is None else out
+        left, of_fold = np.empty(len(labels), np.int32), np.zeros((self.folds, 2))
+        ends, order = zeros(len(keys) + 1, np.int32), np.empty(len(labels), np.int32)
+        rests_of_folds(places, fold, labels, ends, order, of_fold, rest, left)
+        facts = _means(of_fold)
+        if out is not None:
+            rest_means(rest, left, fold, np.array(facts["other_folds_mean"]), float(self.smoothing))
+        count = len(keys)
+
+        def summed() -> tuple[Any, ...]:
+            small = np.uint8 if self.folds <= 2**8 else np.int32
+            given = np.stack([labels, np.ones(len(labels))], axis=1)
+            return self._summed([(places, fold.astype(small), given)], count)
+
+        sums = Later(summed)
+        return LearnedTable(
+            table=lambda: _with_totals(key_frame(keys, self.by, coder), sums()[3]),
+            folds=_Folds(sums),
+            facts=facts,
+            keys=keys,
+        )
+
+    def _check_labels(self, labels: Any) -> None:
+        without = int(np.count_nonzero(~np.isfinite(labels)))
+        if without:
+            raise DataError(
+                f"{self.where}: the label is missing or no number in {without:,} of {len(labels):,} training rows "
+                "that were looked at. Leave such rows out, or fill the label."
+            )
+
 
     def _summed(self, held: list[Any], count: int) -> tuple[Any, Any, Any, Any, Any]:
         """Where each of ``count`` keys begins, the fold and the sums of every entry; totals of keys and of folds."""
@@ -296,7 +393,9 @@ class MeanTargetEncoding(Learned):
 
         from stoker.features.learned_kernels import smoothed_means
 
-        if learned.numbers is None:
+        if learned.numbers is None and isinstance(learned.folds, _Folds):  # without making the table
+            learned.numbers = learned.folds.totals
+        elif learned.numbers is None:
             learned.numbers = learned.table.select(_SUM, pl.col(_COUNT).cast(pl.Float64)).to_numpy(order="c")
         mean, others = learned.facts["mean"], np.array(learned.facts["other_folds_mean"])
         trained = TRAIN in rows.columns
@@ -306,7 +405,7 @@ class MeanTargetEncoding(Learned):
         out = np.empty(rows.height)
         for start in range(0, rows.height, _ROWS):
             part = rows.slice(start, _ROWS)
-            places = learned.keys.find(codes_of(part, self.by))
+            places = learned.places(part, self.by)
             chosen, fold = np.zeros(len(places), np.bool_), np.zeros(len(places), np.int32)
             if trained:
                 chosen, fold = part.get_column(TRAIN).to_numpy(), part.get_column(self.fold_column).to_numpy()
@@ -324,6 +423,69 @@ class MeanTargetEncoding(Learned):
                 out[start : start + _ROWS],
             )
         return [pl.Series(self.name, out)]
+
+
+class Later(Generic[T]):
+    """A value that is made when it is asked for first, once."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._lock = threading.Lock()
+        self._made: T
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._make is not None:
+                self._made, self._make = self._make(), None
+            return self._made
+
+
+class _Folds(Mapping[str, Any]):
+    """``LearnedTable.folds`` of rows in memory."""
+
+    _names: ClassVar = ("first", "fold_of", "held")
+
+    def __init__(self, sums: Later[tuple[Any, ...]]) -> None:
+        self._sums = sums
+
+    @property
+    def totals(self) -> Any:
+        """[keys, 2] sum and number of rows of each key."""
+        return self._sums()[3]
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._sums()[self._names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _means(of_fold: Any) -> dict[str, Any]:
+    """The mean of all labels and, for each fold, that of the others."""
+    (total, count), sides = of_fold.sum(axis=0).tolist(), of_fold.tolist()
+    mean = total / count if count else 0.0
+    return {"mean": mean, "other_folds_mean": [(total - s) / (count - n) if count > n else mean for s, n in sides]}
+
+
+def _with_totals(table: pl.DataFrame, of_key: Any) -> pl.DataFrame:
+    import polars as pl
+
+    return table.with_columns(
+        pl.Series(_SUM, of_key[:, 0]), pl.Series(_COUNT, of_key[:, 1], dtype=pl.Float64).cast(pl.Int64)
+    )
+
+
+def numbers_of(rows: Any, names: tuple[str, ...], coder: Coder) -> tuple[KeyTable, Any] | None:
+    """The keys of rows in memory that were numbered, all of them these rows', and each row's number."""
+    keys = coder.table(names)
+    if keys is None or keys.column not in rows.collect_schema().names():
+        return None
+    return keys, rows.get_column(keys.column).to_numpy()
 
 
 def coded(names: Sequence[str]) -> list[str]:

@@ -8,8 +8,8 @@ import numba as nb
 import numpy as np
 
 __all__ = [
-    "count_at", "find_pairs", "insert_pairs", "number_codes", "refill_pairs", "smoothed_means", "sum_folds",
-    "take_numbers",
+    "count_at", "deal_rows", "find_pairs", "first_of_pairs", "insert_pairs", "number_codes", "number_firsts",
+    "refill_pairs", "rest_means", "rests_of_folds", "smoothed_means", "sum_folds", "take_counts", "take_numbers",
 ]  # fmt: skip
 
 _jit: Any = nb.njit(nogil=True, cache=True)
@@ -74,6 +74,77 @@ def sum_folds(places, folds, given, count, ends, order, fold_of, held, of_key, o
 
 
 @_jit
+def rests_of_folds(places, folds, labels, ends, order, of_fold, rest, rows):  # type: ignore[no-untyped-def]
+    """What the other folds of its key hold for each row: sum of labels and number of rows, as those that
+    :func:`sum_folds` finds, to the bit, without an entry per key and fold.
+
+    Args:
+        places, folds, labels: [n] key, fold and label of each row.
+        ends: [keys + 1] zeros; room.
+        order: [n] room.
+        of_fold: [folds, 2] zeros; receives sum and number of rows of each fold.
+        rest, rows: [n]; receive sum and number.
+    """
+    for i in range(places.size):
+        ends[places[i] + 1] += 1
+    for key in range(ends.size - 1):
+        ends[key + 1] += ends[key]
+    for i in range(places.size):  # a counting sort: stable, so rows of a key stay in order
+        order[ends[places[i]]] = i
+        ends[places[i]] += 1
+    width = of_fold.shape[0]
+    sums, counts = np.zeros(width), np.zeros(width, np.int64)
+    begin = 0
+    for key in range(ends.size - 1):
+        stop = ends[key]
+        if stop == begin + 1:  # most keys of a long tail
+            row = order[begin]
+            of_fold[folds[row], 0] += 0.0 + labels[row]
+            of_fold[folds[row], 1] += 1
+            rest[row], rows[row] = 0.0, 0
+        else:
+            for k in range(begin, stop):
+                row = order[k]
+                sums[folds[row]] += labels[row]
+                counts[folds[row]] += 1
+            total = 0.0
+            for fold in range(width):
+                if counts[fold] > 0:
+                    total += sums[fold]
+                    of_fold[fold, 0] += sums[fold]
+                    of_fold[fold, 1] += counts[fold]
+            for k in range(begin, stop):
+                row = order[k]
+                rest[row] = total - sums[folds[row]]
+                rows[row] = stop - begin - counts[folds[row]]
+            if stop - begin < width:
+                for k in range(begin, stop):
+                    sums[folds[order[k]]], counts[folds[order[k]]] = 0.0, 0
+            else:
+                sums[:], counts[:] = 0.0, 0
+        begin = stop
+
+
+@_jit
+def rest_means(rest, rows, folds, others, smoothing):  # type: ignore[no-untyped-def]
+    """Encodings of rows that teach, in place of ``rest``; ``others`` [folds]: the mean of all other folds."""
+    for i in range(rest.size):
+        prior = others[folds[i]]
+        weight = rows[i] + smoothing
+        rest[i] = (rest[i] + smoothing * prior) / weight if weight > 0 else prior
+
+
+@_jit
+def deal_rows(rows, seed, folds, out):  # type: ignore[no-untyped-def]
+    """splitmix64 of each number, exclusive or ``seed``, modulo ``folds``."""
+    for i in range(rows.size):
+        h = (np.uint64(rows[i]) ^ seed) + np.uint64(0x9E3779B97F4A7C15)
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        out[i] = (h ^ (h >> np.uint64(31))) % folds
+
+
+@_jit
 def count_at(counts, places):  # type: ignore[no-untyped-def]
     """``counts[places[i]] += 1``."""
     for i in range(places.size):
@@ -126,12 +197,64 @@ def insert_pairs(slots, left, right, count, keys, out):  # type: ignore[no-untyp
 
 
 @_jit
+def first_of_pairs(left, right, ends, order, stamp, seen, out):  # type: ignore[no-untyped-def]
+    """out[i]: the first row with the pair of codes of row i; returns how many pairs there are.
+
+    Rows are dealt by their left code, and within one of these a table over all right codes tells. No hashing, and few
+    pages: rows of one left code mostly follow each other, as in a log.
+
+    Args:
+        left, right: [n] codes.
+        ends: [left codes + 1] zeros; room.
+        order: [n] room.
+        stamp, seen: [right codes] -1, and room.
+        out: [n].
+    """
+    for i in range(left.size):
+        ends[left[i] + 1] += 1
+    for code in range(ends.size - 1):
+        ends[code + 1] += ends[code]
+    for i in range(left.size):
+        order[ends[left[i]]] = i
+        ends[left[i]] += 1
+    begin, count = 0, 0
+    for code in range(ends.size - 1):
+        for k in range(begin, ends[code]):
+            row = order[k]
+            other = right[row]
+            if stamp[other] != code:
+                stamp[other] = code
+                seen[other] = row
+                count += 1
+            out[row] = seen[other]
+        begin = ends[code]
+    return count
+
+
+@_jit
+def number_firsts(out, left, right, keys):  # type: ignore[no-untyped-def]
+    """The first row of a row's pair, ``out``, becomes the number of the pair, by first occurrence; ``keys`` keeps the
+    pairs as :func:`insert_pairs` does."""
+    count = 0
+    for i in range(out.size):
+        if out[i] == i:
+            keys[count] = np.int64(left[i]) << np.int64(32) | np.int64(right[i])
+            out[i] = count
+            count += 1
+        else:
+            out[i] = out[out[i]]  # of an earlier row, so a number already
+
+
+@_jit
 def find_pairs(slots, left, right, out):  # type: ignore[no-untyped-def]
     """The number of each pair of codes, -1 where it has none or a code is below 0."""
     mask = np.uint64(slots.shape[0] - 1)
     for i in range(left.size):
         if left[i] < 0 or right[i] < 0:
             out[i] = -1
+            continue
+        if i > 0 and left[i] == left[i - 1] and right[i] == right[i - 1]:  # rows of one session or list
+            out[i] = out[i - 1]
             continue
         key = np.int64(left[i]) << np.int64(32) | np.int64(right[i])
         at = _mixed(key) & mask
@@ -173,3 +296,10 @@ def take_numbers(numbers, codes, out):  # type: ignore[no-untyped-def]
     for i in range(codes.size):
         code = codes[i]
         out[i] = numbers[code] if 0 <= code < numbers.size else -1
+
+
+@_jit
+def take_counts(counts, places, out):  # type: ignore[no-untyped-def]
+    """out[i] = counts[places[i]]; -1 finds the last one."""
+    for i in range(places.size):
+        out[i] = counts[places[i]] if places[i] >= 0 else counts[counts.size - 1]

@@ -66,7 +66,8 @@ def apply_feature(frame: Frame, feature: Derivation, learned: LearnedTable | Non
 
 def _encoded(feature: Learned, frame: pl.DataFrame, learned: LearnedTable, train: Any) -> list[pl.Series]:
     marked = [] if train is None else [train.alias(TRAIN)]
-    return feature.encode(frame.select(*feature.reads(train=train is not None), *marked), learned)
+    numbers = [learned.keys.column] if learned.keys is not None and learned.keys.column in frame.columns else []
+    return feature.encode(frame.select(*feature.reads(train=train is not None), *numbers, *marked), learned)
 
 
 def look_back(frame: Frame, features: list[Past]) -> Any:
@@ -101,6 +102,7 @@ def prepared_for(frame: Frame, features: Sequence[Derivation], coder: Coder, *, 
     if isinstance(frame, pl.DataFrame):
         columns = frame
         made = frame.with_columns(list(ordered_map(lambda name: codes(columns.get_column(name), name), names, 2)))
+        made = coder.number(made, [one.keys for one in some if one.numbered], add=add, threads=2)
     else:
         if add:  # no batch may come
             schema = frame.collect_schema()
@@ -294,13 +296,14 @@ def _fit(
         if isinstance(feature, Learned) and feature.name not in learned:
             some = cast("list[Learned]", next(in_runs(features[number:])))
             frame = prepared_for(frame, some, coder, add=True, folds=True)
-            work = partial(_learn, rows=frame, coder=coder, engine=engine, waiting=waiting)
-            learned |= zip((one.name for one in some), ordered_map(work, some, threads), strict=True)
-            together = [one for one in some if one.name in wanted]
-            if isinstance(frame, pl.DataFrame) and len(together) == len(some):  # none reads another's output
-                parts = ordered_map(partial(_own, rows=frame, learned=learned), together, threads)
-                frame = frame.with_columns([series for part in parts for series in part])
-                done |= {one.name for one in together}
+            if isinstance(frame, pl.DataFrame) and all(one.name in wanted for one in some):
+                made = list(ordered_map(partial(_learn_encode, rows=frame, coder=coder), some, threads))
+                learned |= {one.name: table for one, (table, _) in zip(some, made, strict=True)}
+                frame = frame.with_columns([series for _, part in made for series in part])
+                done |= {one.name for one in some}  # none reads another's output
+            else:
+                work = partial(_learn, rows=frame, coder=coder, engine=engine, waiting=waiting)
+                learned |= zip((one.name for one in some), ordered_map(work, some, threads), strict=True)
         table = learned.get(feature.name)
         names += feature.outputs
         if feature.name not in done and (feature.name in wanted or isinstance(feature, RowSteps)):
@@ -322,8 +325,13 @@ def _learn(
         return feature.learn(rows, coder, engine=engine)
 
 
+def _learn_encode(feature: Learned, *, rows: pl.DataFrame, coder: Coder) -> tuple[LearnedTable, list[pl.Series]]:
+    with explained(feature):
+        return feature.learn_encode(rows, coder)
+
+
 def _own(
-    feature: Learned, *, rows: pl.DataFrame, learned: dict[str, LearnedTable], training: bool = True
+    feature: Learned, *, rows: pl.DataFrame, learned: dict[str, LearnedTable], training: bool
 ) -> list[pl.Series]:
     """A feature of rows in memory; ``training``: of those that taught it."""
     import polars as pl
@@ -335,7 +343,7 @@ def _own(
 
 def _without_helpers(frame: Any) -> Any:
     names = frame.collect_schema().names()
-    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(("__key:", "__fold:"))])
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(("__key:", "__keys:", "__fold:"))])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
