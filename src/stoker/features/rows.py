@@ -364,24 +364,19 @@ class Pairs(RowSteps):
     def rows_now(self, frame: pl.DataFrame) -> pl.DataFrame:
         import polars as pl
 
-        # Lists are flattened and the other columns taken by place: exploding a whole frame makes much more of it.
-        lists = [
-            frame.get_column(column).cast(pl.String).str.split(self.separator).list.head(self.most)
-            for column in self.columns
+        from stoker.features.text_views import pieces_of, repeated, repeated_rows
+
+        # Pieces are cut where they lie and the other columns taken by place: exploding a frame makes much more of it.
+        cut = [pieces_of(frame.get_column(c).cast(pl.String), self.separator, self.most) for c in self.columns]
+        lists = [one for one in cut if one is not None]
+        if len(lists) < len(cut) or frame.height >= 2**32:
+            return super().rows_now(frame)
+        counts = lists[0][0]
+        size = np.where(counts < self.least, 0, counts)  # a missing list has none
+        places, rank = repeated(size)
+        made = [
+            pieces(size, (size > 0) & (own == size)).alias(name)
+            for name, (own, pieces) in zip(self.names, lists, strict=True)
         ]
-        sizes = [one.list.len().fill_null(0).to_numpy().astype(np.int64) for one in lists]
-        size = np.where(sizes[0] < self.least, 0, sizes[0])  # a missing list has none
-        places = np.repeat(np.arange(frame.height), size)
-        rank = np.arange(len(places)) - np.repeat(np.cumsum(size) - size, size) + 1
-        made = []
-        for name, one, own in zip(self.names, lists, sizes, strict=True):
-            wanted = (size > 0) & (own == size)
-            flat = one.filter(pl.Series(wanted)).explode()
-            if (own == size)[size > 0].all():
-                made.append(flat.alias(name))
-                continue
-            where = np.full(len(places), -1)
-            where[wanted[places]] = np.arange(len(flat))
-            made.append(flat.gather(pl.Series(where).replace(-1, None)).alias(name))
         others = frame.select(pl.exclude(*self.outputs))
-        return others[places].with_columns(*made, pl.Series(self.rank, rank))
+        return repeated_rows(others, size, places).with_columns(*made, pl.Series(self.rank, rank))
