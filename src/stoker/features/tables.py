@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from stoker.errors import DataError
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from stoker.data.columns import Block
+    from stoker.data.columns import Block, Field
     from stoker.data.ingest import Source
     from stoker.data.schema import SourceFormat
 
@@ -53,26 +55,75 @@ def read_table(
     """
     import polars as pl
 
-    from stoker.data.frames import block_frame
     from stoker.data.ordered import ordered_map
     from stoker.data.sources import BLOCK_BYTES
 
     path = Path(path)
     source = open_table(path, columns, format=format)
-
-    def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
-        block = job[2]()
-        for column in block.columns.values():  # the next block of this thread takes the memory of this one
-            column.values = None if column.values is None else column.values.copy()
-        return block_frame(block, list(columns)), block
-
     # Blocks of a small file are small, so that every thread has some.
     size = min(BLOCK_BYTES, max(2**16, path.stat().st_size // (4 * threads)))
-    frames, before = [], 0
-    for frame, block in ordered_map(work, source.blocks(size), threads):
+    whole = _Whole(path.stat().st_size)
+    for number, (made, block) in enumerate(ordered_map(_part, enumerate(source.blocks(size)), threads)):
         if block.bad:
             bad = block.bad[0]
-            raise DataError(f"{path}:{before + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
-        before += block.lines
-        frames.append(frame)
-    return pl.concat(frames)
+            raise DataError(f"{path}:{whole.lines + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
+        whole.add(made, block.lines, block.rows, (number + 1) * size)
+    return pl.DataFrame([whole.column(item).alias(item.column) for item in source.fields])
+
+
+def _part(job: tuple[int, tuple[int, int, Callable[[], Block]]]) -> tuple[dict[Field, tuple[Any, ...]], Block]:
+    """A block's columns in memory of their own: the next block of this thread takes that of this one. Of each the
+    values, or the views of texts; where they are missing; and the long texts."""
+    from stoker.features.text_views import views_of_spans
+
+    number, (_, _, read) = job
+    block = read()
+    made: dict[Field, tuple[Any, ...]] = {}
+    for item, column in block.columns.items():
+        if column.lengths is not None:
+            views, held = views_of_spans(column.data, column.starts, column.lengths, number)
+            made[item] = (views, column.lengths < 0, held)
+        else:
+            made[item] = (column.values.copy(), column.absent().copy(), None)  # type: ignore[union-attr]
+    return made, block
+
+
+class _Whole:
+    """The blocks of a file, put together as they come: what a block took is free for the next.
+
+    Args:
+        size: bytes of the file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self.lines, self._rows = size, 0, 0
+        self._arrays: dict[Field, list[Any]] = {}
+        self._texts: dict[Field, list[Any]] = {}
+
+    def add(self, made: dict[Field, tuple[Any, ...]], lines: int, rows: int, read: int) -> None:
+        """The columns of the next block; ``read``: bytes of the file that blocks so far had."""
+        end = self._rows + rows
+        for item, (*arrays, held) in made.items():
+            if item not in self._arrays or end > len(self._arrays[item][0]):
+                # As many rows as the file seems to have: memory that stays empty costs nothing.
+                room = max(end, int(1.1 * end * max(self._size, read) / read))
+                before = self._arrays.get(item)
+                self._arrays[item] = [np.empty((room, *array.shape[1:]), array.dtype) for array in arrays]
+                if before is not None:
+                    for old, new in zip(before, self._arrays[item], strict=True):
+                        new[: self._rows] = old[: self._rows]
+            for array, new in zip(arrays, self._arrays[item], strict=True):
+                new[self._rows : end] = array
+            self._texts.setdefault(item, []).append(held)
+        self._rows, self.lines = end, self.lines + lines
+
+    def column(self, item: Field) -> pl.Series:
+        """A column of all blocks, in one piece."""
+        from stoker.data.columns import RawColumn
+        from stoker.data.frames import column_series
+        from stoker.features.text_views import texts_of_views
+
+        values, absent = (array[: self._rows] for array in self._arrays.pop(item))
+        if item.kind == "string":
+            return texts_of_views(values, self._texts[item], absent)
+        return column_series(item, RawColumn(values=values, missing=absent))

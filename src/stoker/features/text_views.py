@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.data.ordered import ordered_map
+from stoker.errors import DataError
 
-__all__ = ["Runs", "pieces_of", "repeated", "repeated_rows", "runs_of_texts", "texts_of_spans"]
+__all__ = ["Runs", "pieces_of", "repeated", "repeated_rows", "runs_of_texts", "texts_of_views", "views_of_spans"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 _inline: Any = nb.njit(nogil=True, inline="always")
 _LEAST = 2**10  # rows; fewer are not worth a look
 _LOOKED = 2**12  # rows looked at before all are
-_INLINE = 12  # bytes of a text that its view holds itself
+_SOON = 2**10  # texts that are looked at whether one is there again
 _MOST_BYTES = 2**31 - 1  # of a buffer: views have 32 bits for where a text begins
 
 
@@ -81,29 +83,36 @@ def _first_rows(of_row, starts):  # type: ignore[no-untyped-def]
             starts[of_row[i]] = i
 
 
-def texts_of_views(views: Any, data: Any, absent: Any = None) -> pl.Series:
-    """The texts of some views, whose long ones lie in ``data``; missing where ``absent``. Nothing is copied."""
-    import pyarrow as pa
+def texts_of_views(views: Any, held: Sequence[Any], absent: Any = None) -> pl.Series:
+    """The texts of some views, missing where ``absent``. Nothing is copied.
 
-    return _texts(views, [pa.py_buffer(data)] if len(data) else [], absent)
-
-
-def _texts(views: Any, buffers: list[Any], absent: Any) -> pl.Series:
+    Args:
+        views: int64 [n, 2].
+        held: uint8 arrays that hold the long texts, or buffers of Arrow; views name one by its place.
+        absent: bool [n], or None.
+    """
     import pyarrow as pa
 
     validity = pa.py_buffer(np.packbits(~absent, bitorder="little")) if absent is not None and absent.any() else None
-    made = pa.Array.from_buffers(pa.string_view(), len(views), [validity, pa.py_buffer(views), *buffers])
-    return pl.Series(pl.from_arrow(made))
+    buffers = [validity, pa.py_buffer(views), *(pa.py_buffer(one) for one in held)]
+    return pl.Series(pl.from_arrow(pa.Array.from_buffers(pa.string_view(), len(views), buffers)))
 
 
-def texts_of_spans(data: Any, starts: Any, lengths: Any) -> pl.Series | None:
-    """Texts that lie in ``data`` [bytes] as UTF-8, missing where a length is below 0: ``data`` stays in memory as long
-    as the texts do. None: too much data for views."""
-    if len(data) > _MOST_BYTES:
-        return None
-    views = np.empty((len(starts), 2), np.int64)
-    longer = _view_spans(data, starts, lengths, views, views.view(np.uint8))
-    return texts_of_views(views, data if longer else data[:0], lengths < 0)
+def views_of_spans(data: Any, starts: Any, lengths: Any, part: int) -> tuple[Any, Any]:
+    """int64 [n, 2] and uint8 [bytes]: views of texts that lie in ``data``, and a copy of the long ones, each once if
+    they come again soon; ``part``: of :func:`texts_of_views`, where the copy will be. A missing text (a length below
+    0) has an empty view.
+
+    Raises:
+        DataError: more than 2 GiB of texts in one part.
+    """
+    room = _long_bytes(lengths)
+    if room > _MOST_BYTES:
+        raise DataError(f"{room:,} bytes of text in one block: views have room for {_MOST_BYTES:,}. Take fewer rows.")
+    views, held = np.empty((len(starts), 2), np.int64), np.empty(room, np.uint8)
+    cache = np.full(_SOON, -1, np.int64)
+    used = _view_spans(data, starts, lengths, part, views, views.view(np.uint8), held, cache)
+    return views, held if used == room else held[:used].copy()
 
 
 def pieces_of(series: pl.Series, separator: str, most: int) -> tuple[Any, Any] | None:
@@ -127,7 +136,7 @@ def pieces_of(series: pl.Series, separator: str, most: int) -> tuple[Any, Any] |
         if not (wanted | (size == 0)).all():
             absent = ~np.repeat(wanted, size)
         longer = _view_pieces(data, starts, lengths, cut, size, wanted, views, views.view(np.uint8))
-        return texts_of_views(views, data if longer else data[:0], absent)
+        return texts_of_views(views, [data] if longer else [], absent)
 
     return counts, pieces
 
@@ -151,7 +160,7 @@ def repeated_rows(frame: pl.DataFrame, size: Any, rows: Any, *, threads: int = 2
         given, out = views_of(series), np.empty((len(rows), 2), np.int64)
         _repeat_views(given, size, out)
         absent = series.is_null().to_numpy()[rows] if series.null_count() else None
-        return _texts(out, array.buffers()[2:], absent).alias(series.name)
+        return texts_of_views(out, array.buffers()[2:], absent).alias(series.name)
 
     return pl.DataFrame(list(ordered_map(work, frame.get_columns(), threads)))
 
@@ -178,7 +187,7 @@ def _repeat(size, rows, rank):  # type: ignore[no-untyped-def]
 @_inline
 def _put_view(data, start, length, row, views, raw):  # type: ignore[no-untyped-def]
     """Write a view; returns whether the text lies in ``data``."""
-    if length <= 12:
+    if length <= 12:  # as many bytes as a view has room for
         views[row, 0], views[row, 1] = length, 0
         for p in range(length):
             raw[row, 4 + p] = data[start + p]
@@ -191,14 +200,41 @@ def _put_view(data, start, length, row, views, raw):  # type: ignore[no-untyped-
 
 
 @_jit
-def _view_spans(data, starts, lengths, views, raw):  # type: ignore[no-untyped-def]
-    longer = False
+def _long_bytes(lengths):  # type: ignore[no-untyped-def]
+    total = 0
+    for i in range(lengths.size):
+        total += lengths[i] if lengths[i] > 12 else 0
+    return total
+
+
+@_jit
+def _view_spans(data, starts, lengths, part, views, raw, held, cache):  # type: ignore[no-untyped-def]
+    used = 0
     for i in range(starts.size):
-        if lengths[i] < 0:
-            views[i, 0], views[i, 1] = 0, 0
-        elif _put_view(data, starts[i], lengths[i], i, views, raw):
-            longer = True
-    return longer
+        n, start = lengths[i], starts[i]
+        if n <= 12:
+            _put_view(data, start, max(n, 0), i, views, raw)
+            continue
+        tag = np.uint64(n)
+        for p in range(start + n - 8, start + n):
+            tag = (tag << np.uint64(8) | tag >> np.uint64(56)) ^ np.uint64(data[p])
+        tag = (tag * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(54)  # 10 bits: as many as _SOON has places
+        before = cache[tag]
+        same = before >= 0 and lengths[before] == n
+        if same:
+            other = starts[before]
+            for p in range(n):
+                same &= data[start + p] == data[other + p]
+        cache[tag] = i
+        if same:
+            views[i, 0], views[i, 1] = views[before, 0], views[before, 1]
+            continue
+        _put_view(data, start, n, i, views, raw)
+        views[i, 1] = np.int64(part) | np.int64(used) << 32
+        for p in range(n):
+            held[used + p] = data[start + p]
+        used += n
+    return used
 
 
 @_inline
