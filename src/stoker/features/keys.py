@@ -329,10 +329,19 @@ class KeyTable:
             entries = level.add(entries, codes)
         return entries
 
+    def add_all(self, columns: Sequence[Codes]) -> Codes:
+        """As :meth:`add`, of all rows there are at once: faster, with room for each code up to the largest."""
+        if not self._levels:
+            return self.add(columns).astype(np.int32)
+        entries = columns[0]
+        for level, codes in zip(self._levels, columns[1:], strict=True):
+            entries = level.add_all(entries, codes)
+        return entries
+
     def number_all(self, before: Codes, last: Codes) -> Codes:
         """[n] numbers of all rows at once; ``before``: the number of the key without its last column, or the code of
         its first of two."""
-        return self._levels[-1].add_all(before, last) if self._levels else self.add([last]).astype(np.int32)
+        return self._levels[-1].add_all(before, last) if self._levels else self.add_all([last])
 
     def find_all(self, before: Codes, last: Codes) -> Codes:
         """The same, -1 for a key that is not known."""

@@ -103,6 +103,7 @@ class Learned(Derivation):
     """
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
+    labelled: ClassVar[bool] = True  # whether it reads ``__row`` or ``__label`` where it learns
     numbered: ClassVar[bool] = False  # whether it takes its keys' numbers, where rows in memory have them
 
     @property
@@ -176,6 +177,7 @@ class CountEncoding(Learned):
     """How many training rows have this key; 0 for a key that none has."""
 
     kind: ClassVar[str] = "count"
+    labelled: ClassVar[bool] = False
     numbered: ClassVar[bool] = True
     by: tuple[str, ...]
 

@@ -7,12 +7,15 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from stoker.ops.llvm_memory import prefetch
+
 __all__ = [
     "count_at", "deal_rows", "find_pairs", "first_of_pairs", "insert_pairs", "number_codes", "number_firsts",
     "refill_pairs", "rest_means", "rests_of_folds", "smoothed_means", "sum_folds", "take_counts", "take_numbers",
 ]  # fmt: skip
 
 _jit: Any = nb.njit(nogil=True, cache=True)
+_AHEAD = 16  # keys whose slots are asked for before they are looked at
 
 
 _inline: Any = nb.njit(nogil=True, inline="always")
@@ -250,6 +253,9 @@ def find_pairs(slots, left, right, out):  # type: ignore[no-untyped-def]
     """The number of each pair of codes, -1 where it has none or a code is below 0."""
     mask = np.uint64(slots.shape[0] - 1)
     for i in range(left.size):
+        if i + _AHEAD < left.size:
+            key = np.int64(left[i + _AHEAD]) << np.int64(32) | np.int64(right[i + _AHEAD])
+            prefetch(slots, np.int64(2 * (_mixed(key) & mask)))
         if left[i] < 0 or right[i] < 0:
             out[i] = -1
             continue

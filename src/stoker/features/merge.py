@@ -35,6 +35,7 @@ class Merge(Learned):
     """
 
     kind: ClassVar[str] = "merge"
+    labelled: ClassVar[bool] = False
     beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that datasets do not hang on it
     on: str
     file: str

@@ -83,7 +83,7 @@ class GroupOrder:
                 columns.append(coder.add(name, frame.get_column(name)))
             else:
                 columns.append(known.to_numpy())
-        codes = KeyTable(len(by)).add(columns)
+        codes = KeyTable(len(by)).add_all(columns)
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()
@@ -97,9 +97,9 @@ class GroupOrder:
         apart = np.flatnonzero(~self.known)
         groups = int(codes.max(initial=-1)) + 1
         codes[apart] = groups + np.arange(len(apart))
-        if in_order(codes, order_of):  # as logs often are
-            self.sorted: Any = np.arange(len(codes))
-        else:
+        #: the rows in order, or all of them where they lie so already, as in a log
+        self.sorted: Any = slice(None)
+        if not in_order(codes, order_of):
             self.sorted = np.empty(len(codes), np.int64)
             by_group(codes, order_of, groups + len(apart), self.sorted)
         self.groups, self.order = codes[self.sorted], order_of[self.sorted]
@@ -119,14 +119,17 @@ class GroupOrder:
         from stoker.features.past_kernels import last_before
 
         if column not in self._last:
-            found = np.empty(len(self.sorted), np.int64)
+            found = np.empty(len(self.groups), np.int64)
             last_before(self.groups, self.order, self.events(frame, column), found)
-            rows = np.where(found < 0, -1, self.sorted[found])
-            self._last[column] = self.back(rows)
+            if not isinstance(self.sorted, slice):
+                found = self.back(np.where(found < 0, -1, self.sorted[found]))
+            self._last[column] = found
         return self._last[column]
 
     def back(self, values: Any) -> Any:
         """Values in sorted order, in the frame's order."""
+        if isinstance(self.sorted, slice):
+            return values
         out = np.empty_like(values)
         out[self.sorted] = values
         return out
@@ -143,7 +146,12 @@ def _taken(series: pl.Series, rows: Any) -> pl.Series:
     """``series[rows]``, missing where a row is -1."""
     import polars as pl
 
-    return series.gather(pl.Series(rows).cast(pl.Int64).replace(-1, None))
+    known = rows >= 0
+    if series.dtype.is_numeric() and series.null_count() == 0:
+        taken = pl.Series(series.to_numpy()[np.maximum(rows, 0)], dtype=series.dtype)
+    else:
+        taken = series.gather(np.maximum(rows, 0))
+    return taken if known.all() else taken.zip_with(pl.Series(known), pl.Series([None], dtype=series.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +227,7 @@ class PastCount(Past):
 
         from stoker.features.past_kernels import count_before
 
-        out = np.empty(len(rows.sorted), np.int64)
+        out = np.empty(len(rows.groups), np.int64)
         window: Any = np.float64(-1 if self.window is None else self.window)
         least: Any = -np.inf
         if rows.order.dtype == np.int64:  # between whole numbers lie whole numbers
@@ -256,7 +264,7 @@ class Rank(Past):
 
         from stoker.features.past_kernels import rank_in_group
 
-        out = np.empty(len(rows.sorted), np.int64)
+        out = np.empty(len(rows.groups), np.int64)
         rank_in_group(rows.groups, rows.order, self.method == "dense", out)
         ranked = pl.Series(self.name, rows.back(out))
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)

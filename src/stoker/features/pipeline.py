@@ -287,10 +287,14 @@ def _fit(
         if not isinstance(feature, RowSteps) and not numbered:
             if label not in names:
                 raise ConfigError(f"the rows have no label column {label!r}. There are: {', '.join(names)}.")
-            with explained(f"label column {label!r}"):
-                frame, numbered = frame.with_columns(
-                    pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
-                ), True  # fmt: skip
+            numbered = True
+            labelled = any(isinstance(one, Learned) and one.labelled for one in features)
+            # Numbers are labels, so nothing has to be looked at where none is learned from.
+            if labelled or not isinstance(frame, pl.DataFrame) or not frame.schema[label].is_numeric():
+                with explained(f"label column {label!r}"):
+                    frame = frame.with_columns(
+                        pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
+                    )
             if isinstance(frame, pl.LazyFrame):
                 waiting.append((f"label column {label!r}", frame.select(LABEL)))
         if isinstance(feature, Learned) and feature.name not in learned:

@@ -32,6 +32,7 @@ class Properties(Learned):
     """
 
     kind: ClassVar[str] = "properties"
+    labelled: ClassVar[bool] = False
     column: str
     separator: str = "|"
     values: tuple[str, ...] = ()
