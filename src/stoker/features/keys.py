@@ -184,7 +184,6 @@ class Coder:
         with column.lock:  # another feature may add keys of its own
             return column.values(codes).alias(name)
 
-
     def table(self, names: tuple[str, ...]) -> KeyTable | None:
         """The keys of these columns, where rows in memory were numbered."""
         return self._tables.get(names)
@@ -284,8 +283,8 @@ class KeyTable:
         self._numbers = np.full(1024, -1, np.int32)  # of a code, where one column is the key
         self._codes = np.zeros(1024, np.int32)  # and back
         self._count = 0
-        known = before._levels if before is not None else []
-        self._levels = [*known, *(_Pairs() for _ in range(width - 1 - len(known)))]
+        known: list[_Pairs] = before._levels if before is not None else []
+        self._levels: list[_Pairs] = [*known, *(_Pairs() for _ in range(width - 1 - len(known)))]
 
     @classmethod
     def of(cls, columns: Sequence[Codes]) -> KeyTable:
@@ -347,7 +346,7 @@ class KeyTable:
         """The same, -1 for a key that is not known."""
         if self._levels:
             return self._levels[-1].find(before, last)
-        out = np.empty(len(last), np.int32)
+        out: Codes = np.empty(len(last), np.int32)
         take_numbers(self._numbers, last, out)
         return out
 

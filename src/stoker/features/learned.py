@@ -9,16 +9,16 @@ means); out of fold as in the RecSys Challenge 2019 solution of Rabhi et al., "A
 from __future__ import annotations
 
 from abc import abstractmethod
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from stoker.data.schema_check import fail, positive
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, texts
+from stoker.features.learned_table import FoldSums, Later, LearnedTable, coded, codes_of
 from stoker.ops.memory import zeros
 
 if TYPE_CHECKING:
@@ -38,61 +38,12 @@ __all__ = [
     "values_at",
 ]  # fmt: skip
 
-T = TypeVar("T")
 TRAIN = "__train"  # whether a row was learned from, while its features are worked out
 LABEL = "__label"  # what is to be predicted, Float64; there while features are fitted
 _SUM, _COUNT = "sum", "count"
 JOIN = "\x1f"  # between names of columns in that of a helper
 _WAITING = 2**23  # rows whose labels are kept before they are summed
 _ROWS = 2**16  # encoded at a time: what is made for them stays in cache
-
-
-class LearnedTable:
-    """What one feature learned: kept in the dataset and used unchanged on new rows.
-
-    Args:
-        table: one row per distinct key; or what makes it, when it is asked for first.
-        facts: plain values.
-        folds: arrays by name: each key's sums by fold; for training rows, and not kept with a dataset.
-        keys: :class:`~stoker.features.keys.KeyTable` of the rows of ``table``, by a Coder.
-        numbers: of the table, as encoding looks them up.
-    """
-
-    def __init__(
-        self,
-        *,
-        table: pl.DataFrame | Callable[[], pl.DataFrame],
-        facts: dict[str, Any] | None = None,
-        folds: Mapping[str, Any] | None = None,
-        keys: Any = None,
-        numbers: Any = None,
-    ) -> None:
-        self._table = table
-        self.facts: dict[str, Any] = {} if facts is None else facts
-        self.folds: Any = folds
-        self.keys, self.numbers = keys, numbers
-        self._lock = threading.Lock()
-
-    @property
-    def table(self) -> pl.DataFrame:
-        """One row per distinct key."""
-        with self._lock:
-            if callable(self._table):
-                self._table = self._table()
-            return self._table
-
-    def bind(self, names: Sequence[str], coder: Coder) -> None:
-        """Number the keys, of the columns ``names`` of the table, if that is not done yet."""
-        from stoker.features.keys import KeyTable
-
-        if self.keys is None and names:
-            self.keys = KeyTable.of([coder.add(name, self.table.get_column(name)) for name in names])
-
-    def places(self, rows: pl.DataFrame, names: Sequence[str]) -> Any:
-        """[n] row of the table for each of some rows that have codes, -1 where there is none."""
-        if self.keys.column in rows.columns:  # looked up with those of other features
-            return rows.get_column(self.keys.column).to_numpy()
-        return self.keys.find(codes_of(rows, names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +253,6 @@ class MeanTargetEncoding(Learned):
         return [*coded(self.by), *([self.fold_column] if train else [])]
 
     def learn(self, rows: pl.DataFrame | pl.LazyFrame, coder: Coder, *, engine: str = "streaming") -> LearnedTable:
-        import polars as pl
 
         from stoker.features.keys import KeyTable, batches
 
@@ -365,7 +315,7 @@ class MeanTargetEncoding(Learned):
         sums = Later(summed)
         return LearnedTable(
             table=lambda: _with_totals(key_frame(keys, self.by, coder), sums()[3]),
-            folds=_Folds(sums),
+            folds=FoldSums(sums),
             facts=facts,
             keys=keys,
         )
@@ -377,7 +327,6 @@ class MeanTargetEncoding(Learned):
                 f"{self.where}: the label is missing or no number in {without:,} of {len(labels):,} training rows "
                 "that were looked at. Leave such rows out, or fill the label."
             )
-
 
     def _summed(self, held: list[Any], count: int) -> tuple[Any, Any, Any, Any, Any]:
         """Where each of ``count`` keys begins, the fold and the sums of every entry; totals of keys and of folds."""
@@ -395,7 +344,7 @@ class MeanTargetEncoding(Learned):
 
         from stoker.features.learned_kernels import smoothed_means
 
-        if learned.numbers is None and isinstance(learned.folds, _Folds):  # without making the table
+        if learned.numbers is None and isinstance(learned.folds, FoldSums):  # without making the table
             learned.numbers = learned.folds.totals
         elif learned.numbers is None:
             learned.numbers = learned.table.select(_SUM, pl.col(_COUNT).cast(pl.Float64)).to_numpy(order="c")
@@ -427,46 +376,6 @@ class MeanTargetEncoding(Learned):
         return [pl.Series(self.name, out)]
 
 
-class Later(Generic[T]):
-    """A value that is made when it is asked for first, once."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make: Callable[[], T] | None = make
-        self._lock = threading.Lock()
-        self._made: T
-
-    def __call__(self) -> T:
-        with self._lock:
-            if self._make is not None:
-                self._made, self._make = self._make(), None
-            return self._made
-
-
-class _Folds(Mapping[str, Any]):
-    """``LearnedTable.folds`` of rows in memory."""
-
-    _names: ClassVar = ("first", "fold_of", "held")
-
-    def __init__(self, sums: Later[tuple[Any, ...]]) -> None:
-        self._sums = sums
-
-    @property
-    def totals(self) -> Any:
-        """[keys, 2] sum and number of rows of each key."""
-        return self._sums()[3]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._sums()[self._names.index(name)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _means(of_fold: Any) -> dict[str, Any]:
     """The mean of all labels and, for each fold, that of the others."""
     (total, count), sides = of_fold.sum(axis=0).tolist(), of_fold.tolist()
@@ -488,18 +397,6 @@ def numbers_of(rows: Any, names: tuple[str, ...], coder: Coder) -> tuple[KeyTabl
     if keys is None or keys.column not in rows.collect_schema().names():
         return None
     return keys, rows.get_column(keys.column).to_numpy()
-
-
-def coded(names: Sequence[str]) -> list[str]:
-    """Where the codes of some columns lie."""
-    from stoker.features.keys import code_column
-
-    return [code_column(name) for name in names]
-
-
-def codes_of(rows: pl.DataFrame, names: Sequence[str]) -> list[Any]:
-    """The codes of some columns, each int32 [n]."""
-    return [rows.get_column(name).to_numpy() for name in coded(names)]
 
 
 def key_frame(keys: Any, names: Sequence[str], coder: Coder) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from stoker.ops.llvm_memory import prefetch
+from stoker.ops import llvm_memory
 
 __all__ = [
     "count_at", "deal_rows", "find_pairs", "first_of_pairs", "insert_pairs", "number_codes", "number_firsts",
@@ -15,6 +15,7 @@ __all__ = [
 ]  # fmt: skip
 
 _jit: Any = nb.njit(nogil=True, cache=True)
+_prefetch: Any = llvm_memory.prefetch
 _AHEAD = 16  # keys whose slots are asked for before they are looked at
 
 
@@ -255,7 +256,7 @@ def find_pairs(slots, left, right, out):  # type: ignore[no-untyped-def]
     for i in range(left.size):
         if i + _AHEAD < left.size:
             key = np.int64(left[i + _AHEAD]) << np.int64(32) | np.int64(right[i + _AHEAD])
-            prefetch(slots, np.int64(2 * (_mixed(key) & mask)))
+            _prefetch(slots, np.int64(2 * (_mixed(key) & mask)))
         if left[i] < 0 or right[i] < 0:
             out[i] = -1
             continue

@@ -334,9 +334,7 @@ def _learn_encode(feature: Learned, *, rows: pl.DataFrame, coder: Coder) -> tupl
         return feature.learn_encode(rows, coder)
 
 
-def _own(
-    feature: Learned, *, rows: pl.DataFrame, learned: dict[str, LearnedTable], training: bool
-) -> list[pl.Series]:
+def _own(feature: Learned, *, rows: pl.DataFrame, learned: dict[str, LearnedTable], training: bool) -> list[pl.Series]:
     """A feature of rows in memory; ``training``: of those that taught it."""
     import polars as pl
 
@@ -347,7 +345,8 @@ def _own(
 
 def _without_helpers(frame: Any) -> Any:
     names = frame.collect_schema().names()
-    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(("__key:", "__keys:", "__fold:"))])
+    helpers = ("__key:", "__keys:", "__fold:")
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(helpers)])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Texts as Polars holds them: 16 bytes for each, which say where a long one lies and hold a short one (Arrow's views)."""
+"""Texts as Polars holds them: 16 bytes for each, a view, that holds a short text or says where a long one lies."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def pieces_of(series: pl.Series, separator: str, most: int) -> tuple[Any, Any] |
     if not len(cut):
         return None
     column = text_column(series)
-    data, starts, lengths = column.data, column.starts, column.lengths
+    data: Any = column.data
+    starts, lengths = column.starts, column.lengths
     if len(data) > _MOST_BYTES:
         return None
     counts = np.empty(len(series), np.int64)
