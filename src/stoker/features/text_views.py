@@ -32,11 +32,16 @@ class Runs:
     of_row: npt.NDArray[np.int32]  # [n] number of each row's run
 
 
-def views_of(series: pl.Series) -> Any:
-    """int64 [n, 2]: the views of a text column in one piece, without a copy."""
+def views_of(series: pl.Series) -> tuple[Any, list[Any]] | None:
+    """int64 [n, 2]: the views of a text column in one piece, without a copy; and the buffers of Arrow that hold long
+    texts. None: of a Polars that keeps texts in another way."""
     array: Any = series.to_arrow(compat_level=pl.CompatLevel.newest())
-    views = np.frombuffer(array.buffers()[1], np.int64).reshape(-1, 2)
-    return views[array.offset : array.offset + len(array)]
+    if not str(array.type).endswith("string_view"):
+        return None
+    _, views, *held = array.buffers()
+    if not len(array):
+        return np.zeros((0, 2), np.int64), held
+    return np.frombuffer(views, np.int64).reshape(-1, 2)[array.offset : array.offset + len(array)], held
 
 
 def runs_of_texts(series: pl.Series) -> Runs | None:
@@ -50,12 +55,14 @@ def runs_of_texts(series: pl.Series) -> Runs | None:
         return None
     if series.n_chunks() > 1:
         series = series.rechunk()
-    head = series.slice(0, _LOOKED)
-    if 3 * _begin_runs(views_of(head), head.is_null().to_numpy(), np.empty(len(head), np.int32)) > len(head):
+    if (found := views_of(series)) is None:
         return None
     absent = series.is_null().to_numpy() if series.null_count() else np.zeros(0, np.bool_)
     of_row = np.empty(n, np.int32)
-    count = _begin_runs(views_of(series), absent, of_row)
+    looked = min(n, _LOOKED)
+    if 3 * _begin_runs(found[0][:looked], absent[:looked], of_row[:looked]) > looked:
+        return None
+    count = _begin_runs(found[0], absent, of_row)
     if 3 * count > n:
         return None
     starts = np.empty(count, np.uint32)
@@ -118,14 +125,15 @@ def views_of_spans(data: Any, starts: Any, lengths: Any, part: int) -> tuple[Any
 def pieces_of(series: pl.Series, separator: str, most: int) -> tuple[Any, Any] | None:
     """The number of pieces of each text, at most ``most``, 0 where it is missing; and a function that takes how many
     rows each text has, and which texts are wanted, and gives the pieces of these in rows. None: not to be had so."""
-    from stoker.data.frames import text_column
-
     cut = np.frombuffer(separator.encode(), np.uint8)
     if not len(cut):
         return None
-    column = text_column(series)
-    data: Any = column.data
-    starts, lengths = column.starts, column.lengths
+    array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())  # one after the other, no views
+    _, places, texts = array.buffers()
+    ends = np.frombuffer(places, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else np.zeros(1)
+    starts, lengths = ends[:-1].astype(np.int64), np.diff(ends).astype(np.int32)
+    lengths[series.is_null().to_numpy()] = -1
+    data = np.frombuffer(texts, np.uint8) if texts is not None and texts.size else np.zeros(0, np.uint8)
     if len(data) > _MOST_BYTES:
         return None
     counts = np.empty(len(series), np.int64)
@@ -156,12 +164,13 @@ def repeated_rows(frame: pl.DataFrame, size: Any, rows: Any, *, threads: int = 2
     def work(series: pl.Series) -> pl.Series:
         if series.dtype != pl.String:
             return series.gather(pl.Series(rows))
-        series = series.rechunk()
-        array: Any = series.to_arrow(compat_level=pl.CompatLevel.newest())
-        given, out = views_of(series), np.empty((len(rows), 2), np.int64)
-        _repeat_views(given, size, out)
+        if (found := views_of(series.rechunk())) is None:
+            return series.gather(pl.Series(rows))
+        views, held = found
+        out = np.empty((len(rows), 2), np.int64)
+        _repeat_views(views, size, out)
         absent = series.is_null().to_numpy()[rows] if series.null_count() else None
-        return texts_of_views(out, array.buffers()[2:], absent).alias(series.name)
+        return texts_of_views(out, held, absent).alias(series.name)
 
     return pl.DataFrame(list(ordered_map(work, frame.get_columns(), threads)))
 
