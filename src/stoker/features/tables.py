@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["open_table", "read_table"]
 
+_BLOCK_BYTES = 2**22  # read at a time by each thread: what is made of more takes more fresh memory, and no less time
+
 
 def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None) -> Source:
     """The file, with its columns looked at. Arguments and errors as of :func:`read_table`."""
@@ -56,12 +58,11 @@ def read_table(
     import polars as pl
 
     from stoker.data.ordered import ordered_map
-    from stoker.data.sources import BLOCK_BYTES
 
     path = Path(path)
     source = open_table(path, columns, format=format)
     # Blocks of a small file are small, so that every thread has some.
-    size = min(BLOCK_BYTES, max(2**16, path.stat().st_size // (4 * threads)))
+    size = min(_BLOCK_BYTES, max(2**16, path.stat().st_size // (4 * threads)))
     whole = _Whole(path.stat().st_size)
     for number, (made, block) in enumerate(ordered_map(_part, enumerate(source.blocks(size)), threads)):
         if block.bad:
