@@ -10,9 +10,8 @@ import polars as pl
 import pytest
 
 from stoker import features as f
-from stoker.features.keys import Coder, KeyTable
+from stoker.features.keys import KeyTable
 from stoker.features.tables import read_table
-from stoker.features.text_views import runs_of_texts
 
 PIECES = ["a", "é", "", "thirteen byte", "a text of more than twelve bytes", "12", ":", "|"]
 
@@ -40,21 +39,6 @@ def test_pairs_in_memory_are_those_of_lazy_rows(separator: str, most: int, least
         made, expected = step.rows_now(some), step.rows(some.lazy()).collect()
         assert made.schema == expected.schema
         assert made.equals(expected)
-
-
-def test_runs_are_of_equal_texts() -> None:
-    texts = [None if number % 5 == 0 else PIECES[number % len(PIECES)] for number in draw(900, 97, 1)]
-    once = pl.Series(texts, dtype=pl.String)
-    often = once.gather(np.repeat(np.arange(900), np.array(draw(900, 12, 2))))
-    runs = runs_of_texts(often)
-    assert runs is not None
-    assert len(runs.starts) < len(often) // 3
-    assert often.gather(runs.starts).gather(runs.of_row).equals(often, null_equal=True)
-    assert runs_of_texts(pl.Series([str(number) for number in range(5000)])) is None
-    late = pl.concat([pl.Series(["x"] * 5000), pl.Series([str(number) for number in range(9000)])])
-    assert runs_of_texts(late) is None  # it begins with a long run, but most are short
-    coder = Coder()
-    assert coder.values("often", coder.add("often", often)).equals(often, null_equal=True)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

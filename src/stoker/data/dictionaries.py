@@ -17,11 +17,10 @@ import polars as pl
 from stoker.data import dictionary_kernels as kernels
 from stoker.data.columns import RawColumn
 
-__all__ = ["number_ints", "number_texts", "text_column"]
+__all__ = ["number_ints", "number_texts", "text_column", "views_of"]
 
 Array = npt.NDArray[Any]
 _INLINE = 12  # bytes of a text that lie in its view
-_NO_VIEWS = np.frombuffer(b"", np.uint64).reshape(0, 2)
 _NONE = np.empty(0, np.bool_)
 
 _local = threading.local()
@@ -70,18 +69,27 @@ def _gathered(data: Any, starts: Array, lengths: Array) -> tuple[Array, Array]:
     return out, ends
 
 
+def views_of(series: pl.Series) -> tuple[npt.NDArray[np.int64], list[Any]] | None:
+    """int64 [n, 2]: the views of a text column in one piece, without a copy; and the buffers of Arrow that hold long
+    texts. None: of a Polars that keeps texts in another way."""
+    array: Any = series.to_arrow(compat_level=pl.CompatLevel.newest())
+    if not str(array.type).endswith("string_view"):
+        return None
+    _, views, *held = array.buffers()
+    found = np.frombuffer(views if len(array) else b"", np.int64).reshape(-1, 2)
+    return found[array.offset : array.offset + len(array)], held
+
+
 def text_column(series: pl.Series) -> RawColumn:
     """The texts of a column as spans of one buffer, and their numbers. Whole numbers become texts."""
     if series.dtype != pl.String:
         if series.dtype.is_integer() and series.dtype not in (pl.UInt64, pl.Int128, pl.UInt128):
             return _texts_of_ints(series)
         series = series.cast(pl.String)
-    array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.newest())
-    if not str(array.type).endswith("string_view"):  # a Polars that keeps texts in another way
+    series = series.rechunk()
+    if (held := views_of(series)) is None:
         return _plain(series)
-    _, held, *buffers = array.buffers()
-    n = len(series)
-    views = np.frombuffer(held, np.uint64).reshape(-1, 2)[array.offset : array.offset + n] if n else _NO_VIEWS
+    n, views, buffers = len(series), held[0].view(np.uint64), held[1]
     absent = series.is_null().to_numpy() if series.null_count() else _NONE
     codes, first = np.empty(n, np.uint32), _scratch("distinct", n, np.int64)
     found = kernels.block_views(views, absent, codes, first, _table(n))

@@ -29,7 +29,6 @@ from stoker.features.learned_kernels import (
     refill_pairs,
     take_numbers,
 )
-from stoker.features.text_views import runs_of_texts
 from stoker.ops.memory import zeros
 
 __all__ = ["Coder", "KeyTable", "batches", "code_column"]
@@ -90,21 +89,13 @@ class _Column:
                 back = series.cast(given.dtype, strict=False)
                 wrong |= back.is_null() & ~absent | (back != given).fill_null(False)
             foreign = wrong.to_numpy()  # no value of this type, so it is not known
-        runs = runs_of_texts(series) if self.kind == "string" else None
-        if runs is None:
-            found = self._in_chunks(series, add=add)
-        else:  # rows of one session or list: each text is looked at once
-            found = self._in_chunks(series.gather(runs.starts), add=add)[runs.of_row]
-        if foreign is not None:
-            found[foreign] = -1
-        return found
-
-    def _in_chunks(self, series: pl.Series, *, add: bool) -> Codes:
         found = np.empty(len(series), np.int32)
         for start in range(0, len(series), _CHUNK):
             part = series.slice(start, _CHUNK)
             code = self._texts if self.kind == "string" else self._numbers
             found[start : start + len(part)] = code(part, add=add)
+        if foreign is not None:
+            found[foreign] = -1
         return found
 
     def _texts(self, series: pl.Series, *, add: bool) -> Codes:
