@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ def stretches(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 class Spool:
-    """Values of one type in a temporary file; a context manager, which closes it.
+    """Values of one type in a temporary file; a context manager, which closes it. Any number of threads may use it.
 
     Args:
         dtype: of the values.
@@ -51,6 +52,7 @@ class Spool:
 
     def __init__(self, dtype: npt.DTypeLike, directory: str | Path | None = None) -> None:
         self._dtype = np.dtype(dtype)
+        self._lock = threading.Lock()
         self._file: Any = tempfile.TemporaryFile(prefix="stoker-", dir=directory)  # noqa: SIM115  (closed by close)
 
     def __enter__(self) -> Spool:
@@ -67,21 +69,28 @@ class Spool:
 
     def add(self, values: npt.NDArray[Any]) -> None:
         """Append values."""
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        with self._lock:
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(_bytes(values, self._dtype))
 
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
         """A copy of the values [begin, end)."""
         values = np.empty(end - begin, self._dtype)
-        self._file.seek(begin * self._dtype.itemsize)
-        if self._file.readinto(values.data) != values.nbytes:
-            raise OSError(errno.EIO, "a temporary file is shorter than what was written to it")
+        self.read_into(begin, values)
         return values
+
+    def read_into(self, begin: int, values: npt.NDArray[Any]) -> None:
+        """Fill ``values``, contiguous and of the type, with those from ``begin`` on."""
+        with self._lock:
+            self._file.seek(begin * self._dtype.itemsize)
+            if self._file.readinto(_bytes(values, self._dtype)) != values.nbytes:
+                raise OSError(errno.EIO, "a temporary file is shorter than what was written to it")
 
     def write(self, begin: int, values: npt.NDArray[Any]) -> None:
         """Replace the values from ``begin`` on."""
-        self._file.seek(begin * self._dtype.itemsize)
-        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        with self._lock:
+            self._file.seek(begin * self._dtype.itemsize)
+            self._file.write(_bytes(values, self._dtype))
 
     def reserve(self, count: int) -> None:
         """Take disk for ``count`` values, all zero: the first store to a mapped page of a full disk ends a process."""
@@ -99,3 +108,8 @@ class Spool:
         """All values, to read and to change."""
         self._file.flush()
         return np.memmap(self._file, dtype=self._dtype, mode="r+").view(np.ndarray)
+
+
+def _bytes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
+    """The bytes of values, of records too, which lend no buffer of their own type."""
+    return np.ascontiguousarray(values, dtype).view(np.uint8).data

@@ -67,23 +67,15 @@ class GroupOrder:
 
     Args:
         frame: whole groups.
-        by, order, direction: of the features that share it.
+        codes: of the groups, by :func:`group_codes`.
+        order, direction: of the features that share it.
     """
 
-    def __init__(self, frame: pl.DataFrame, by: tuple[str, ...], order: str, direction: int) -> None:
+    def __init__(self, frame: pl.DataFrame, codes: Any, order: str, direction: int) -> None:
         import polars as pl
 
-        from stoker.features.keys import Coder, KeyTable, code_column
         from stoker.features.past_kernels import by_group, in_order
 
-        coder, columns = Coder(), []
-        for name in by:
-            known = frame.get_column(code_column(name)) if code_column(name) in frame.columns else None
-            if known is None or (known < 0).any():  # values without a code are not one value
-                columns.append(coder.add(name, frame.get_column(name)))
-            else:
-                columns.append(known.to_numpy())
-        codes = KeyTable(len(by)).add_all(columns)
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()
@@ -96,7 +88,9 @@ class GroupOrder:
         # Rows without an order are set apart, each a group of its own behind the others.
         apart = np.flatnonzero(~self.known)
         groups = int(codes.max(initial=-1)) + 1
-        codes[apart] = groups + np.arange(len(apart))
+        if len(apart):
+            codes = codes.copy()
+            codes[apart] = groups + np.arange(len(apart))
         #: the rows in order, or all of them where they lie so already, as in a log
         self.sorted: Any = slice(None)
         if not in_order(codes, order_of):
@@ -133,6 +127,20 @@ class GroupOrder:
         out = np.empty_like(values)
         out[self.sorted] = values
         return out
+
+
+def group_codes(frame: pl.DataFrame, by: tuple[str, ...]) -> Any:
+    """Int64 [n]: numbers of the groups from 0, by first occurrence."""
+    from stoker.features.keys import Coder, KeyTable, code_column
+
+    coder, columns = Coder(), []
+    for name in by:
+        known = frame.get_column(code_column(name)) if code_column(name) in frame.columns else None
+        if known is None or (known < 0).any():  # values without a code are not one value
+            columns.append(coder.add(name, frame.get_column(name)))
+        else:
+            columns.append(known.to_numpy())
+    return KeyTable(len(by)).add(columns)
 
 
 def _ordered(values: Any) -> Any:
@@ -276,11 +284,14 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
     import polars as pl
 
     orders: dict[Any, GroupOrder] = {}
+    codes: dict[Any, Any] = {}
     series: dict[str, Any] = {}
     for feature in sorted(features, key=lambda f: (f.by, f.order, f.direction)):
         key = (feature.by, feature.order, feature.direction)
         with explained(feature):
-            if key not in orders:
-                orders = {key: GroupOrder(frame, *key)}  # one at a time: each holds three arrays of the frame's length
+            if feature.by not in codes:
+                codes = {feature.by: group_codes(frame, feature.by)}
+            if key not in orders:  # one at a time: each holds three arrays of the frame's length
+                orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             series[feature.name] = feature.compute(frame, orders[key])
     return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])

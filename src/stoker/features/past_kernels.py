@@ -7,9 +7,27 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-__all__ = ["by_group", "count_before", "in_order", "last_before", "rank_in_group"]
+__all__ = ["by_group", "count_before", "deal", "in_order", "last_before", "rank_in_group"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def deal(shares, begins, out):  # type: ignore[no-untyped-def]
+    """out: the rows by (share, row); ``begins`` [shares + 1] zeros, receives where each share begins there, and n."""
+    for i in range(shares.size):
+        begins[shares[i]] += 1
+    at = 0
+    for share in range(begins.size):
+        count = begins[share]
+        begins[share] = at
+        at += count
+    for i in range(shares.size):
+        out[begins[shares[i]]] = i
+        begins[shares[i]] += 1
+    for share in range(begins.size - 1, 0, -1):  # each has moved to where the next one begins
+        begins[share] = begins[share - 1]
+    begins[0] = 0
 
 
 @_jit
