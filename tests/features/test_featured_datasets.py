@@ -101,7 +101,6 @@ def read(data: Dataset, split: str) -> tuple[np.ndarray, list[list[int]], np.nda
 def test_every_value_is_that_of_the_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_log(tmp_path / "log.csv", 300)
     monkeypatch.setattr(feature_passes, "GROUP_ROWS", 256)  # several shares of groups
-    monkeypatch.setattr(feature_passes, "_ROWS", 100)
     run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "made", threads=2, block_bytes=3_000)
     data = Dataset(tmp_path / "made")
     assert data.verify() > 0
@@ -194,7 +193,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     with pytest.raises(Stop):
         run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "cut", progress=kill, **given)
     work = tmp_path / "cut" / ".work"
-    for path in [path for kind in ("rows/*.part", "features/*.folds", "passes/*.parquet")
+    for path in [path for kind in ("rows/*.part", "features/*.folds", "passes/*.arrow")
                  for path in [*work.glob(kind)][:1]]:  # fmt: skip
         path.write_bytes(path.read_bytes()[:-1])  # the machine lost power while it wrote
     report = run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "cut", **given)

@@ -64,8 +64,6 @@ def test_every_way_of_cutting_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(featured, "_parts", kept)
     monkeypatch.setattr(feature_passes, "GROUP_ROWS", 16)
-    monkeypatch.setattr(feature_passes, "_MANY", 16)
-    monkeypatch.setattr(feature_passes, "_ROWS", 8)
     run_prepare(schema, files, out=tmp_path / "made", threads=2, block_bytes=300)
 
     train = [row for row in rows if row["part"] == "in"]

@@ -1,42 +1,42 @@
 """Features over all rows: learned ones fitted on training rows, those that look back worked out group by group.
 
-Each pass writes the outputs of some features to one Parquet file, in the order of the rows. Passes follow the list of
-features; neighbours in it share a pass as far as none has to be fitted on another's output. What several features need
-of a row - codes of key columns, its fold, the share of its group - is worked out once, into a file beside.
+Each pass writes the outputs of some features to one Arrow file, in the order of the rows. Passes follow the list of
+features; neighbours in it share a pass as far as none has to be fitted on another's output. What several learned
+features need of a row - codes of key columns, its fold - is worked out once, into a file beside.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stoker.data.dictionary_kernels import splitmix
+from stoker.data.look_back import LookBack, can_deal
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
 from stoker.features.engine import reason_of
-from stoker.features.hashing import hash_values
-from stoker.features.keys import Coder, batches, code_column
-from stoker.features.learned import JOIN, LABEL, Learned, LearnedTable, MeanTargetEncoding
+from stoker.features.keys import Coder, code_column
+from stoker.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
-from stoker.features.pipeline import apply_feature, in_runs
+from stoker.features.pipeline import apply_feature
 
-__all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of"]
+__all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of", "write_pieces"]
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
-GROUP_ROWS = 2**22  # rows of the groups that are worked on together, about: they lie in memory
+GROUP_ROWS = 2**17  # rows of the groups that are looked back at together, about: they lie in cache
+_MOST_SHARES = 256  # of the groups, from where on each has more rows
 _ROWS = 2**17  # of a row group
-_MANY = 2**20  # rows whose features are put in order together
 
 
 def passes_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
@@ -58,15 +58,22 @@ class FeaturePasses:
     Args:
         task: the preparation.
         rows: Parquet files of the rows in order, with raw columns and leading features.
-        keys: Parquet file with ``__row``, ``__label`` and ``__split`` of the same rows.
-        count: of the rows.
+        sizes: rows of each of them, above 0.
+        keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
         learned: tables of an earlier preparation; None: they are fitted here.
     """
 
     def __init__(
-        self, task: Task, rows: Sequence[Path], keys: Path, count: int, learned: Mapping[str, LearnedTable] | None
+        self,
+        task: Task,
+        rows: Sequence[Path],
+        sizes: Sequence[int],
+        keys: Path,
+        learned: Mapping[str, LearnedTable] | None,
     ) -> None:
-        self.task, self.rows, self.keys, self.count = task, list(rows), keys, count
+        self.task, self.rows, self.sizes, self.keys = task, list(rows), list(sizes), keys
+        self.count = sum(self.sizes)
+        self._starts = [0, *accumulate(self.sizes)][:-1]
         self.given = learned
         self.learned: dict[str, LearnedTable] = dict(learned or {})
         self.files: list[Path] = []
@@ -80,7 +87,7 @@ class FeaturePasses:
         runs = passes_of(self.task.schema.feature)
         for number, features in enumerate(runs):
             self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
-            path = self._folder / f"{number:03d}.parquet"
+            path = self._folder / f"{number:03d}.arrow"
             done = self.task.journal.finished(f"pass {number}", path) is not None
             learned = [feature for feature in features if isinstance(feature, Learned)]
             again = self.given is None and any(self._finished(feature) is None for feature in learned)
@@ -95,7 +102,7 @@ class FeaturePasses:
                 beside = path.with_suffix(".tmp")
                 with _explained(features):
                     if isinstance(features[0], Past):
-                        self._look_back([one for one in features if isinstance(one, Past)], number, beside)
+                        self._look_back([one for one in features if isinstance(one, Past)], beside)
                     else:
                         self._attach(features, beside)
                 os.replace(beside, path)
@@ -104,6 +111,9 @@ class FeaturePasses:
         for file in self._helpers:
             file.unlink()
         self._helpers = []
+        # What only training rows need goes: sums of folds and numbered keys are larger than the tables.
+        self.learned = {name: LearnedTable(table=one.table, facts=one.facts) for name, one in self.learned.items()}
+        self._coder = Coder()
         self.task.report(Progress(stage="features", done=len(runs), total=len(runs), unit="steps"))
 
     def _fit(self, features: list[Learned]) -> None:
@@ -117,58 +127,37 @@ class FeaturePasses:
                 self.task.journal.add(f"feature {feature.name}", record)
 
     def _help(self, features: Sequence[Derivation], number: int) -> None:
-        """Write the helper columns of some features that are not there yet."""
+        """Write the helper columns of learned features that are not there yet."""
         there = self.whole().collect_schema()
         learned = [feature for feature in features if isinstance(feature, Learned)]
         keys = [key for key in dict.fromkeys(key for one in learned for key in one.keys)
                 if code_column(key) not in there]  # fmt: skip
         folds = {one.fold_column: one.fold() for one in learned if isinstance(one, MeanTargetEncoding)}
         folds = {name: fold for name, fold in folds.items() if name not in there}
-        groups = dict.fromkeys(feature.by for feature in features if isinstance(feature, Past))
-        shared = [by for by in groups if _share_column(by) not in there] if self.shares > 1 else []
-        if not (keys or folds or shared):
+        if not (keys or folds):
             return
-        hashed = dict.fromkeys(name for by in shared for name in by)
-        columns = dict.fromkeys([*keys, *hashed])
+
+        def work(piece: int) -> pl.DataFrame:
+            rows = self.part(piece).select(*keys, *folds.values()).collect()
+            return pl.DataFrame([*(self._codes(rows, key) for key in keys), *map(rows.get_column, folds)])
+
         path = self._folder / f"{number:03d}.helpers"
-        writer: Any = None
-        try:
-            for rows in batches(self.whole().select(*columns, *folds.values())):
-                made = ordered_map(partial(self._codes, rows), keys, self.task.threads)
-                hashes = {name: hash_values(rows.get_column(name)) for name in hashed}
-                shares = [
-                    _share_of([hashes[name] for name in by], self.shares).alias(_share_column(by)) for by in shared
-                ]
-                table = pl.DataFrame([*made, *rows.select(list(folds)).get_columns(), *shares]).to_arrow()
-                writer = writer or pq.ParquetWriter(path, table.schema, compression="lz4")
-                writer.write_table(table, row_group_size=_ROWS)
-        finally:
-            if writer is not None:
-                writer.close()
+        write_pieces(path, ordered_map(work, range(len(self.rows)), self.task.threads))
         self._helpers.append(path)
 
     def _codes(self, rows: pl.DataFrame, key: str) -> pl.Series:
         return pl.Series(code_column(key), self._coder.add(key, rows.get_column(key)))
 
-    @property
-    def shares(self) -> int:
-        """Into how many shares groups are dealt."""
-        return -(-self.count // GROUP_ROWS)
-
     def whole(self) -> pl.LazyFrame:
         """All rows with all that is known of them so far."""
-        return pl.concat(
-            [
-                pl.scan_parquet(files)
-                for files in (self.rows, [self.keys], *([file] for file in (*self.files, *self._helpers)))
-            ],
-            how="horizontal",
-        )
+        beside = [pl.scan_ipc(file) for file in (self.keys, *self.files, *self._helpers)]
+        return pl.concat([pl.scan_parquet(self.rows), *beside], how="horizontal")
 
-    def part(self, rows: Path, start: int, count: int) -> pl.LazyFrame:
-        """The rows of one file, which are the rows [start, start + count) of all."""
-        beside = [pl.scan_parquet(file).slice(start, count) for file in (self.keys, *self.files)]
-        return pl.concat([pl.scan_parquet(rows), *beside], how="horizontal")
+    def part(self, piece: int) -> pl.LazyFrame:
+        """The rows of one file, with all that is known of them so far."""
+        start, count = self._starts[piece], self.sizes[piece]
+        beside = [pl.scan_ipc(file).slice(start, count) for file in (self.keys, *self.files, *self._helpers)]
+        return pl.concat([pl.scan_parquet(self.rows[piece]), *beside], how="horizontal")
 
     def _files(self, feature: Learned) -> tuple[Path, Path]:
         """Where what a feature learned lies: its table, and the sums of its folds."""
@@ -203,8 +192,7 @@ class FeaturePasses:
 
     def _attach(self, features: Sequence[Derivation], path: Path) -> None:
         """Learned features and those of the row itself, some rows at a time."""
-        whole = self.whole()
-        there = whole.collect_schema().names()
+        there = self.whole().collect_schema().names()
         needed = dict.fromkeys([SPLIT])
         for feature in features:
             needed |= dict.fromkeys(feature.inputs)
@@ -212,109 +200,74 @@ class FeaturePasses:
                 self.learned[feature.name].bind(feature.keys, self._coder)
                 needed |= dict.fromkeys(feature.reads(train=self._folded(feature)))
         outputs = [output for feature in features for output in feature.outputs]
-        writer: Any = None
-        try:
-            for part in batches(whole.select(name for name in needed if name in there)):
-                rows = part
-                for run in in_runs(features):  # learned ones side by side
-                    parts = ordered_map(partial(self._one, rows), run, self.task.threads)
-                    rows = rows.with_columns([series for made in parts for series in made])
-                table = rows.select(outputs).to_arrow()
-                writer = writer or pq.ParquetWriter(path, table.schema, compression="lz4")
-                writer.write_table(table, row_group_size=_ROWS)
-        finally:
-            if writer is not None:
-                writer.close()
+
+        def work(piece: int) -> pl.DataFrame:
+            rows = self.part(piece).select(name for name in needed if name in there).collect()
+            for feature in features:
+                train = pl.col(SPLIT) == 0 if self._folded(feature) else None
+                rows = apply_feature(rows, feature, self.learned.get(feature.name), train)
+            return rows.select(outputs)
+
+        write_pieces(path, ordered_map(work, range(len(self.rows)), self.task.threads))
 
     def _folded(self, feature: Derivation) -> bool:
         """Whether rows that a feature was learned from leave out their own fold."""
         learned = self.learned.get(feature.name)
         return learned is not None and learned.folds is not None
 
-    def _one(self, rows: pl.DataFrame, feature: Derivation) -> list[pl.Series]:
-        train = pl.col(SPLIT) == 0 if self._folded(feature) else None
-        made = apply_feature(rows, feature, self.learned.get(feature.name), train)
-        return [made.get_column(name) for name in feature.outputs]
+    def _look_back(self, features: list[Past], path: Path) -> None:
+        """Groups of equal keys whole, a share of them at a time."""
+        there = self.whole().collect_schema()
+        schema = pl.Schema({name: there[name] for feature in features for name in feature.inputs})
+        dealt = [feature for feature in features if can_deal(feature, schema)]
+        others = [feature for feature in features if feature not in dealt]
+        columns = dict.fromkeys(name for feature in others for name in feature.inputs)
+        # Of lists and the like, which are rare, whole columns lie in memory.
+        made = work_out(self.whole().select(*columns).collect(engine="streaming"), others) if others else None
+        shares = min(_MOST_SHARES, -(-self.count // GROUP_ROWS))
+        with LookBack(dealt, schema, self.sizes, shares, self.task.threads, self._folder, self._short(schema)) as back:
 
-    def _look_back(self, features: list[Past], number: int, path: Path) -> None:
-        """Groups of equal keys whole, a share of them at a time; then their rows into the order of all rows."""
-        by_keys: dict[tuple[str, ...], list[Past]] = {}
-        for feature in features:
-            by_keys.setdefault(feature.by, []).append(feature)
-        shares = self.shares
-        found, jobs = [], []
-        for keys, some in enumerate(by_keys.values()):
-            files = [self._folder / f"{number:03d}.{keys}.{share}.rows" for share in range(shares)]
-            jobs += [(some, share, file) for share, file in enumerate(files)]
-            found.append((files, [feature.name for feature in some]))
+            def pieces() -> Iterator[pl.DataFrame]:
+                read = back.run(lambda piece: self.part(piece).select(back.columns).collect())
+                for piece, start in enumerate(self._starts):
+                    rows = next(read) if dealt else pl.DataFrame()
+                    beside = made.slice(start, self.sizes[piece]) if made is not None else pl.DataFrame()
+                    both = pl.DataFrame([*rows.get_columns(), *beside.get_columns()])
+                    yield both.select(feature.name for feature in features)
 
-        def work(job: tuple[list[Past], int, Path]) -> tuple[str, dict[str, Any] | None]:
-            some, share, file = job
-            step = f"share {file.name}"
-            if self.task.journal.finished(step, file) is not None:
-                return step, None
-            _write(file, self._share(some, share, shares))
-            return step, checksum(file)
+            write_pieces(path, pieces())
 
-        # Two at a time and no more, whatever there are of processors: each holds a share of the rows.
-        for step, record in ordered_map(work, jobs, min(2, self.task.threads), ahead=1):
-            if record is not None:
-                self.task.journal.add(step, record)
-        if all(len(files) == 1 for files, _ in found):
-            frames = [pl.scan_parquet(files).select(names) for files, names in found]
-            pl.concat(frames, how="horizontal").sink_parquet(
-                path, maintain_order=True, engine="streaming", row_group_size=_ROWS, compression="lz4"
-            )
-        else:
-            self._in_order(found, path)
-        for files, _ in found:
-            for file in files:
-                file.unlink()
-
-    def _share(self, features: list[Past], share: int, shares: int) -> pl.DataFrame:
-        """Past features of the same groups, for one share of these."""
-        whole, by = self.whole(), features[0].by
-        there = whole.collect_schema()
-        groups = [code_column(name) if code_column(name) in there else name for name in by]
-        values = [name for feature in features for name in feature.values]
-        if shares > 1:
-            whole = whole.filter(pl.col(_share_column(by)) == share)
-        rows = whole.select(*dict.fromkeys((ROW, *groups, *values))).collect(engine="streaming")
-        if not rows.get_column(ROW).is_sorted():
-            rows = rows.sort(ROW)
-        return rows.select(ROW).hstack(work_out(rows, features))
-
-    def _in_order(self, found: Sequence[tuple[Sequence[Path], Sequence[str]]], path: Path) -> None:
-        writer: Any = None
-        try:
-            for start in range(0, self.count, _MANY):
-                within = pl.col(ROW).is_between(start, start + _MANY, closed="left")
-                pieces = [
-                    pl.concat([pl.scan_parquet(file).filter(within) for file in files])
-                    .collect()
-                    .sort(ROW)
-                    .select(names)
-                    for files, names in found
-                ]
-                table = pl.concat(pieces, how="horizontal").to_arrow()
-                writer = writer or pq.ParquetWriter(path, table.schema, compression="lz4")
-                writer.write_table(table, row_group_size=_ROWS)
-        finally:
-            if writer is not None:
-                writer.close()
+    def _short(self, schema: pl.Schema) -> set[str]:
+        """Columns of whole numbers in the files of rows that 32 bits hold, as their statistics tell."""
+        found = {name for name, dtype in schema.items() if dtype in (pl.Int64, pl.UInt64)}
+        for path in self.rows:
+            footer = pq.read_metadata(path)
+            for group in range(footer.num_row_groups):
+                columns = [footer.row_group(group).column(number) for number in range(footer.num_columns)]
+                known = {column.path_in_schema: column.statistics for column in columns}
+                found = {name for name in found if _is_short(known.get(name))}
+        return found
 
 
-def _share_column(by: Sequence[str]) -> str:
-    """Where the share of each row's group lies."""
-    return f"__share:{JOIN.join(by)}"
+def _is_short(statistics: Any) -> bool:
+    if statistics is None:
+        return False
+    if not statistics.has_min_max:  # as of no value at all
+        return bool(statistics.has_null_count and statistics.num_values == 0)
+    return bool(statistics.min >= -(2**31) and statistics.max < 2**31)
 
 
-def _share_of(hashes: Sequence[Any], shares: int) -> pl.Series:
-    """The share of groups whose columns hash so."""
-    mixed = hashes[0]
-    for other in hashes[1:]:
-        mixed = splitmix(mixed) ^ other
-    return pl.Series((splitmix(mixed) % np.uint64(shares)).astype(np.uint32))
+def write_pieces(path: Path, pieces: Iterable[pl.DataFrame]) -> None:
+    """Write rows that come in pieces to a file in which any of them are found at once."""
+    writer: Any = None
+    try:
+        for rows in pieces:
+            table = rows.to_arrow(compat_level=pl.CompatLevel.oldest())
+            writer = writer or pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _write(path: Path, frame: pl.DataFrame) -> None:

@@ -10,7 +10,7 @@ groups. Every step is in the journal, so that an interrupted run goes on from th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,22 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from stoker.data.feature_passes import SPLIT, FeaturePasses
+from stoker.data.feature_passes import SPLIT, FeaturePasses, write_pieces
 from stoker.data.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields, sibling, write_rows
-from stoker.data.frames import MissingColumnError, frame_block, parquet_rows
+from stoker.data.frames import MissingColumnError, frame_block
 from stoker.data.ingest import IngestedBlock, Source
 from stoker.data.layout import SPLIT_CODES
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile, checksum
-from stoker.data.raw_rows import Rows, derive, ingest_sources
+from stoker.data.raw_rows import Rows, derivation, explained, ingest_sources
 from stoker.data.schema import SourceFormat
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
 from stoker.device import give_back_memory
 from stoker.errors import DataError
 from stoker.features.base import ROW
+from stoker.features.keys import batches
 from stoker.features.learned import LABEL
 
 __all__ = ["featured_rows"]
@@ -57,12 +58,17 @@ def featured_rows(task: Task) -> Rows:
     if not count:
         raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
     keys = _keys(task, pieces)
+    filled = [piece for piece in pieces if piece.part.rows]
     passes = FeaturePasses(
-        task, [piece.path for piece in pieces], keys, count, task.like.learned if task.like else None
+        task,
+        [piece.path for piece in filled],
+        [piece.part.rows for piece in filled],
+        keys,
+        task.like.learned if task.like else None,
     )
     passes.run()
     give_back_memory()
-    return Rows(blocks=_parts(task, pieces, passes), raw=raw, learned=passes.learned)
+    return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.learned)
 
 
 def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
@@ -93,39 +99,69 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
 
 def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     """Rows that the recipe derives, a slice at a time."""
-    path = derive(task, raw)
+    rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
-    check_columns_of(task.splitting, pl.scan_parquet(path).collect_schema().names(), name)
-    source = Source(number=0, path=path, fields=[], format=SourceFormat(kind="parquet"), name=name, kind="parquet")
+    with explained(task):
+        check_columns_of(task.splitting, rows.collect_schema().names(), name)
+    source = Source(number=0, path=task.work / "rows", fields=[], format=SourceFormat(), name=name, kind="parquet")
     folder = task.work / "rows"
     folder.mkdir(exist_ok=True)
     _forget_broken(task)
-    total = parquet_rows(path)
 
-    def work(start: int) -> tuple[str, Path, dict[str, Any], bool]:
-        file = folder / f"{start // _SLICE:06d}.parquet"
-        step = f"rows/{file.stem}"
-        if (done := task.journal.finished(step, file)) is not None:
-            return step, file, done, True
-        frame = pl.scan_parquet(path).slice(start, _SLICE).collect(engine="streaming")
-        rows, keys, bad = make_rows(task.splitting, frame, name)
+    def file_of(start: int) -> Path:
+        return folder / f"{start // _SLICE:06d}.parquet"
+
+    def finished(start: int) -> dict[str, Any] | None:
+        file = file_of(start)
+        return task.journal.finished(f"rows/{file.stem}", file)
+
+    def work(job: tuple[int, pl.DataFrame | None]) -> tuple[Path, dict[str, Any], bool]:
+        start, frame = job
+        file, done = file_of(start), finished(start)
+        if done is not None:
+            return file, done, True
+        assert frame is not None
+        rows, keys, bad = make_rows(task.splitting, frame.rechunk(), name)
         if bad:
             raise DataError(
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        return step, file, write_rows(file, rows, keys), False
+        return file, write_rows(file, rows, keys), False
 
+    known = task.journal.finished("derived rows")
+    starts = range(0, known["count"], _SLICE) if known is not None else None
+    jobs: Iterator[tuple[int, pl.DataFrame | None]]
+    if starts is not None and all(finished(start) is not None for start in starts):
+        jobs = ((start, None) for start in starts)
+    else:
+        jobs = _slices(task, rows)
+    task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
     pieces: list[_Piece] = []
     begin = 0
-    for step, file, record, reused in ordered_map(work, range(0, total, _SLICE), task.threads):
+    for file, record, reused in ordered_map(work, jobs, task.threads):
         if not reused:
-            task.journal.add(step, record)
+            task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
         part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]))
         pieces.append(_Piece(path=file, source=source, part=part))
         begin += part.rows
+    task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
     return pieces
+
+
+def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame | None]]:
+    """The rows, some at a time, and the number of the first of them."""
+    start, held = 0, pl.DataFrame()
+    with explained(task):
+        for some in batches(rows):
+            held = held.vstack(some) if held.width else some
+            while held.height >= _SLICE:
+                yield start, held[:_SLICE]
+                start, held = start + _SLICE, held[_SLICE:]
+    if held.height:
+        yield start, held
+    task.journal.add("derived rows", {"count": start + held.height})
 
 
 def _forget_broken(task: Task) -> None:
@@ -139,9 +175,7 @@ def _forget_broken(task: Task) -> None:
 
 def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
     """Number, label and split of every row, in one file."""
-    import pyarrow.parquet as pq
-
-    path = task.work / "keys.parquet"
+    path = task.work / "keys.arrow"
     if task.journal.finished("keys", path) is not None:
         task.reused += 1
         return path
@@ -149,21 +183,22 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
     parts = [piece.part for piece in pieces]
     names = [file.name for file in task.files]
     splitter = Splitter(task.splitting, parts, names, lambda part: PartFile(files[part.index]))
-    beside = path.with_suffix(".tmp")
-    writer: Any = None
     train = 0
-    for part in (part for part in parts if part.rows):
-        split = splitter.assign(part)
-        if task.like is not None:
-            split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
-        train += int((split == 0).sum())
-        with PartFile(files[part.index]) as arrays:
-            labels = arrays["labels"].astype(np.float64)
-        rows = np.arange(part.start, part.start + part.rows)
-        table = pl.DataFrame({ROW: rows, LABEL: labels, SPLIT: split}).to_arrow()
-        writer = writer or pq.ParquetWriter(beside, table.schema, compression="lz4")
-        writer.write_table(table)
-    writer.close()
+
+    def tables() -> Iterator[pl.DataFrame]:
+        nonlocal train
+        for part in (part for part in parts if part.rows):
+            split = splitter.assign(part)
+            if task.like is not None:
+                split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
+            train += int((split == 0).sum())
+            with PartFile(files[part.index]) as arrays:
+                labels = arrays["labels"].astype(np.float64)
+            rows = np.arange(part.start, part.start + part.rows)
+            yield pl.DataFrame({ROW: rows, LABEL: labels, SPLIT: split})
+
+    beside = path.with_suffix(".tmp")
+    write_pieces(beside, tables())
     if not train and task.like is None:
         raise UnusableInput(
             f"the split rule {task.schema.split.rule!r} leaves no training row of "
@@ -182,11 +217,12 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
     names = {code: name for name, code in SPLIT_CODES.items()}
     done_rows = 0
 
-    def work(piece: _Piece) -> tuple[_Piece, Path, dict[str, Any], bool]:
+    def work(job: tuple[int, _Piece]) -> tuple[_Piece, Path, dict[str, Any], bool]:
+        number, piece = job
         path = folder / f"{piece.part.index:06d}.part"
         if (done := task.journal.finished(f"parts/{path.stem}", path)) is not None:
             return piece, path, done, True
-        frame = passes.part(piece.path, piece.part.start, piece.part.rows)
+        frame = passes.part(number)
         split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
         block = frame_block(frame.select(*columns, split).collect(), task.layout.fields)
         if block.bad:
@@ -195,7 +231,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         return piece, path, task.parts.write(path, task.layout.arrays(block, piece.source.name)), False
 
     blocks = []
-    for piece, path, record, reused in ordered_map(work, [p for p in pieces if p.part.rows], task.threads):
+    for piece, path, record, reused in ordered_map(work, enumerate(pieces), task.threads):
         if not reused:
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,7 +25,7 @@ from stoker.errors import DataError
 from stoker.features.engine import reason_of
 from stoker.features.learned import LearnedTable
 
-__all__ = ["Rows", "derive", "ingest_sources", "read_rows"]
+__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
 
 
 @dataclass(kw_only=True)
@@ -52,7 +53,7 @@ def read_rows(task: Task) -> Rows:
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
     made = Source(
-        number=0, path=derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
+        number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
@@ -94,27 +95,39 @@ def ingest_sources(
     return blocks
 
 
-def derive(task: Task, raw: list[IngestedBlock]) -> Path:
-    """Check and type the raw lines of every input, which join ``raw``; then let the recipe make the training rows."""
+def derivation(task: Task, raw: list[IngestedBlock]) -> pl.LazyFrame:
+    """Check and type the raw lines of every input, which join ``raw``; and how the recipe makes the rows of them."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
     for name, spec, paths in _match_inputs(task.recipe, task.files):
         if paths:
             frames[name] = _raw_frame(task, raw, name, spec, paths)
+    with explained(task):
+        return task.recipe.derive(frames, task.schema)
+
+
+@contextmanager
+def explained(task: Task) -> Iterator[None]:
+    """Say of Polars' errors which recipe could not work with which files."""
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        names = ", ".join(str(path) for path in task.files[:3])
+        raise DataError(
+            f"recipe {task.recipe.name} cannot work with {names}: {reason_of(error)}. "
+            "docs/recipes.md describes its input."
+        ) from error
+
+
+def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
+    """The rows that the recipe makes, in a file."""
+    frame = derivation(task, raw)
     path = task.work / "derived.parquet"
     if task.journal.finished("derived", path) is None:
         task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
         beside = path.with_suffix(".tmp")
-        try:
-            task.recipe.derive(frames, task.schema).sink_parquet(
-                beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4"
-            )
-        except pl.exceptions.PolarsError as error:
-            names = ", ".join(str(path) for path in task.files[:3])
-            raise DataError(
-                f"recipe {task.recipe.name} cannot work with {names}: {reason_of(error)}. "
-                "docs/recipes.md describes its input."
-            ) from error
+        with explained(task):
+            frame.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
         os.replace(beside, path)
         task.journal.add("derived", checksum(path))
     else:

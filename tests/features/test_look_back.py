@@ -1,0 +1,153 @@
+"""Looking back over rows in pieces, and rows that a recipe derives in slices, against all of them at once."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from test_featured_datasets import hash_tree
+
+from stoker import features as f
+from stoker.data import feature_passes, featured
+from stoker.data.look_back import LookBack, can_deal
+from stoker.data.prepare import run_prepare
+from stoker.data.recipe import RawInput, Recipe
+from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.features.past import Past, work_out
+
+DAY = datetime.date(2020, 1, 1)
+LARGE = 2**53 + 1  # no float64
+
+
+def log(count: int) -> pl.DataFrame:
+    draw = random.Random(count)
+
+    def some(*values: Any) -> list[Any]:
+        return [draw.choice(values) for _ in range(count)]
+
+    return pl.DataFrame(
+        {
+            "user": pl.Series(some("a", "b", "Zoë", "", None), dtype=pl.String),
+            "item": pl.Series(some(1, 2, -3, LARGE, None), dtype=pl.Int64),
+            "code": pl.Series(some(0, 7, 2**64 - 1, None), dtype=pl.UInt64),
+            "bool": pl.Series(some(True, False, None), dtype=pl.Boolean),
+            "real": pl.Series(some(0.0, -0.0, float("nan"), 1.5, None), dtype=pl.Float64),
+            "small": pl.Series(some(1.5, None), dtype=pl.Float32),
+            "day": pl.Series([DAY + datetime.timedelta(draw.randrange(9)) for _ in range(count)]),
+            "moment": pl.Series(some(*range(9), None), dtype=pl.Int64).cast(pl.Datetime("ms", "UTC")),
+            "when": pl.Series(some(*range(20), -(2**40), None), dtype=pl.Int64),
+            "event": pl.Series(some(0, 1, None), dtype=pl.Int8),
+            "list": pl.Series(some(["x"], ["y", "z"], [], None), dtype=pl.List(pl.String)),
+        }
+    )
+
+
+FEATURES: tuple[Past, ...] = (
+    f.Previous(name="1", column="user", by="item", order="when"),
+    f.Previous(name="2", column="user", by=("user", "item"), order="when", events="event"),
+    f.Previous(name="3", column="item", by="user", order="moment"),
+    f.Previous(name="4", column="bool", by=("item", "bool"), order="day"),
+    f.Previous(name="5", column="day", by=("real", "user"), order="when"),
+    f.Previous(name="6", column="moment", by="small", order="real"),
+    f.Previous(name="7", column="code", by="moment", order="code"),
+    f.Difference(name="8", column="when", by="code", order="when"),
+    f.SinceLast(name="9", by="user", order="when"),
+    f.PastCount(name="10", by="item", order="when", window=3.0),
+    f.PastCount(name="11", by=("code", "user", "item"), order="moment"),
+    f.Rank(name="12", by="day", order="small", descending=True),
+    f.Previous(name="13", column="small", by="user", order="item", events="small"),
+)
+
+
+@pytest.mark.parametrize("shares", [1, 3, 40])
+@pytest.mark.parametrize("short", [(), ("when",)])
+def test_pieces_and_shares_give_what_all_rows_at_once_do(tmp_path: Path, shares: int, short: tuple[str, ...]) -> None:
+    rows = log(300).with_columns(pl.col("when").clip(-(2**31), 2**31 - 1) if short else pl.col("when"))
+    sizes = [1, 120, 4, 175]
+    starts = np.cumsum([0, *sizes])
+    assert all(can_deal(feature, rows.schema) for feature in FEATURES)
+    with LookBack(FEATURES, rows.drop("list").schema, sizes, shares, 2, tmp_path, short) as back:
+        assert "list" not in back.columns
+        made = list(back.run(lambda piece: rows[int(starts[piece]) : int(starts[piece + 1])].select(back.columns)))
+    assert [part.height for part in made] == sizes
+    names = [feature.name for feature in FEATURES]
+    expected = work_out(rows, list(FEATURES))
+    assert pl.concat(made).select(names).equals(expected.select(names), null_equal=True)
+    assert expected.schema == made[0].select(names).schema
+    assert not list(tmp_path.iterdir())
+
+
+def test_lists_are_looked_back_at_too() -> None:
+    rows = log(10)
+    assert not can_deal(f.Previous(name="tags", column="list", by="user", order="when"), rows.schema)
+    assert can_deal(FEATURES[0], rows.schema)
+
+
+def _twice(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
+    rows = inputs["log"].with_columns(tags=pl.concat_list("user", "item"), big=pl.col("item").cast(pl.Int64) + 2**40)
+    return pl.concat([rows, rows]).with_row_index("n").with_columns(pl.col("n").cast(pl.Int64))
+
+
+SCHEMA = Schema(
+    name="twice",
+    label=Label(column="y"),
+    feature=(
+        f.Previous(name="last", column="tags", by="user", order="n"),
+        f.Previous(name="last_big", column="big", by=("user", "n"), order="n"),
+        f.PastCount(name="seen", by="big", order="n"),
+        f.CountEncoding(name="shown", by=("item", "seen")),
+    ),
+    dense=(DenseColumn(name="seen"), DenseColumn(name="shown"), DenseColumn(name="last_big")),
+    categorical=(CategoricalColumn(name="item", type="string"),),
+    sequence=(SequenceColumn(name="last", type="string", max_length=3),),
+    split=SplitRule(rule="hash", train=0.8, valid=0.1, test=0.1),
+)
+RECIPE = Recipe(
+    name="twice",
+    description="",
+    presets={"only": lambda: SCHEMA},
+    preset="only",
+    inputs={"log": RawInput(columns={"user": "string", "item": "string", "y": "int"})},
+    derive=_twice,
+)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    draw = random.Random(3)
+    lines = [f"{draw.choice('abc')},{draw.randrange(5)},{draw.randrange(2)}" for _ in range(60)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,y", *lines]) + "\n")
+    run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "whole", threads=2)
+    monkeypatch.setattr(featured, "_SLICE", 17)
+    monkeypatch.setattr(feature_passes, "GROUP_ROWS", 16)
+    run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "pieces", threads=2)
+    assert hash_tree(tmp_path / "pieces") == hash_tree(tmp_path / "whole")
+    made = 0
+
+    def write(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made > steps:
+            raise Stop
+        return written(*given)
+
+    written = featured.write_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(featured, "write_rows", write)
+        with pytest.raises(Stop):
+            run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
+    report = run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
+    assert report.reused >= steps
+    assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
