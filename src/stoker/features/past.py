@@ -140,7 +140,7 @@ def group_codes(frame: pl.DataFrame, by: tuple[str, ...]) -> Any:
             columns.append(coder.add(name, frame.get_column(name)))
         else:
             columns.append(known.to_numpy())
-    return KeyTable(len(by)).add(columns)
+    return KeyTable(len(by)).add_all(columns)
 
 
 def _ordered(values: Any) -> Any:
