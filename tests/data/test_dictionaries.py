@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.data import dictionaries
-from stoker.data.columns import RawColumn
-from stoker.data.dictionaries import number_ints, number_texts, text_column
+from stoker.data.columns import Field, RawColumn, split_list
+from stoker.data.dictionaries import list_column, number_ints, number_texts, text_column
 from stoker.data.frames import parquet_cuts
 from stoker.data.groups import GroupWriter
 from stoker.errors import DataError
@@ -136,3 +136,33 @@ def test_groups_by_first_appearance(rows: list[tuple[int, bool]], cut: int) -> N
         "count": len(names), "largest": max(counts, default=0),
         "with_positive": len({name for name, label in rows if label}),
     }  # fmt: skip
+
+
+LISTS = st.one_of(
+    st.none(), st.sampled_from(["", "1|2|3", "3", "1||2", "4|5|6|7|8|9", "10000000000|-5", "1|x"]),
+)  # fmt: skip
+
+
+@given(
+    values=st.lists(LISTS, max_size=30), kind=st.sampled_from(["string", "int", "float", "hex"]),
+    keep=st.sampled_from(["first", "last"]), most=st.integers(1, 4),
+)  # fmt: skip
+def test_lists_of_numbered_texts(values: list[str | None], kind: str, keep: str, most: int) -> None:
+    item = Field(column="c", kind=kind, separator="|", max_length=most, keep=keep)
+    series = pl.Series(values, dtype=pl.String)
+    wrong: dict[int, str] = {}
+    expected_wrong: dict[int, str] = {}
+    found = list_column(text_column(series), item, wrong)
+    expected = split_list(dictionaries._plain(series), item, expected_wrong)
+    assert wrong == expected_wrong
+    assert found.counts is not None
+    assert expected.counts is not None
+    assert found.counts.tolist() == expected.counts.tolist()
+    if kind == "string":
+        check(found, taken(expected))
+        assert found.codes is not None
+    else:
+        assert found.values is not None
+        assert expected.values is not None
+        np.testing.assert_array_equal(found.values, expected.values)
+        np.testing.assert_array_equal(found.absent(), expected.absent())

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.data import dictionary_kernels as kernels
-from stoker.data.columns import RawColumn
+from stoker.data.columns import Field, RawColumn, split_list
 
-__all__ = ["number_ints", "number_texts", "text_column", "views_of"]
+__all__ = ["list_column", "number_ints", "number_texts", "text_column", "views_of"]
 
 Array = npt.NDArray[Any]
 _INLINE = 12  # bytes of a text that lie in its view
@@ -127,6 +127,38 @@ def _texts(views: Array, buffers: list[Any]) -> tuple[Array, Array]:
             data = np.frombuffer(buffers[number], np.uint8)
             kernels.copy_spans(data, words[some, 3].astype(np.int64), some, ends, out)
     return out, ends
+
+
+def list_column(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColumn:
+    """As :func:`stoker.data.columns.split_list`; of texts that are numbered, each distinct one is split once."""
+    if column.codes is None or column.ends is None:
+        return split_list(column, item, wrong)
+    sizes = np.diff(column.ends).astype(np.int32)
+    distinct = RawColumn(data=column.data, starts=column.ends[:-1], lengths=sizes)
+    failed: dict[int, str] = {}
+    pieces = split_list(distinct, item, failed)
+    assert pieces.counts is not None
+    for text, reason in failed.items():
+        for row in np.flatnonzero(column.codes == text + 1).tolist():
+            wrong.setdefault(row, reason)
+    begins = np.concatenate([[0], np.cumsum(pieces.counts, dtype=np.int64)])
+    counts = np.concatenate([np.zeros(1, np.int32), pieces.counts])[column.codes]
+    total = int(counts.sum(dtype=np.int64))
+
+    def spread(source: Array) -> Array:
+        out = np.empty(total, source.dtype)
+        kernels.spread_lists(column.codes, begins, source, out)
+        return out
+
+    if pieces.values is not None:
+        missing = None if pieces.missing is None else spread(pieces.missing)
+        return RawColumn(values=spread(pieces.values), missing=missing, counts=counts)
+    assert pieces.starts is not None
+    numbers = np.empty(len(pieces.starts), np.uint32)
+    data, ends = number_texts(pieces, numbers)
+    made = _coded(data, ends, spread(numbers))
+    made.counts = counts
+    return made
 
 
 def _texts_of_ints(series: pl.Series) -> RawColumn:

@@ -27,6 +27,7 @@ __all__ = [
     "rehash_texts",
     "splitmix",
     "spread",
+    "spread_lists",
 ]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
@@ -203,6 +204,18 @@ def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
             begin = ends[code - np.uint64(1)]
             starts[i] = begin
             lengths[i] = ends[code] - begin
+
+
+@_jit
+def spread_lists(codes, begins, source, out):  # type: ignore[no-untyped-def]
+    """Write the list behind each code, ``source[begins[code - 1] : begins[code]]``, one after the other; 0: none."""
+    at = np.uint64(0)
+    for i in range(codes.size):
+        code = np.uint64(codes[i])
+        if code > 0:
+            for k in range(begins[code - np.uint64(1)], begins[code]):
+                out[at] = source[np.uint64(k)]
+                at += np.uint64(1)
 
 
 @_jit

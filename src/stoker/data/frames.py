@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, split_list, type_spans
-from stoker.data.dictionaries import text_column
+from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
+from stoker.data.dictionaries import list_column, text_column
 from stoker.data.schema_check import near
 from stoker.errors import DataError
 
@@ -115,7 +115,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
             if isinstance(series.dtype, pl.List | pl.Array):
                 column = _list_column(series, item, wrong)
             elif item.separator is not None:
-                column = split_list(text_column(series), item, wrong)
+                column = list_column(text_column(series), item, wrong)
             else:
                 column = _column(series, item, wrong)
         except pl.exceptions.PolarsError as error:

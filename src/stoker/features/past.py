@@ -130,7 +130,7 @@ class GroupOrder:
 
 
 def group_codes(frame: pl.DataFrame, by: tuple[str, ...]) -> Any:
-    """Int64 [n]: numbers of the groups from 0, by first occurrence."""
+    """[n] numbers of the groups from 0, by first occurrence."""
     from stoker.features.keys import Coder, KeyTable, code_column
 
     coder, columns = Coder(), []
