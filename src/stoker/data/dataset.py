@@ -148,7 +148,7 @@ def _write_shards(split: Split, folder: Path) -> None:
     entries = split.entry["shards"]
 
     def write(number: int) -> str:
-        return write_shard(folder / entries[number]["file"], **split.file_of(number).arrays).sha256
+        return split.file_of(number).write(folder / entries[number]["file"]).sha256
 
     for number, digest in enumerate(ordered_map(write, range(len(entries)), torch.get_num_threads())):
         entries[number]["sha256"] = digest

@@ -20,7 +20,7 @@ import torch
 
 from stoker.data.features import FeatureSpec
 from stoker.data.files import file_identity
-from stoker.data.shards import Shard
+from stoker.data.shards import MappedShard, Shard
 from stoker.errors import DataError
 from stoker.ops.threads import team
 
@@ -103,6 +103,7 @@ class ShardChecks:
 
     def _check(self, number: int) -> None:
         shard, entry, split = self._split.shards[number], self._entries[number], self._split
+        assert isinstance(shard, MappedShard)
         affected = f"Rows {split.starts[number]:,} to {split.starts[number + 1] - 1:,} of split {split.name} lie in it."
         remedy = _REMEDY.format(again=_AGAIN[split.made_by])
         size, digest = shard.digest()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.files import PASSING
-from stoker.data.shards import Shard, file_bytes
+from stoker.data.shards import Shard, ShardFile
 
 __all__ = ["Home", "empty_rows", "home_of", "row_bytes"]
 
@@ -49,38 +49,20 @@ class Home:
             array.flags.writeable = False
         self.pieces.setdefault(split, []).append(Shard(path=self.path / split, rows=len(arrays["labels"]), **arrays))
 
-    def file_bytes(self, split: str, first: int, rows: int) -> int:
-        """Bytes of the file of such a shard."""
-        piece, start, ids = self.pieces[split][0], 0, 0
-        if piece.lengths is None:
-            shapes = {name: (rows, *array.shape[1:]) for name, array in piece.arrays.items()}
-        else:
-            for piece in self.pieces[split]:
-                begin, end = (min(max(place - start, 0), piece.rows) for place in (first, first + rows))
-                assert piece.row_offsets is not None
-                ids += int(piece.row_offsets[end] - piece.row_offsets[begin])
-                start += piece.rows
-            shapes = {name: (rows, *array.shape[1:]) for name, array in piece.arrays.items()}
-            shapes |= {"ids": (ids,), "row_offsets": (rows + 1,)}
-        # Arrays of these shapes that take no memory.
-        return file_bytes(
-            {name: np.broadcast_to(piece.arrays[name].dtype.type(0), shape) for name, shape in shapes.items()}
-        )
-
-    def shard(self, split: str, first: int, rows: int) -> Shard:
-        """The rows [first, first + rows) of a split as one shard, whose memory is its own."""
-        found: list[dict[str, npt.NDArray[Any]]] = []
+    def file(self, split: str, first: int, rows: int) -> ShardFile:
+        """The file of a shard with the rows [first, first + rows) of a split."""
+        found: dict[str, list[npt.NDArray[Any]]] = {}
         start = 0
         for piece in self.pieces[split]:
             begin, end = max(first - start, 0), min(first + rows - start, piece.rows)
             if begin < end:
-                found.append(_cut(piece, begin, end))
+                for name, array in _cut(piece, begin, end).items():
+                    found.setdefault(name, []).append(array)
             start += piece.rows
-        joined = {name: np.concatenate([arrays[name] for arrays in found]) for name in found[0]}
-        if "lengths" in joined:
-            ends = np.cumsum(joined["lengths"].sum(axis=1, dtype=np.int64))
-            joined["row_offsets"] = np.concatenate([[0], ends]).astype(np.int64)
-        return Shard(path=self.path / split, rows=rows, **joined)
+        if "lengths" in found:
+            ends = np.cumsum(np.concatenate([lengths.sum(axis=1, dtype=np.int64) for lengths in found["lengths"]]))
+            found["row_offsets"] = [np.zeros(1, np.int64), ends]
+        return ShardFile(found)
 
 
 def _cut(piece: Shard, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:

@@ -124,10 +124,7 @@ def _only_shards(name: str) -> bool:
 
 def _together(arrays: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Copies that lie in one stretch of memory, and that stretch."""
-    size = sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
-    # Not from NumPy, which asks for huge pages: where a virtual machine gives free ones back to its host, their first
-    # touch took three times as long as that of small ones.
-    block = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+    block = np.empty(sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values()), np.uint8)
     copies, at = {}, 0
     for name, array in arrays.items():
         copies[name] = block[at : at + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -130,7 +130,7 @@ class _Publisher:
             first = 0
             for file, slices, _ in self._shards(split):
                 rows = sum(piece.end - piece.begin for piece in slices)
-                size = home.file_bytes(name, first, rows)
+                size = home.file(name, first, rows).bytes
                 found.splits[name]["shards"].append({"file": file, "rows": rows, "bytes": size, "sha256": None})
                 first += rows
         return found

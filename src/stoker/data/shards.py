@@ -12,7 +12,7 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ __all__ = [
     "SHARD_ROWS",
     "MappedShard",
     "Shard",
+    "ShardFile",
     "ShardInfo",
     "allow_open_files",
-    "file_bytes",
     "open_shard",
     "write_shard",
 ]
@@ -88,51 +88,60 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    digest, size = hashlib.sha256(), 0
-    with atomic_file(path) as file:
-        for piece in _file_bytes(arrays):
-            digest.update(piece)
-            size += file.write(piece)
-    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
+    return ShardFile({name: [array] for name, array in arrays.items()}).write(path)
 
 
-def file_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Bytes of a shard's file. Of the tensors only types and shapes are looked at."""
-    first, _, size = _header(arrays)
-    return len(first) + size
+class ShardFile:
+    """The file of a shard.
 
+    Args:
+        tensors: by name, each in pieces that follow each other.
+    """
 
-def _header(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[bytes, list[str], int]:
-    """The first bytes of a shard's file, the tensors in the order of their bytes, and how many these are in all."""
-    # Wide types first keeps every tensor aligned without gaps, which the format forbids.
-    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in order:
-        array = arrays[name]
-        header[name] = {
-            "dtype": _NAMES[array.dtype.newbyteorder("<")],
-            "shape": list(array.shape),
-            "data_offsets": [end, end + array.nbytes],
-        }
-        end += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
-    return len(text).to_bytes(8, "little") + text, order, end
+    def __init__(self, tensors: Mapping[str, Sequence[npt.NDArray[Any]]]) -> None:
+        # Wide types first keeps every tensor aligned without gaps, which the format forbids.
+        order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+        self._tensors = [tensors[name] for name in order]
+        self.rows = sum(map(len, tensors["labels"]))
+        header: dict[str, Any] = {}
+        end = 0
+        for name, pieces in zip(order, self._tensors, strict=True):
+            begin, end = end, end + sum(piece.nbytes for piece in pieces)
+            header[name] = {
+                "dtype": _NAMES[pieces[0].dtype.newbyteorder("<")],
+                "shape": [sum(map(len, pieces)), *pieces[0].shape[1:]],
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
+        self._header = len(text).to_bytes(8, "little") + text
+        self.bytes = len(self._header) + end
 
+    def __iter__(self) -> Iterator[Any]:
+        """The bytes of the file, some at a time."""
+        yield self._header
+        for piece in (piece for pieces in self._tensors for piece in pieces):
+            step = max(1, _CHUNK // max(1, piece.nbytes // max(1, len(piece))))
+            for start in range(0, len(piece), step):
+                rows = piece[start : start + step]
+                yield np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
-def _file_bytes(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[memoryview]:
-    """The bytes of a shard's file, some at a time."""
-    first, order, _ = _header(arrays)
-    for part in (first, *(_bytes_of(arrays[name]) for name in order)):
-        view = memoryview(part)
-        for start in range(0, len(view), _CHUNK):
-            yield view[start : start + _CHUNK]
+    def sha256(self) -> str:
+        """Hex digest of the file."""
+        digest = hashlib.sha256()
+        for some in self:
+            digest.update(some)
+        return digest.hexdigest()
 
-
-def _bytes_of(array: npt.NDArray[Any]) -> Any:
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8)
+    def write(self, path: Path) -> ShardInfo:
+        """Write the file atomically; what the manifest must record of it."""
+        digest = hashlib.sha256()
+        with atomic_file(path) as file:
+            for some in self:
+                digest.update(some)
+                file.write(some)
+        name = f"{path.parent.name}/{path.name}"
+        return ShardInfo(file=name, rows=self.rows, bytes=self.bytes, sha256=digest.hexdigest())
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
@@ -179,18 +188,6 @@ class Shard:
 
     def release(self) -> None:
         """Nothing: there is no other place for the rows."""
-
-    def digest(self) -> tuple[int, str]:
-        """Size in bytes and sha256 of its file.
-
-        Raises:
-            DataError: the file cannot be read, or is no longer the one that was mapped.
-        """
-        digest, size = hashlib.sha256(), 0
-        for piece in _file_bytes(self.arrays):
-            digest.update(piece)
-            size += len(piece)
-        return size, digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from stoker.data.integrity import ShardChecks, check_ids
 from stoker.data.memory import home_of
 from stoker.data.ordered import ordered_map
 from stoker.data.reader import BatchStream
-from stoker.data.shards import Shard, allow_open_files, open_shard
+from stoker.data.shards import Shard, ShardFile, allow_open_files, open_shard
 from stoker.errors import DataError
 
 __all__ = ["MadeBy", "Split"]
@@ -93,7 +93,7 @@ class Split:
         """Identifies the very rows: sha256 over the shards' checksums. Of rows in memory, these are worked out now."""
         entries = self.entry["shards"]
         missing = [number for number, shard in enumerate(entries) if shard["sha256"] is None]
-        found = ordered_map(lambda number: self.file_of(number).digest()[1], missing, torch.get_num_threads())
+        found = ordered_map(lambda number: self.file_of(number).sha256(), missing, torch.get_num_threads())
         for number, digest in zip(missing, found, strict=True):
             entries[number]["sha256"] = digest
         return hashlib.sha256("".join(shard["sha256"] for shard in entries).encode()).hexdigest()
@@ -140,11 +140,11 @@ class Split:
                 )
         return shards
 
-    def file_of(self, number: int) -> Shard:
-        """What the manifest's shard ``number`` would hold, of a split in memory."""
+    def file_of(self, number: int) -> ShardFile:
+        """The file that the manifest's shard ``number`` would be, of a split in memory."""
         assert self._home is not None
         rows = [int(entry["rows"]) for entry in self.entry["shards"]]
-        return self._home.shard(self.name, sum(rows[:number]), rows[number])
+        return self._home.file(self.name, sum(rows[:number]), rows[number])
 
     def batches(
         self,
