@@ -80,6 +80,17 @@ def _int64_at(typingctx: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(types.int64), generate
 
 
+@njit(nogil=True, inline="always")
+def _shard_of(row: int, starts: Int64, mean: int) -> Any:
+    """Which shard a row is in: a guess, and as many steps from there as sizes differ."""
+    shard = min(row // mean, len(starts) - 2)
+    while row < starts[shard]:
+        shard -= 1
+    while row >= starts[shard + 1]:
+        shard += 1
+    return shard
+
+
 def _copy_rows(p):  # type: ignore[no-untyped-def]
     rows, starts, mean, sources, widths, strides, targets, scratch, cursor, block = arguments(p)
     kinds = len(widths)
@@ -90,11 +101,7 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
         stop = min(begin + block, len(rows))
         for i in range(begin, stop):
             row = rows[i]
-            shard = min(row // mean, len(starts) - 2)
-            while row < starts[shard]:
-                shard -= 1
-            while row >= starts[shard + 1]:
-                shard += 1
+            shard = _shard_of(row, starts, mean)
             for kind in range(kinds):
                 scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * strides[kind]
         for i in range(begin, stop):
@@ -150,11 +157,14 @@ def bag_offsets(
     offsets[0] = 0
     for i in range(len(rows)):
         row = rows[i]
-        shard = min(row // mean, len(starts) - 2)
-        while row < starts[shard]:
-            shard -= 1
-        while row >= starts[shard + 1]:
-            shard += 1
+        shard = _shard_of(row, starts, mean)
+        if i + _AHEAD < len(rows):
+            later = rows[i + _AHEAD]
+            other = _shard_of(later, starts, mean)
+            later -= starts[other]
+            _prefetch(lengths[other] + later * features * 4)
+            _prefetch(lengths[other] + (later + 1) * features * 4 - 1)
+            _prefetch(row_offsets[other] + later * 8)
         local = row - starts[shard]
         bags = _int32_at(lengths[shard] + local * features * 4)
         ends = _int64_at(row_offsets[shard] + local * 8)

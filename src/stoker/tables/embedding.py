@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.ops.reference import bag_lengths
+from stoker.ops.select import select_bags
 from stoker.optim import RowOptimizer
 from stoker.tables.config import Device, HotCold, Strategy, TableConfig, TensorTrain, feature_order
 from stoker.tables.group import TableGroup
@@ -335,13 +336,7 @@ class EmbeddingTables(nn.Module):
         if offsets is None:
             chosen_weights = None if weights is None else columns_of(weights.view(-1, count), columns).reshape(-1)
             return columns_of(ids, columns), None, chosen_weights
-        columns = columns.to(ids.device)
-        lengths = bag_lengths(offsets)
-        chosen = torch.zeros(count, dtype=torch.bool, device=ids.device)
-        chosen[columns] = True
-        keep = torch.repeat_interleave(chosen.repeat(len(lengths) // count), lengths)
-        ends = lengths.view(-1, count)[:, columns].reshape(-1).cumsum(0)
-        return ids[keep], torch.cat([ends.new_zeros(1), ends]), None if weights is None else weights[keep]
+        return select_bags(columns, count, ids, offsets, weights)
 
     def _find_runs(self) -> list[tuple[int, int, int]]:
         """(group, first of its own positions, the one after the last) for each stretch of the output, in order."""

@@ -1,0 +1,61 @@
+"""The lookups of some features of a batch, where a group of tables has not all of them.
+
+Legend: B examples, F features, C of them chosen, L ids.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from stoker.ops.reference import bag_lengths
+
+__all__ = ["select_bags"]
+
+_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
+
+
+def select_bags(
+    columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The bags of some features.
+
+    Args:
+        columns: [C] int64, rising.
+        features: F.
+        ids: [L].
+        offsets: [B * F + 1] int64, sample-major.
+        weights: [L] or None; where they need a gradient, it goes through.
+
+    Returns:
+        Ids, offsets [B * C + 1] and weights.
+    """
+    if not _HAVE_NUMBA or ids.device.type != "cpu" or (weights is not None and weights.requires_grad):
+        return _by_mask(columns, features, ids, offsets, weights)
+    from stoker.ops.select_kernels import chosen_ends, chosen_values
+
+    place, chosen, source = offsets.numpy(), columns.numpy(), ids.numpy()
+    ends = torch.empty((len(place) - 1) // features * len(chosen) + 1, dtype=torch.int64)
+    total = chosen_ends(place, chosen, features, ends.numpy())
+    kept = torch.empty(total, dtype=ids.dtype)
+    chosen_values(place, chosen, features, source, kept.numpy())
+    if weights is None:
+        return kept, ends, None
+    kept_weights = torch.empty(total, dtype=weights.dtype)
+    chosen_values(place, chosen, features, weights.numpy(), kept_weights.numpy())
+    return kept, ends, kept_weights
+
+
+def _by_mask(
+    columns: Tensor, features: int, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The definition, in torch."""
+    columns = columns.to(ids.device)
+    lengths = bag_lengths(offsets)
+    chosen = torch.zeros(features, dtype=torch.bool, device=ids.device)
+    chosen[columns] = True
+    keep = torch.repeat_interleave(chosen.repeat(len(lengths) // features), lengths)
+    ends = lengths.view(-1, features)[:, columns].reshape(-1).cumsum(0)
+    return ids[keep], torch.cat([ends.new_zeros(1), ends]), None if weights is None else weights[keep]

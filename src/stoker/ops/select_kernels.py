@@ -1,0 +1,38 @@
+"""Loops over the bags of chosen features. Import this module only where Numba is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba as nb
+import numpy as np
+
+__all__ = ["chosen_ends", "chosen_values"]
+
+_jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def chosen_ends(offsets, columns, features, ends):  # type: ignore[no-untyped-def]
+    """Where the chosen bags begin and end, [B * C + 1]; returns how many ids they have."""
+    at, bag = 0, 0
+    ends[0] = 0
+    for first in range(0, offsets.size - 1, features):
+        for c in range(columns.size):
+            place = np.uint64(first + columns[c])
+            at += offsets[place + np.uint64(1)] - offsets[place]
+            bag += 1
+            ends[bag] = at
+    return at
+
+
+@_jit
+def chosen_values(offsets, columns, features, values, out):  # type: ignore[no-untyped-def]
+    """The values [L] of the chosen bags, one bag after the other."""
+    at = np.uint64(0)
+    for first in range(0, offsets.size - 1, features):
+        for c in range(columns.size):
+            place = np.uint64(first + columns[c])
+            for k in range(offsets[place], offsets[place + np.uint64(1)]):
+                out[at] = values[np.uint64(k)]
+                at += np.uint64(1)

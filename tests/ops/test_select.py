@@ -1,0 +1,46 @@
+"""The bags of some features: by loops as by the mask that defines them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.ops import select
+from stoker.ops.select import select_bags
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), max_size=12),
+    columns=st.sampled_from([[0], [1], [2], [0, 2], [1, 2], [0, 1, 2]]),
+    dtype=st.sampled_from([torch.int32, torch.int64]), weighted=st.booleans(),
+)  # fmt: skip
+def test_bags_of_chosen_features(
+    lengths: list[list[int]], columns: list[int], dtype: torch.dtype, weighted: bool
+) -> None:
+    sizes = torch.tensor([size for row in lengths for size in row], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    ids = torch.arange(int(offsets[-1]), dtype=dtype) + 7
+    weights = torch.rand(len(ids)) if weighted else None
+    given_columns = torch.tensor(columns)
+    found = select_bags(given_columns, 3, ids, offsets, weights)
+    expected = select._by_mask(given_columns, 3, ids, offsets, weights)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)
+    assert found[0].dtype == dtype
+
+
+def test_weights_that_learn_get_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets, ids = torch.tensor([0, 1, 3, 3, 5]), torch.arange(5)
+    weights = torch.ones(5, requires_grad=True)
+    chosen = select_bags(torch.tensor([1]), 2, ids, offsets, weights)[2]
+    assert chosen is not None
+    chosen.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [0, 1, 1, 1, 1]
+    monkeypatch.setattr(select, "_HAVE_NUMBA", False)
+    assert select_bags(torch.tensor([0]), 2, ids, offsets, None)[0].tolist() == [0]
