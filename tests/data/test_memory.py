@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from small_runs import SMALL, assert_same_run
 
 import stoker
 from stoker.data import memory, publish
+from stoker.data.files import passes
 from stoker.data.memory import Home, empty_rows, home_of
 from stoker.data.parts import PartStore
 from stoker.data.prepare import run_prepare
@@ -277,3 +280,35 @@ def test_rows_lie_together() -> None:
     assert ids.sum() == 15
     assert dense.sum() == 20
     assert labels.sum() == 15
+
+
+def test_a_forked_process_leaves_it_where_it_is(tmp_path: Path) -> None:
+    held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
+    place = held.path
+    child = os.fork()
+    if not child:  # which lets go of it by dropping it as well as by its end
+        try:
+            del held
+            gc.collect()
+            weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (place / "manifest.json").exists()
+    assert held.save(tmp_path / "saved").verify()
+    del held
+    gc.collect()
+    assert not place.exists()
+
+
+def test_datasets_come_and_go_while_files_are_written() -> None:
+    """As the collector of garbage has them do, on whatever thread it runs."""
+
+    class Coming(Path(".").__class__):  # type: ignore[misc]
+        def is_relative_to(self, *other: Any) -> bool:
+            homes.append(Home())
+            return False
+
+    homes = [Home(), Home()]
+    assert not passes(Coming("file"))
+    assert passes(homes[0].path / "file")

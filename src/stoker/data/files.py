@@ -19,7 +19,8 @@ PASSING: set[Path] = set()  # directories that go with this process
 
 def passes(path: str | Path) -> bool:
     """Whether a file lies in a directory that goes with this process, so that it need not outlast a loss of power."""
-    return any(Path(path).is_relative_to(folder) for folder in PASSING)
+    # A copy, for another thread or the collector of garbage may change the set meanwhile.
+    return any(Path(path).is_relative_to(folder) for folder in PASSING.copy())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ Legend: n rows of a shard, F features.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -41,7 +42,7 @@ class Home:
         self.pieces: dict[str, list[Shard]] = {}  # by split, in order
         _homes[self.path] = self
         PASSING.add(self.path)
-        weakref.finalize(self, _remove, self.path)
+        weakref.finalize(self, _remove, self.path, os.getpid())
 
     def keep(self, split: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Take the tensors of the next rows of a split."""
@@ -74,9 +75,10 @@ def _cut(piece: Shard, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, process: int) -> None:
     PASSING.discard(path)
-    shutil.rmtree(path, ignore_errors=True)
+    if os.getpid() == process:  # a forked one has the memory, too, but the directory is not its own
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def home_of(path: str | Path) -> Home | None:
