@@ -312,3 +312,16 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
     homes = [Home(), Home()]
     assert not passes(Coming("file"))
     assert passes(homes[0].path / "file")
+
+
+@pytest.mark.parametrize("kind", ["one-hot", "bags"])
+def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows are drawn from the shards of the manifest, not from the pieces that lie in memory."""
+    monkeypatch.setattr("stoker.data.ingest.PARQUET_ROWS", 70)
+    monkeypatch.setattr(publish, "SHARD_ROWS", 256)
+    monkeypatch.setattr("stoker.placement.sampling._BLOCKS", 8)
+    held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 2000, row_group=70), tmp_path / "lying")
+    assert len(held.train.shards) != len(lying.train.shards) > 2
+    for sample in (None, 0.3, 1.0):
+        ours, theirs = (stoker.profile(data, budget="1KiB", sample=sample) for data in (held, lying))
+        assert ours == theirs

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class Sample:
 
     share: float  # of the split's rows
     rows: int
-    shards: Int64  # [K] number of the shard
+    shards: Int64  # [K] number of the shard, of those that the manifest lists
     starts: Int64  # [K] first row in it
     stops: Int64  # [K] row after the last
     groups: Int64  # [K]
@@ -81,7 +81,7 @@ def draw(split: Split, share: float, *, groups: int, seed: int, block_rows: int 
         block_rows: neighbours drawn together; None lets the size of the sample decide.
     """
     block = block_rows or max(1, min(BLOCK_ROWS, int(share * len(split)) // _BLOCKS))
-    sizes = np.diff(np.asarray(split.starts, np.int64))
+    sizes = np.array([int(shard["rows"]) for shard in split.entry["shards"]], np.int64)
     ends = np.cumsum(-(-sizes // block))  # blocks up to the end of each shard
     total = int(ends[-1]) if len(ends) else 0
     count = min(total, max(1, round(share * total)))
@@ -95,6 +95,23 @@ def draw(split: Split, share: float, *, groups: int, seed: int, block_rows: int 
     return Sample(
         share=taken / max(len(split), 1), rows=taken, shards=shards, starts=starts, stops=stops, groups=rank % groups,
         num_groups=groups,
+    )  # fmt: skip
+
+
+def _lying(sample: Sample, split: Split) -> Sample:
+    """The same rows as blocks of ``split.shards``: in memory these are other pieces than the manifest's shards."""
+    if not split.in_memory:
+        return sample
+    first = np.cumsum([0, *(int(shard["rows"]) for shard in split.entry["shards"])])[sample.shards]
+    starts, stops = first + sample.starts, first + sample.stops
+    bounds = np.asarray(split.starts, np.int64)
+    low, high = np.searchsorted(bounds, starts, side="right") - 1, np.searchsorted(bounds, stops, side="left")
+    pieces = high - low  # that a block has rows in
+    block = np.repeat(np.arange(len(starts)), pieces)
+    shards = low[block] + np.arange(len(block)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return replace(
+        sample, shards=shards, starts=np.maximum(starts[block], bounds[shards]) - bounds[shards],
+        stops=np.minimum(stops[block], bounds[shards + 1]) - bounds[shards], groups=sample.groups[block],
     )  # fmt: skip
 
 
@@ -134,6 +151,7 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
+        sample = _lying(sample, self._split)
         most = max((len(strata_edges(int(size))) - 1 for size in self.sizes), default=0)
         out = np.zeros((sample.num_groups, len(self.sizes), most), np.int64)
         kernel = self._kernel("strata")
@@ -154,6 +172,7 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
+        sample = _lying(sample, self._split)
         ends = np.cumsum(self.sizes)
         bases = ends - self.sizes
         out = np.zeros(int(ends[-1]) if len(ends) else 0, np.int32)
@@ -176,6 +195,7 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
+        sample = _lying(sample, self._split)
         out = np.zeros((sample.num_groups, len(hot) + 1), np.int64)
         kernel = self._kernel("levels")
         threads = min(torch.get_num_threads(), sample.num_groups) if self._kernels else 1
@@ -195,7 +215,10 @@ class AccessLog:
         return found
 
     def _runs(self, sample: Sample, advance: Advance) -> Iterator[tuple[Shard, Int64]]:
-        """(shard, its blocks), some hundred thousand rows at a time; says how far it is and gives pages back."""
+        """(shard, its blocks), some hundred thousand rows at a time; says how far it is and gives pages back.
+
+        The sample is one of :func:`_lying`.
+        """
         done = 0
         sizes = np.cumsum(sample.stops - sample.starts)
         for number, shard in enumerate(self._split.shards):
