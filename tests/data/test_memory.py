@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
@@ -200,15 +201,26 @@ def test_a_preparation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: py
     def stop(progress: Any) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"nothing was kept.*Pass out=DIRECTORY"):
         stoker.prepare(schema(), source, progress=stop)
     with pytest.raises(DataError, match="no column"):
         stoker.prepare(schema(), _without(source))
     monkeypatch.setattr(publish, "available_memory", lambda: 100)
     with pytest.raises(DataError, match=r"prepared rows take .* 100 B of memory are free. Pass out=DIRECTORY"):
         stoker.prepare(schema(), source)
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(publish, "available_memory", lambda: None)
+    monkeypatch.setattr(publish.stored, "write_counts", full)
+    with pytest.raises(DataError, match=r"no room left on the disk of (?!.*kept).*TMPDIR.*pass out=DIRECTORY"):
+        stoker.prepare(schema(), source)
     gc.collect()
     assert not any((tmp_path / "temporary").iterdir())
+    (tmp_path / "temporary").rmdir()
+    with pytest.raises(DataError, match=r"temporary directory.*TMPDIR.*pass out=DIRECTORY"):
+        stoker.prepare(schema(), source)
 
 
 def _without(source: Path) -> Path:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from stoker.data.files import PASSING
 from stoker.data.shards import Shard, ShardFile
+from stoker.errors import DataError
 
 __all__ = ["Home", "empty_rows", "home_of", "row_bytes"]
 
@@ -35,10 +36,19 @@ class Home:
 
     The rows of a split are in pieces, one for each part of the preparation that has some. How they are cut into files,
     should they ever be, is for the manifest to say.
+
+    Raises:
+        DataError: no temporary directory can be made.
     """
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="stoker-dataset-")).resolve()
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="stoker-dataset-")).resolve()
+        except OSError as error:
+            raise DataError(
+                f"what is small of a dataset in memory lies in a temporary directory, and none can be made "
+                f"({error.strerror}). Let TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
+            ) from error
         self.pieces: dict[str, list[Shard]] = {}  # by split, in order
         _homes[self.path] = self
         PASSING.add(self.path)

@@ -186,10 +186,10 @@ def run_prepare(
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
             kept = "finished parts are kept" if _finished(task) else "nothing was kept"
-            raise DataError(
-                f"no room left on the disk of {out} ({free} free). Free some space and run the same command "
-                f"again: {kept}."
-            ) from error
+            remedy = f"Free some space and run the same command again: {kept}."
+            if task.home is not None:
+                remedy = "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+            raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
         raise
 
 
@@ -346,13 +346,15 @@ def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
 
 
 def _finished(task: Task) -> int:
-    """Finished steps that a later run can go on from."""
-    return len(task.journal.done) if hasattr(task, "journal") else 0
+    """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
+    return len(task.journal.done) if hasattr(task, "journal") and task.home is None else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
     """What an interrupted run leaves, and how to go on."""
     done = _finished(task)
+    if task.home is not None:
+        return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
     if not done:
         return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."
     again = "Give the same command again" + ("" if resume else " with resume")
