@@ -337,3 +337,24 @@ def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypat
     for sample in (None, 0.3, 1.0):
         ours, theirs = (stoker.profile(data, budget="1KiB", sample=sample) for data in (held, lying))
         assert ours == theirs
+
+
+def test_where_it_may_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    held.save(tmp_path / "link")
+    assert digests(held.save(tmp_path / "link", overwrite=True).path) == digests(tmp_path / "folder")
+    assert digests(held.save(tmp_path / "plain").path) == digests(tmp_path / "folder")
+    (tmp_path / "own.tmp").mkdir()
+    (tmp_path / "own.tmp" / "precious").touch()
+    with pytest.raises(DataError, match=r"own.tmp beside it, which holds something else"):
+        held.save(tmp_path / "own")
+    assert (tmp_path / "own.tmp" / "precious").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in ("", ".", ".."):
+        with pytest.raises(DataError, match=r"cannot be put in place|holds or lies|no dataset"):
+            held.save(out)
+    held.save("there")
+    assert sorted(path.name for path in tmp_path.rglob(".lock")) == []

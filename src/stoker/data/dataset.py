@@ -367,7 +367,8 @@ class Dataset:
             The dataset at ``out``, opened.
 
         Raises:
-            DataError: ``out`` is taken or cannot be made, or the disk has no room.
+            DataError: ``out`` is taken or cannot be made, or the disk has no room; or ``out``.tmp, in which it is
+                made, holds something else.
         """
         from stoker.data.rebuild import rebuilt
 

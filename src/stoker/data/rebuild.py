@@ -42,8 +42,11 @@ def rebuilt(
     Raises:
         DataError: ``out`` is taken, another process writes it, or the disk has no room.
     """
+    if out.is_symlink():
+        out = out.resolve()  # what it points to is made, as a preparation would
     _check(data, out, overwrite=overwrite)
     folder = out.with_name(out.name + BESIDE)
+    _check_beside(folder, out)
     made = absent_folders(folder.parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,6 @@ def rebuilt(
             for file in shared:
                 _share(data.path / file, folder / file, copy=data.in_memory)
             yield folder
-            (folder / LOCK).unlink(missing_ok=True)
             for place in (*{(folder / file).parent for file in shared}, folder):
                 sync_folder(place)
             if out.exists() and any(out.iterdir()):
@@ -70,6 +72,7 @@ def rebuilt(
                 if out.exists():
                     out.rmdir()
                 os.replace(folder, out)
+            (out / LOCK).unlink(missing_ok=True)  # only now: what lies in ``folder`` without it is not ours
             sync_folder(out.absolute().parent)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -87,7 +90,17 @@ def _check(data: Dataset, out: Path, *, overwrite: bool) -> None:
     inside, source = out.resolve(), data.path.resolve()
     if source == inside or source.is_relative_to(inside) or inside.is_relative_to(source):
         raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    if out.name in ("", ".."):
+        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
     check_out(out, overwrite=overwrite)
+
+
+def _check_beside(folder: Path, out: Path) -> None:
+    """Refuse to work where something lies that a killed process did not leave."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
+        raise DataError(
+            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
+        )
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
