@@ -277,6 +277,23 @@ def test_memory_of_parts_is_used_again() -> None:
     assert again.ctypes.data == where
     again[:] = 1  # writable
     assert store.memory(1000).ctypes.data != where  # it is taken
+    rest = store.memory(500)  # and the rest of it is not lost
+    assert rest.ctypes.data == where + 1024
+    rest[:] = 2
+    assert (again == 1).all()
+    assert where + 1024 < store.memory(1).ctypes.data < where + 1700
+    assert not where <= store.memory(500).ctypes.data < where + 1700
+
+
+def test_what_the_rows_take_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what fills each of them up to 32 bytes."""
+    kind = schema(dense=False, group=False)
+    source = table(tmp_path / "rows.parquet", 100)
+    monkeypatch.setattr(publish, "available_memory", lambda: 3199)
+    with pytest.raises(DataError, match=r"prepared rows take 3.1 KiB"):
+        stoker.prepare(kind, source)
+    monkeypatch.setattr(publish, "available_memory", lambda: 3200)
+    assert sum(len(split) for split in stoker.prepare(kind, source).splits.values()) == 100
 
 
 def test_rows_lie_together() -> None:

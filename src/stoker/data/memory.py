@@ -25,7 +25,7 @@ from stoker.data.files import PASSING
 from stoker.data.shards import Shard, ShardFile
 from stoker.errors import DataError
 
-__all__ = ["Home", "empty_rows", "home_of", "row_bytes"]
+__all__ = ["Home", "empty_rows", "home_of", "padded", "row_bytes"]
 
 _ALIGN = 32  # bytes; rows held together begin at multiples of it
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
@@ -99,7 +99,12 @@ def home_of(path: str | Path) -> Home | None:
 def row_bytes(*arrays: npt.NDArray[Any]) -> tuple[list[int], int]:
     """Bytes of what a row has in each array [n, ...], and of all of it with its padding."""
     widths = [array.itemsize * prod(array.shape[1:]) for array in arrays]
-    return widths, -(-sum(widths) // _ALIGN) * _ALIGN
+    return widths, padded(sum(widths))
+
+
+def padded(size: int) -> int:
+    """Bytes that a row takes with others, of which it needs ``size``."""
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def empty_rows(

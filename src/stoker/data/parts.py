@@ -15,6 +15,7 @@ import shutil
 import threading
 import zlib
 from abc import abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -247,7 +248,7 @@ class PartStore:
     def __init__(self, room: int, *, reuse: bool = False) -> None:
         self._room, self._reuse = room, reuse
         self._held: dict[str, _HeldPart] = {}  # by path
-        self._free: list[Array] = []  # blocks of released parts
+        self._free: list[Array] = []  # of released parts, the smallest first
         self._lock = threading.Lock()
 
     def write(self, path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -273,15 +274,22 @@ class PartStore:
         if part is not None:
             block = part.release()
             with self._lock:
-                self._free.append(block)
+                insort(self._free, block, key=len)
 
     def memory(self, size: int) -> Array:
-        """``size`` bytes, [size] uint8, of what was released where that has room: fresh memory is dear to touch."""
+        """``size`` bytes, [size] uint8, of what was released where that has room: fresh memory is dear to touch.
+
+        They are cut from the smallest piece that will do, whose rest serves others: it lasts as long as they do.
+        """
         with self._lock:
-            for place, block in enumerate(self._free):
-                if len(block) >= size:
-                    return self._free.pop(place)[:size]
-        return np.empty(size, np.uint8)
+            place = bisect_left(self._free, size, key=len)
+            if place == len(self._free):
+                return np.empty(size, np.uint8)
+            block = self._free.pop(place)
+            rest = block[-(-size // _ALIGN) * _ALIGN :]
+            if len(rest):
+                insort(self._free, rest, key=len)
+            return block[:size]
 
     def clear(self) -> None:
         """Forget the parts in memory."""

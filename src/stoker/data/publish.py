@@ -21,7 +21,7 @@ from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.layout import Layout
 from stoker.data.like import FEATURES
-from stoker.data.memory import Home
+from stoker.data.memory import Home, padded
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
@@ -177,8 +177,11 @@ class _Publisher:
 
     def _check_room(self) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
-        whole = int(rows * self._row_bytes()) + self._group_bytes(rows)
+        per_row = self._row_bytes()
+        whole = int(rows * per_row) + self._group_bytes(rows)
         if self.task.home is not None:
+            if not self.layout.sequences:
+                whole = rows * padded(int(per_row))
             free_memory = available_memory()
             if free_memory is not None and whole > free_memory:
                 raise DataError(
