@@ -138,9 +138,11 @@ def list_column(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawCol
     failed: dict[int, str] = {}
     pieces = split_list(distinct, item, failed)
     assert pieces.counts is not None
-    for text, reason in failed.items():
-        for row in np.flatnonzero(column.codes == text + 1).tolist():
-            wrong.setdefault(row, reason)
+    if failed:
+        bad = np.zeros(len(column.ends), np.bool_)
+        bad[[text + 1 for text in failed]] = True
+        for row in np.flatnonzero(bad[column.codes]).tolist():
+            wrong.setdefault(row, failed[int(column.codes[row]) - 1])
     begins = np.concatenate([[0], np.cumsum(pieces.counts, dtype=np.int64)])
     counts = np.concatenate([np.zeros(1, np.int32), pieces.counts])[column.codes]
     total = int(counts.sum(dtype=np.int64))
