@@ -27,7 +27,7 @@ from stoker.data.features import Feature, FeatureSpec
 from stoker.data.gather import NumbaGather, NumpyGather, make_gather
 from stoker.data.order import EpochOrder
 from stoker.data.prefetch import prefetched
-from stoker.data.shards import MappedShard
+from stoker.data.shards import MappedShard, Shard
 from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.testing import make_dataset
 
@@ -561,3 +561,39 @@ def test_memory_does_not_grow_with_the_split(tmp_path: Path) -> None:
     out, err = (process := run_python(code, tmp_path)).communicate(timeout=120)
     assert process.returncode == 0, err
     assert int(out) < 8
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_shards_of_very_unequal_sizes(sequence: bool) -> None:
+    """As rows in memory come in pieces of the files that they were in."""
+    pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
+
+    def gathered(sizes: list[int]) -> NumbaGather:
+        ends = np.cumsum([0, *sizes])
+        shards = []
+        for begin, end in pairwise(ends.tolist()):
+            values = np.arange(begin, end)
+            lengths = (values % 3).astype(np.int32)[:, None] if sequence else None
+            offsets = None if lengths is None else np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            ids = values[:, None] if lengths is None else np.repeat(values, lengths[:, 0])
+            shards.append(
+                Shard(
+                    path=Path("piece"),
+                    rows=end - begin,
+                    dense=values.astype(np.float32)[:, None],
+                    labels=np.zeros(end - begin, np.float32),
+                    ids=ids,
+                    lengths=lengths,
+                    row_offsets=offsets,
+                )
+            )
+        fast, slow = NumbaGather(shards, ends.tolist()), NumpyGather(shards, ends.tolist())
+        rows = np.arange(ends[-1])[::-7].copy()
+        ours, theirs = (each(rows, lambda name, shape, dtype: torch.empty(shape, dtype=dtype)) for each in (fast, slow))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        return fast
+
+    assert gathered([100] * 20)._mean == 100
+    assert gathered([0, 100, *[100] * 9, 90, 110, 0, 5])._mean > 0
+    for sizes in ([1] * 50 + [3000, 2000], [3000, 2000] + [1, 0] * 50, [5, 1] * 20 + [900] + [2] * 30):
+        assert gathered(sizes)._mean == 0  # steps from a guess would be as many as there are pieces

@@ -21,6 +21,7 @@ from stoker.errors import DataError
 __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
 
 Int64 = npt.NDArray[np.int64]
+_STEPS = 8  # shards that a row may be away from where it is looked for first
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
 
 
@@ -113,6 +114,15 @@ class NumpyGather:
         return {"ids": ids, "offsets": offsets}
 
 
+def _mean_rows(starts: Int64) -> int:
+    """Rows of a shard, about, by which to guess where a row is; 0 where the shards differ too much for that."""
+    shards = np.flatnonzero(np.diff(starts))  # that have rows
+    mean = max(1, int(starts[-1]) // (len(starts) - 1))
+    ends = np.stack((starts[shards], starts[shards + 1] - 1))
+    wrong = np.abs(np.minimum(ends // mean, len(starts) - 2) - shards)
+    return 0 if wrong.max(initial=0) > _STEPS else mean
+
+
 class NumbaGather:
     """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
 
@@ -123,8 +133,8 @@ class NumbaGather:
         self._threads = threads
         self._shards = shards
         self._starts = np.asarray(starts, np.int64)
-        self._mean = max(1, sum(shard.rows for shard in shards) // len(shards))
-        first = shards[0]
+        self._mean = _mean_rows(self._starts)
+        first = next((shard for shard in shards if shard.rows), shards[0])  # empty arrays have no strides
         self._features = 0 if first.lengths is None else first.lengths.shape[1]
         fixed = _one_per_row(first, ids_only=ids_only)
         arrays = {name: getattr(first, name) for name in fixed}

@@ -82,7 +82,16 @@ def _int64_at(typingctx: Any, address: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _shard_of(row: int, starts: Int64, mean: int) -> Any:
-    """Which shard a row is in: a guess, and as many steps from there as sizes differ."""
+    """Which shard a row is in: a guess, and as many steps from there as sizes differ; without a mean a search."""
+    if mean == 0:
+        shard, behind = 0, len(starts) - 1
+        while behind - shard > 1:
+            middle = (shard + behind) // 2
+            if row < starts[middle]:
+                behind = middle
+            else:
+                shard = middle
+        return shard
     shard = min(row // mean, len(starts) - 2)
     while row < starts[shard]:
         shard -= 1
@@ -121,7 +130,7 @@ _rows_kernel = Kernel(_copy_rows)
 def copy_rows(
     rows: Int64,  # [B]
     starts: Int64,  # [S + 1] first row of each shard
-    mean: int,  # rows of a shard, about
+    mean: int,  # rows of a shard, about; 0: they differ too much
     sources: Int64,  # [K, S] address of each of K tensors in each shard
     widths: Int64,  # [K] bytes per row
     strides: Int64,  # [K] and from a row to the next
