@@ -363,6 +363,12 @@ def test_where_it_may_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     held.save(tmp_path / "link")
     assert digests(held.save(tmp_path / "link", overwrite=True).path) == digests(tmp_path / "folder")
     assert digests(held.save(tmp_path / "plain").path) == digests(tmp_path / "folder")
+    (tmp_path / "whole.tmp").symlink_to(tmp_path / "plain")
+    with pytest.raises(DataError, match=r"whole.tmp beside it, which holds something else"):
+        held.save(tmp_path / "whole")  # a dataset of its own
+    assert len(digests(tmp_path / "plain")) == len(digests(tmp_path / "folder"))
+    (tmp_path / "left.tmp" / "train").mkdir(parents=True)  # as threads of a run that was stopped might leave
+    assert digests(held.save(tmp_path / "left").path) == digests(tmp_path / "folder")
     (tmp_path / "own.tmp").mkdir()
     (tmp_path / "own.tmp" / "precious").touch()
     with pytest.raises(DataError, match=r"own.tmp beside it, which holds something else"):
@@ -375,3 +381,20 @@ def test_where_it_may_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             held.save(out)
     held.save("there")
     assert sorted(path.name for path in tmp_path.rglob(".lock")) == []
+
+
+def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
+    saved = held.save(tmp_path / "saved")
+    replace = os.replace
+
+    def stopped(source: Any, target: Any) -> None:
+        replace(source, target)
+        if str(target).endswith(".old"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        held.save(tmp_path / "saved", overwrite=True)
+    assert saved.verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.parquet", "saved"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,10 @@ def _write_shards(split: Split, folder: Path) -> None:
     def write(number: int) -> str:
         return split.file_of(number).write(folder / entries[number]["file"]).sha256
 
-    for number, digest in enumerate(ordered_map(write, range(len(entries)), torch.get_num_threads())):
-        entries[number]["sha256"] = digest
+    # Closed, lest its threads go on writing into a folder that Ctrl-C has removed.
+    with closing(ordered_map(write, range(len(entries)), torch.get_num_threads())) as digests:
+        for number, digest in enumerate(digests):
+            entries[number]["sha256"] = digest
 
 
 class Dataset:

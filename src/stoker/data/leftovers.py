@@ -55,8 +55,12 @@ def exchange(made: Path, target: Path) -> None:
     """Put a whole new directory in the place of the old one; a kill leaves what :func:`recover` mends."""
     old = _old(target)
     shutil.rmtree(old, ignore_errors=True)
-    os.replace(target, old)
-    os.replace(made, target)
+    try:
+        os.replace(target, old)
+        os.replace(made, target)
+    except BaseException:  # Ctrl-C in between
+        recover(target)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -46,7 +46,9 @@ def rebuilt(
         out = out.resolve()  # what it points to is made, as a preparation would
     _check(data, out, overwrite=overwrite)
     folder = out.with_name(out.name + BESIDE)
-    _check_beside(folder, out)
+    _check_beside(
+        folder, out, {Path(file).parts[0] for file in (*data.manifest.get("files", {}), *files, *data.splits)}
+    )
     made = absent_folders(folder.parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,15 +66,16 @@ def rebuilt(
             for file in shared:
                 _share(data.path / file, folder / file, copy=data.in_memory)
             yield folder
-            for place in (*{(folder / file).parent for file in shared}, folder):
+            for place in {(folder / file).parent for file in shared} - {folder}:
                 sync_folder(place)
+            (folder / LOCK).unlink(missing_ok=True)  # late: what lies there without it is taken for somebody else's
+            sync_folder(folder)
             if out.exists() and any(out.iterdir()):
                 exchange(folder, out)
             else:
                 if out.exists():
                     out.rmdir()
                 os.replace(folder, out)
-            (out / LOCK).unlink(missing_ok=True)  # only now: what lies in ``folder`` without it is not ours
             sync_folder(out.absolute().parent)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,9 +98,10 @@ def _check(data: Dataset, out: Path, *, overwrite: bool) -> None:
     check_out(out, overwrite=overwrite)
 
 
-def _check_beside(folder: Path, out: Path) -> None:
-    """Refuse to work where something lies that a killed process did not leave."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK).exists():
+def _check_beside(folder: Path, out: Path, ours: set[str]) -> None:
+    """Refuse to work where something lies that a killed process did not leave: no lock, or none of ``ours``."""
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= ours:
         raise DataError(
             f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
         )
