@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -398,3 +400,22 @@ def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypat
         held.save(tmp_path / "saved", overwrite=True)
     assert saved.verify()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.parquet", "saved"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX tell which process is gone")
+def test_what_a_killed_process_left_goes_with_the_next_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    alive = Home()
+    (alive.path / "kept").touch()
+    code = (
+        f"import os, signal, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from stoker.data.memory import Home; "
+        "home = Home(); (home.path / 'large').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+    new = Home()
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {alive.path, new.path}
+    assert (alive.path / "kept").exists()
+    del alive, new
+    gc.collect()
+    assert not any(tmp_path.iterdir())

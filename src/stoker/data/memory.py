@@ -14,9 +14,10 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from stoker.errors import DataError
 
 __all__ = ["Home", "empty_rows", "home_of", "padded", "row_bytes"]
 
+_PREFIX, _LOCK = "stoker-dataset-", ".lock"
 _ALIGN = 32  # bytes; rows held together begin at multiples of it
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 
@@ -43,7 +45,8 @@ class Home:
 
     def __init__(self) -> None:
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="stoker-dataset-")).resolve()
+            _sweep()
+            self.path, self._lock = _make()
         except OSError as error:
             raise DataError(
                 f"what is small of a dataset in memory lies in a temporary directory, and none can be made "
@@ -52,7 +55,7 @@ class Home:
         self.pieces: dict[str, list[Shard]] = {}  # by split, in order
         _homes[self.path] = self
         PASSING.add(self.path)
-        weakref.finalize(self, _remove, self.path, os.getpid())
+        weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def keep(self, split: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
         """Take the tensors of the next rows of a split."""
@@ -85,10 +88,42 @@ def _cut(piece: Shard, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def _remove(path: Path, process: int) -> None:
+def _make() -> tuple[Path, IO[bytes]]:
+    """A temporary directory, and the file beside it that stays locked as long as this process lives."""
+    number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK)
+    lock = os.fdopen(number, "wb")
+    _is_free(lock)
+    path = Path(name).resolve().with_suffix("")
+    path.mkdir(mode=0o700)
+    return path, lock
+
+
+def _sweep() -> None:
+    """Remove the directories that killed processes left, as their locks tell."""
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_LOCK}"):
+        with suppress(OSError), place.open("r+b") as lock:
+            if _is_free(lock):
+                shutil.rmtree(place.with_suffix(""), ignore_errors=True)
+                place.unlink()
+
+
+def _is_free(lock: IO[bytes]) -> bool:
+    """Take a lock; False if another process has it, or where there are no such locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _remove(path: Path, lock: IO[bytes], process: int) -> None:
     PASSING.discard(path)
+    lock.close()
     if os.getpid() == process:  # a forked one has the memory, too, but the directory is not its own
         shutil.rmtree(path, ignore_errors=True)
+        path.with_name(path.name + _LOCK).unlink(missing_ok=True)
 
 
 def home_of(path: str | Path) -> Home | None:
