@@ -162,6 +162,13 @@ def test_zeros_of_either_sign_are_one_value() -> None:
     assert fitted(columns, raw, np.ones(6, np.bool_))[0].fill == 1.0
 
 
+def test_values_that_nothing_is_done_to_keep_their_bits() -> None:
+    values = np.array([-0.0, 0.0, 1.5, -3.0])
+    for column in (DenseColumn(name="a"), DenseColumn(name="a", clip_min=-9.0, clip_max=9.0)):
+        made = dense_values([column], values[None], [DenseFit()])
+        np.testing.assert_array_equal(made[:, 0].view(np.uint32), values.astype(np.float32).view(np.uint32))
+
+
 def test_columns_that_hardly_vary_or_go_out_of_range() -> None:
     column = DenseColumn(name="a", transforms=("zscore",))
     for rows in (1, 7, 10_000):  # NumPy's mean of seven times 0.1 is not 0.1

@@ -26,7 +26,7 @@ _SIGN = np.uint64(2**63)
 def filled(column, rows, step, fill, out):  # type: ignore[no-untyped-def]
     """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
     often), max(., 0) + 1 of that."""
-    low, high, more = step[0], step[1], 0.0
+    low, high, more = step[0], step[1], -0.0  # which changes no value, as 0.0 would that of -0.0
     if step[2] > 0:
         low, high, more = max(low, 0.0), max(high, 0.0), 1.0
     for i in range(np.uint64(rows.size)):  # unsigned, here and below: no look at whether a place counts from the end
