@@ -112,3 +112,14 @@ def test_tables_of_many_blocks_come_in_one_piece(tmp_path: Path) -> None:
     none = read_table(tmp_path / "none.csv", {"t": "string", "n": "int"})
     assert none.schema == {"t": pl.String, "n": pl.Int64}
     assert none.height == 0
+
+
+def test_tables_of_no_block_have_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_bytes(b"")
+    pl.DataFrame(schema={"t": pl.String, "n": pl.Int64, "h": pl.String, "x": pl.Float64}).write_parquet(
+        tmp_path / "none.parquet"
+    )
+    for name in ("none.jsonl", "none.parquet"):
+        read = read_table(tmp_path / name, {"t": "string", "n": "int", "h": "hex", "x": "float"})
+        assert read.schema == {"t": pl.String, "n": pl.Int64, "h": pl.UInt64, "x": pl.Float64}
+        assert read.height == 0

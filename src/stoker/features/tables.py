@@ -120,10 +120,16 @@ class _Whole:
 
     def column(self, item: Field) -> pl.Series:
         """A column of all blocks, in one piece."""
+        import polars as pl
+
         from stoker.data.columns import RawColumn
         from stoker.data.frames import column_series
         from stoker.features.text_views import texts_of_views
 
+        if not self._rows:  # a file may have no block at all, such as an empty one of JSON lines
+            return pl.Series(
+                item.column, [], {"hex": pl.UInt64, "int": pl.Int64, "float": pl.Float64}.get(item.kind, pl.String)
+            )
         values, absent = (array[: self._rows] for array in self._arrays.pop(item))
         if item.kind == "string":
             return texts_of_views(values, self._texts[item], absent)
