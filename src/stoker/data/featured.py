@@ -118,16 +118,18 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     def work(job: tuple[int, pl.DataFrame | None]) -> tuple[Path, dict[str, Any], bool]:
         start, frame = job
         file, done = file_of(start), finished(start)
-        if done is not None:
+        if frame is None:
+            assert done is not None
             return file, done, True
-        assert frame is not None
         rows, keys, bad = make_rows(task.splitting, frame.rechunk(), name)
         if bad:
             raise DataError(
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        return file, write_rows(file, rows, keys), False
+        record = write_rows(file, rows, keys)
+        # What is there was made by another derivation: of rows in another order, some would be there twice, some not.
+        return file, record, done is not None and record == {name: done.get(name) for name in record}
 
     known = task.journal.finished("derived rows")
     starts = range(0, known["count"], _SLICE) if known is not None else None
