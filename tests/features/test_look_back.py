@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from stoker.data.look_back import LookBack, can_deal
 from stoker.data.prepare import run_prepare
 from stoker.data.recipe import RawInput, Recipe
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.errors import DataError
 from stoker.features.past import Past, work_out
 
 DAY = datetime.date(2020, 1, 1)
@@ -151,3 +153,46 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     report = run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
     assert report.reused >= steps
     assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
+
+
+def test_rows_of_two_derivations_never_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe whose rows come in another order each time, such as by a join that keeps none."""
+    lines = [f"{number},{number % 5},{number % 2}" for number in range(60)]
+    (tmp_path / "log.csv").write_text("\n".join(["user,item,y", *lines]) + "\n")
+    turned = False
+
+    def derive(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
+        rows = _twice(inputs, schema)
+        return rows.reverse() if turned else rows
+
+    def stop(*given: Any) -> Any:
+        if Path(given[0]).stem == "000003":
+            raise Stop
+        return written(*given)
+
+    recipe = replace(RECIPE, derive=derive)
+    written = featured.write_rows
+    monkeypatch.setattr(featured, "_SLICE", 17)
+    with monkeypatch.context() as patch:
+        patch.setattr(featured, "write_rows", stop)
+        with pytest.raises(Stop):
+            run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
+    turned = True
+    run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
+    run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "whole", threads=1)
+    assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, replace(SCHEMA, feature=(f.CountEncoding(name="shown", by="item"),),
+                                                    dense=(DenseColumn(name="shown"),), sequence=())])  # fmt: skip
+def test_a_full_disk_is_told_of_whoever_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe | Schema
+) -> None:
+    (tmp_path / "log.csv").write_text("user,item,y\na,1,0\nb,2,1\n")
+
+    def full(*given: Any, **options: Any) -> None:
+        raise pl.exceptions.ComputeError("underlying IO error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    with pytest.raises(DataError, match="no room left on the disk of"):
+        run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "made", threads=1)

@@ -25,7 +25,7 @@ from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
-from stoker.features.engine import reason_of
+from stoker.features.engine import full_disk, reason_of
 from stoker.features.keys import Coder, code_column
 from stoker.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
@@ -272,7 +272,8 @@ def write_pieces(path: Path, pieces: Iterable[pl.DataFrame]) -> None:
 
 def _write(path: Path, frame: pl.DataFrame) -> None:
     beside = path.with_name(path.name + ".tmp")
-    frame.write_parquet(beside, compression="lz4", row_group_size=_ROWS, statistics=True)
+    with full_disk():
+        frame.write_parquet(beside, compression="lz4", row_group_size=_ROWS, statistics=True)
     os.replace(beside, path)
 
 

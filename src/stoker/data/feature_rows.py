@@ -17,7 +17,7 @@ from stoker.data.parts import checksum, write_part
 from stoker.data.schema import Schema
 from stoker.errors import DataError
 from stoker.features.base import Derivation, leading
-from stoker.features.engine import reason_of
+from stoker.features.engine import full_disk, reason_of
 from stoker.features.pipeline import apply_feature, check_present
 
 __all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields", "sibling", "write_rows"]
@@ -119,7 +119,8 @@ def write_rows(path: Path, rows: pl.DataFrame, keys: dict[str, Any]) -> dict[str
     """Write rows and their keys; the record for the journal says how many rows there are."""
     kept = write_part(sibling(path), keys)
     beside = path.with_suffix(".tmp")
-    rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
+    with full_disk():
+        rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
     os.replace(beside, path)
     return {**checksum(path), "made": rows.height, "keys": kept}
 

@@ -22,7 +22,7 @@ from stoker.data.schema import SourceFormat
 from stoker.data.sources import source_kind
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
-from stoker.features.engine import reason_of
+from stoker.features.engine import full_disk, reason_of
 from stoker.features.learned import LearnedTable
 
 __all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
@@ -126,7 +126,7 @@ def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
     if task.journal.finished("derived", path) is None:
         task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
         beside = path.with_suffix(".tmp")
-        with explained(task):
+        with explained(task), full_disk():
             frame.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
         os.replace(beside, path)
         task.journal.add("derived", checksum(path))
@@ -159,7 +159,8 @@ class _RawSink:
             block.drop_labels(item)
         names = list(dict.fromkeys(item.column for item in block.columns))
         beside = path.with_suffix(".tmp")
-        block_frame(block, names).write_parquet(beside, compression="lz4")
+        with full_disk():
+            block_frame(block, names).write_parquet(beside, compression="lz4")
         os.replace(beside, path)
         return checksum(path)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,7 +14,7 @@ from stoker.errors import ConfigError, DependencyError
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["check_engine", "collect", "reason_of"]
+__all__ = ["check_engine", "collect", "full_disk", "reason_of"]
 
 ENGINES = ("streaming", "gpu")
 
@@ -38,6 +42,20 @@ def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
         check_engine(engine)
         return frame.collect(engine=pl.GPUEngine(raise_on_fail=False))
     return frame.collect(engine="streaming")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Raise :class:`OSError` where Polars tells of a disk without room, as all else that writes files does."""
+    import polars as pl
+
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if f"(os error {number})" in str(error):
+                raise OSError(number, os.strerror(number)) from error
+        raise
 
 
 def reason_of(error: Exception) -> str:
