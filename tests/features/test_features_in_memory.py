@@ -123,3 +123,14 @@ def test_tables_of_no_block_have_no_rows(tmp_path: Path) -> None:
         read = read_table(tmp_path / name, {"t": "string", "n": "int", "h": "hex", "x": "float"})
         assert read.schema == {"t": pl.String, "n": pl.Int64, "h": pl.UInt64, "x": pl.Float64}
         assert read.height == 0
+
+
+@pytest.mark.parametrize("kind", [pl.Decimal(10, 2), pl.Int128, pl.Int64, pl.Float32])
+def test_previous_values_of_any_numbers(kind: pl.DataType) -> None:
+    rows = pl.DataFrame({"n": pl.Series([3, 5, 7], dtype=pl.Int64).cast(kind), "u": [1, 2, 1], "y": [0, 1, 0]})
+    made = f.fit_apply([f.Previous(name="p", column="n", by=("u",), order="y")], rows, label="y")[1]
+    assert made["p"].equals(pl.Series("p", [None, None, None], dtype=made["n"].dtype))
+    rows = rows.with_columns(o=pl.int_range(3))
+    made = f.fit_apply([f.Previous(name="p", column="n", by=("u",), order="o")], rows, label="y")[1]
+    assert made["p"].dtype == made["n"].dtype
+    assert made["p"].cast(pl.Int64).to_list() == [None, None, 3]

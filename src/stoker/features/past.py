@@ -155,7 +155,9 @@ def _taken(series: pl.Series, rows: Any) -> pl.Series:
     import polars as pl
 
     known = rows >= 0
-    if series.dtype.is_numeric() and series.null_count() == 0:
+    # Decimals and whole numbers of 128 bits are numbers that NumPy has no type for.
+    plain = series.dtype.is_numeric() and not str(series.dtype).startswith(("Decimal", "Int128", "UInt128"))
+    if plain and series.null_count() == 0:
         taken = pl.Series(series.to_numpy()[np.maximum(rows, 0)], dtype=series.dtype)
     else:
         taken = series.gather(np.maximum(rows, 0))
