@@ -17,9 +17,11 @@ import polars as pl
 from stoker.data import dictionary_kernels as kernels
 from stoker.data.columns import Field, RawColumn, split_list
 
-__all__ = ["list_column", "number_ints", "number_texts", "text_column", "views_of"]
+__all__ = ["WIDE", "list_column", "number_ints", "number_texts", "text_column", "views_of"]
 
 Array = npt.NDArray[Any]
+#: Whole numbers that int64 does not hold; older versions of Polars lack some.
+WIDE = tuple(getattr(pl, name) for name in ("UInt64", "Int128", "UInt128") if hasattr(pl, name))
 _INLINE = 12  # bytes of a text that lie in its view
 _NONE = np.empty(0, np.bool_)
 
@@ -83,7 +85,7 @@ def views_of(series: pl.Series) -> tuple[npt.NDArray[np.int64], list[Any]] | Non
 def text_column(series: pl.Series) -> RawColumn:
     """The texts of a column as spans of one buffer, and their numbers. Whole numbers become texts."""
     if series.dtype != pl.String:
-        if series.dtype.is_integer() and series.dtype not in (pl.UInt64, pl.Int128, pl.UInt128):
+        if series.dtype.is_integer() and series.dtype not in WIDE:
             return _texts_of_ints(series)
         series = series.cast(pl.String)
     series = series.rechunk()

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
-from stoker.data.dictionaries import list_column, text_column
+from stoker.data.dictionaries import WIDE, list_column, text_column
 from stoker.data.schema_check import near
 from stoker.errors import DataError
 
@@ -136,7 +136,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
 
 def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
-    whole = series.dtype.is_integer() and series.dtype not in (pl.UInt64, pl.Int128, pl.UInt128)
+    whole = series.dtype.is_integer() and series.dtype not in WIDE
     if kind == "float" and (whole or series.dtype.is_float()):
         values: Any = (series if series.dtype == pl.Float64 else series.cast(pl.Float64)).to_numpy()  # NaN for null
         return None if np.isinf(values).any() else RawColumn(values=values)
