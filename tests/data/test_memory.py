@@ -402,7 +402,7 @@ def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.parquet", "saved"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX tell which process is gone")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file locks, which Windows lacks")
 def test_what_a_killed_process_left_goes_with_the_next_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     alive = Home()

@@ -40,10 +40,8 @@ def _gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped
     for begin in range(0, n, _STRIPE):
         stop = min(begin + _STRIPE, n)
         for f in range(features):
-            feature, base = (
-                np.uint64(f),
-                np.uint64(bases[f]),
-            )  # unsigned: no look at whether a place counts from the end
+            # Unsigned: no look at whether a place counts from the end.
+            feature, base = np.uint64(f), np.uint64(bases[f])
             unknown = 0
             for i in range(begin, stop):
                 found = lut[base + np.uint64(codes[feature, np.uint64(rows[i])])]

@@ -1,10 +1,8 @@
 """Datasets in the memory of this process: prepared to be trained on at once, and gone with it unless they are saved.
 
-Rows lie in shards in memory; what is small (vocabularies, counts, groups, the manifest) in a temporary directory, so
+Rows lie in pieces in memory; what is small (vocabularies, counts, groups, the manifest) in a temporary directory, so
 that all that reads a dataset by its path does so here, too. Nothing of it need reach a disk, and no checksum is taken
 before somebody asks.
-
-Legend: n rows of a shard, F features.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ def _cut(piece: Shard, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def _make() -> tuple[Path, IO[bytes]]:
-    """A temporary directory, and the file beside it that stays locked as long as this process lives."""
+    """A temporary directory, and the file beside it, locked until it is closed or the process is gone."""
     number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK)
     lock = os.fdopen(number, "wb")
     _is_free(lock)
