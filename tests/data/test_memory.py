@@ -29,7 +29,7 @@ import stoker
 from stoker.data import memory, publish
 from stoker.data.files import passes
 from stoker.data.memory import Home, empty_rows, home_of
-from stoker.data.parts import PartStore
+from stoker.data.part_store import PartStore
 from stoker.data.prepare import run_prepare
 from stoker.data.schema import (
     CategoricalColumn,
@@ -264,9 +264,12 @@ def test_rows_like_it(tmp_path: Path) -> None:
 
 
 def test_memory_of_parts_is_used_again() -> None:
-    store = PartStore(10**6, reuse=True)
-    arrays = {"codes": np.zeros((2, 100), np.uint32), "labels": np.ones(100, np.float32), "raw.0": np.ones(100)}
-    store.write(Path("part"), arrays)
+    store = PartStore(10**6)
+    arena = store.arena(1700)
+    arrays = {"labels": np.ones(100, np.float32)}
+    arrays["codes"], arrays["raw.0"] = arena.take((2, 100), np.uint32), arena.take(100, np.float64)
+    arrays["raw.0"][:] = 1
+    store.write(Path("part"), arrays, arena)
     with store.open(Path("part")) as part:
         assert part["raw.0"].sum() == 100
         where = part["codes"].ctypes.data

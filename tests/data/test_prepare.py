@@ -333,7 +333,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.data.parts.write_part", no_room)  # of what is held, too, when the run stops
+        patch.setattr("stoker.data.part_store.write_part", no_room)  # of what is held, too, when the run stops
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: nothing was kept\."):
             run_prepare(shop(), raw, out=tmp_path / "out", hold_bytes=0)
         patch.setattr("stoker.data.publish.collect_quarantine", no_room)
@@ -523,9 +523,9 @@ import sys, time
 import stoker.data.prepare as prepare
 from stoker.data.layout import Layout
 plain = Layout.arrays
-def slowly(self, block, file):
+def slowly(self, block, file, arena):
     time.sleep(0.01)
-    return plain(self, block, file)
+    return plain(self, block, file, arena)
 Layout.arrays = slowly
 prepare.run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=4000, threads=2, hold_bytes=0)
 """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.transforms import select_rank
+from stoker.data.medians import select_rank
 from stoker.data.vocabulary import TableBuilder, read_vocabulary
 from stoker.errors import DataError
 

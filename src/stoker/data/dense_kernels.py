@@ -13,27 +13,56 @@ import numpy as np
 
 from stoker.data.exact_sums import add_values, no_values, room
 
-__all__ = ["DIGITS", "apply_rows", "count_digits", "moments", "narrowed", "present_sums"]
+__all__ = ["DIGITS", "TILE", "apply_rows", "bracketed", "count_digits", "moments", "narrowed", "present_sums", "tiles"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 _STRIPE = 256  # rows written together, so that the row-major output stays in cache
-_TILE = 2**13  # rows whose logarithms are taken together; all their columns stay in cache
+_SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
+TILE = 2**13  # rows whose logarithms are taken together; all their columns stay in cache
 DIGITS = 2**16  # counters of one digit of a float64
 _SIGN = np.uint64(2**63)
 
 
 @_jit
-def filled(column, rows, step, fill, out):  # type: ignore[no-untyped-def]
+def stretches(rows, first, stop):  # type: ignore[no-untyped-def]
+    """Write where stretches of rows that follow each other begin and end; how many there are."""
+    count = 0
+    for i in range(rows.size):
+        if i == 0 or rows[i] != rows[i - 1] + 1:
+            first[count] = rows[i]
+            count += 1
+        stop[count - 1] = rows[i] + 1
+    return count
+
+
+@_jit
+def _clipped(x, fill, low, high, more):  # type: ignore[no-untyped-def]
+    x = np.float64(x)
+    x = fill if np.isnan(x) else x
+    x = low if x < low else x
+    return (high if x > high else x) + more
+
+
+@_jit
+def filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-untyped-def]
     """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
-    often), max(., 0) + 1 of that."""
+    often), max(., 0) + 1 of that. ``first`` and ``stop`` are the stretches of ``rows``: a loop over one takes several
+    values at once."""
     low, high, more = step[0], step[1], -0.0  # which changes no value, as 0.0 would that of -0.0
     if step[2] > 0:
         low, high, more = max(low, 0.0), max(high, 0.0), 1.0
-    for i in range(np.uint64(rows.size)):  # unsigned, here and below: no look at whether a place counts from the end
-        x = np.float64(column[np.uint64(rows[i])])
-        x = fill if np.isnan(x) else x
-        x = low if x < low else x
-        out[i] = (high if x > high else x) + more
+    # Unsigned, here and below: no look at whether a place counts from the end.
+    if first.size * _SHORT > rows.size:
+        for i in range(np.uint64(rows.size)):
+            out[i] = _clipped(column[np.uint64(rows[i])], fill, low, high, more)
+        return
+    at = np.uint64(0)
+    for s in range(first.size):
+        begin = np.uint64(first[s])
+        count = np.uint64(stop[s]) - begin
+        for i in range(count):
+            out[at + i] = _clipped(column[begin + i], fill, low, high, more)
+        at += count
 
 
 @_jit
@@ -75,12 +104,14 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, in
 
     NumPy takes the logarithms: several at once, where a loop over rows would take them one by one.
     """
-    held = np.empty((len(raw), min(_TILE, rows.size)))
-    for begin in range(0, rows.size, _TILE):
-        stop = min(begin + _TILE, rows.size)
-        tile = held[:, : stop - begin]
+    held = np.empty((len(raw), min(TILE, rows.size)))
+    first, last = np.empty((2, min(TILE, rows.size)), np.int64)
+    for begin in range(0, rows.size, TILE):
+        stop = min(begin + TILE, rows.size)
+        tile, chosen = held[:, : stop - begin], rows[begin:stop]
+        count = stretches(chosen, first, last)
         for column, step, fill, values in zip(raw, steps, fills, tile, strict=True):
-            filled(column, rows[begin:stop], step, fill, values)
+            filled(column, chosen, first[:count], last[:count], step, fill, values)
         for c in np.flatnonzero(steps[:, 2]):
             np.log(tile[c], out=tile[c])
             for _ in range(int(steps[c, 2]) - 1):
@@ -88,23 +119,26 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, in
         yield begin, stop, tile
 
 
-def apply_rows(raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: Any, out: Any, at: int) -> None:
+def apply_rows(
+    raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: Any, out: Any, at: int
+) -> Iterator[tuple[int, int]]:
     """out[at + i, places[c]] = (steps of raw[c, rows[i]] - shift) * scale; a flag of what was missing behind it.
 
     ``steps`` [D, 3]: low, high and how often the logarithm is taken; ``fits`` [D, 3]: fill, shift and scale; ``flags``
-    [D]: whether a flag follows.
+    [D]: whether a flag follows. Yields the first row of each tile, and that behind its last, as it is written.
     """
     for begin, stop, tile in tiles(raw, rows, steps, fits[:, 0]):
         written(tile, fits, places, out, at + begin)
         for c in np.flatnonzero(flags):
             flagged(raw[c], rows[begin:stop], out, at + begin, places[c] + 1)
+        yield begin, stop
 
 
 def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: Any) -> tuple[Any, Any, Any]:
     """What ``rows`` teach of each column's values after its steps.
 
     Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values, inf
-    and -inf where ``ranged`` [D] is false.
+    and -inf where ``ranged`` [D] is false; these leave out what a fill of NaN does not fill.
     """
     sums, held = no_values(len(raw)), room()
     low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
@@ -112,17 +146,17 @@ def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: An
         for c in np.flatnonzero(summed):
             add_values(tile[c], sums[c], held)
         for c in np.flatnonzero(ranged):
-            low[c], high[c] = min(low[c], tile[c].min()), max(high[c], tile[c].max())
+            low[c], high[c] = np.fmin(low[c], np.fmin.reduce(tile[c])), np.fmax(high[c], np.fmax.reduce(tile[c]))
     return sums, low, high
 
 
 def present_sums(raw: Any, rows: Any, columns: Any) -> Any:
     """[K, L] exact sums of the values of some columns that are there, over ``rows``."""
     sums, held = no_values(columns.size), room()
-    found = np.empty(min(_TILE, rows.size))
+    found = np.empty(min(TILE, rows.size))
     for k, c in enumerate(columns):
-        for begin in range(0, rows.size, _TILE):
-            count = present(raw[c], rows[begin : begin + _TILE], found)
+        for begin in range(0, rows.size, TILE):
+            count = present(raw[c], rows[begin : begin + TILE], found)
             add_values(found[:count], sums[k], held)
     return sums
 
@@ -135,6 +169,28 @@ def present(column, rows, out):  # type: ignore[no-untyped-def]
         out[count] = column[row]
         count += not np.isnan(column[row])
     return count
+
+
+@_jit
+def bracketed(column, rows, low, high, counts, between):  # type: ignore[no-untyped-def]
+    """Write the values of ``rows`` between ``low`` and ``high``, both excluded, to the front of ``between``; how many.
+
+    Adds to ``counts``: values below ``low``, equal to it, equal to ``high`` where that is another, and all.
+    """
+    below = at_low = at_high = present = found = 0
+    for i in range(rows.size):
+        x = np.float64(column[np.uint64(rows[i])]) + 0.0  # zeros of either sign are one value
+        below += x < low
+        at_low += x == low
+        at_high += x == high
+        present += x == x
+        between[found] = x
+        found += (x > low) & (x < high)
+    counts[0] += below
+    counts[1] += at_low
+    counts[2] += at_high if high > low else 0
+    counts[3] += present
+    return found
 
 
 def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, bins: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,14 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
+from stoker.data.dense_kernels import TILE
 from stoker.data.dictionary_kernels import count_codes
 from stoker.data.layout import Layout
 from stoker.data.memory import empty_rows
 from stoker.data.parts import Part, PartFile, write_part
 from stoker.data.schema import CategoricalColumn
 from stoker.data.split_rules import PartRows
-from stoker.data.transforms import DenseFit, dense_values
+from stoker.data.transforms import DenseFit, DenseSteps
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
 
@@ -235,7 +236,8 @@ class Encoder:
         *,
         wide: bool,
     ) -> None:
-        self.layout, self._open, self._fit = layout, open_part, list(fit)
+        self.layout, self._open = layout, open_part
+        self._steps = DenseSteps(layout.columns, fit)
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
         self._starts: dict[str, Array] = {}
@@ -349,12 +351,14 @@ class Encoder:
             lut, bases = self.lookup(piece.part)
             stop = at + len(rows)
             with self._open(piece.part) as arrays:
-                labels[at:stop] = arrays["labels"][rows]
-                self._dense(arrays, rows, dense, at)
+                # All that a row has is written while its memory is in cache.
+                for begin, end in self._dense(arrays, rows, dense, at):
+                    some = rows[begin:end]
+                    labels[at + begin : at + end] = arrays["labels"][some]
+                    if not bags:
+                        _gather(arrays["codes"], lut, bases, some, ids, at + begin, zeros)
                 if bags:
                     flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros))
-                else:
-                    _gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
             at = stop
         positives = int(labels.sum(dtype=np.int64))
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
@@ -366,12 +370,18 @@ class Encoder:
             found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
         return found, positives, unknown
 
-    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
-        if "dense" in arrays:
-            out[at : at + len(rows)] = arrays["dense"][rows]
-        else:
-            raw = raw_columns(arrays, self.layout)
-            dense_values(self.layout.schema.dense, raw, self._fit, rows=rows, out=out, at=at)
+    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> Iterator[tuple[int, int]]:
+        """Write the dense columns of ``rows`` to ``out`` from row ``at``, a tile at a time: yields which of them."""
+        if "dense" not in arrays:
+            return self._steps.apply(raw_columns(arrays, self.layout), rows, out, at)
+        return self._as_they_are(arrays["dense"], rows, out, at)
+
+    @staticmethod
+    def _as_they_are(dense: Array, rows: Array, out: Array, at: int) -> Iterator[tuple[int, int]]:
+        for begin in range(0, len(rows), TILE):
+            some = rows[begin : begin + TILE]
+            out[at + begin : at + begin + len(some)] = dense[some]
+            yield begin, begin + len(some)
 
     def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
         layout = self.layout

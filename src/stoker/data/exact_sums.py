@@ -20,7 +20,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["add_values", "mean_and_deviation", "no_values", "room"]
+__all__ = ["COUNT", "add_values", "mean_and_deviation", "no_values", "room", "times"]
 
 Sums = npt.NDArray[np.int64]
 
@@ -32,7 +32,7 @@ _ROUND = np.float64(
     3 * 2.0**51
 )  # adding it rounds what is at most 2**51 to a whole number, which the last bits then hold
 _EXPONENTS = 2048
-_COUNT, _PLUS, _MINUS, _NAN = range(4)  # values, and those among them that no sum holds
+COUNT, _PLUS, _MINUS, _NAN = range(4)  # values, and those among them that no sum holds
 _SUM = 4  # limbs of the sum of values from here, of shifts up to 2045 and 62 bits; in units of 2**-1074
 _SQUARES = _SUM + 2045 // 32 + 3  # of squares, of shifts up to 2 * 2045 + 54; in units of 2**-2148
 _LENGTH = _SQUARES + (2 * 2045 + 2 * _HALF) // 32 + 3
@@ -182,7 +182,17 @@ def add_values(values, sums, held):  # type: ignore[no-untyped-def]
             _add_any(block, sums, held)
         _carried(sums, _SUM, _SQUARES)
         _carried(sums, _SQUARES, _LENGTH)
-    sums[_COUNT] += values.size
+    sums[COUNT] += values.size
+
+
+def times(sums: Sums, count: int) -> Sums:
+    """[L] the sums of ``count`` times the values of a row ``sums`` [L], fresh from :func:`add_values`."""
+    most, done = 2**31 - 1, np.zeros_like(sums)  # limbs of 32 bits, so many times, are less than an int64 holds
+    for number in (most,) * (count // most) + (count % most,):
+        done += sums * number
+        _carried(done, _SUM, _SQUARES)
+        _carried(done, _SQUARES, _LENGTH)
+    return done
 
 
 def mean_and_deviation(sums: Sums) -> tuple[float, float]:
@@ -191,7 +201,7 @@ def mean_and_deviation(sums: Sums) -> tuple[float, float]:
     Both are the exact results, rounded once; 0 and 0 of no values. Of values with an infinity the mean is that
     infinity, and NaN of both or with a NaN; the deviation is then NaN.
     """
-    count, plus, minus, missing = (int(sums[at]) for at in (_COUNT, _PLUS, _MINUS, _NAN))
+    count, plus, minus, missing = (int(sums[at]) for at in (COUNT, _PLUS, _MINUS, _NAN))
     if plus or minus or missing:
         mean = float("nan") if missing or (plus and minus) else float("inf") if plus else float("-inf")
         return mean, float("nan")

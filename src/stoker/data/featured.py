@@ -230,7 +230,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        return piece, path, task.parts.write(path, task.layout.arrays(block, piece.source.name)), False
+        return piece, path, task.keep(path, block, piece.source.name), False
 
     blocks = []
     for piece, path, record, reused in ordered_map(work, enumerate(pieces), task.threads):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numba as nb
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +19,21 @@ from stoker.units import plural
 
 __all__ = ["Groups", "cut_warning", "write_groups"]
 
+_jit: Any = nb.njit(nogil=True, cache=True)
 
 Groups = tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]  # what write_groups returns
+
+
+@_jit
+def _chosen(splits, split, codes, entries, labels, names, found):  # type: ignore[no-untyped-def]
+    """Write the entry and the label of each row of a split; how many there are."""
+    count = 0
+    for i in range(codes.size):
+        if splits[i] == split:
+            names[count] = entries[np.uint64(codes[i]) - np.uint64(1)]
+            found[count] = labels[i]
+            count += 1
+    return count
 
 
 def write_groups(fitting: Fitting, out: Path) -> Groups:
@@ -52,14 +66,17 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
             for part in fitting.parts:
                 if not fitting.sizes[part.index, number]:
                     continue
-                chosen = np.flatnonzero(fitting.assign(part) == number)
+                names = np.empty(part.rows, np.int32)
+                labels = np.empty(part.rows, np.float32)
                 with fitting.open(part) as arrays:
-                    names = entries[part.index][arrays["codes.group"][chosen].astype(np.int64) - 1]
-                    labels = arrays["labels"][chosen]
-                seen[names] |= 1 << number
-                yield writer.add(names, labels)
+                    found = _chosen(
+                        fitting.assign(part), number, arrays["codes.group"], entries[part.index], arrays["labels"],
+                        names, labels,
+                    )  # fmt: skip
+                yield writer.add(names[:found], labels[:found])
 
         files[group_file(name)] = write_group_file(out / group_file(name), rows, numbers())
+        seen |= writer.seen.astype(np.uint8) << number
         of_splits[name] = {**writer.summary(), "file": group_file(name)}
     cut = int(np.count_nonzero(seen & (seen - 1)))  # more than one bit
     summary = {"column": fitting.task.schema.group, "count": int((seen > 0).sum()), "cut": cut}

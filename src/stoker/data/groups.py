@@ -15,15 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from stoker.data.files import atomic_file
 from stoker.errors import DataError
 
-__all__ = ["GroupWriter", "Numbering", "group_file", "map_groups", "write_group_file"]
+__all__ = ["GroupWriter", "group_file", "map_groups", "write_group_file"]
 
 Int32 = npt.NDArray[np.int32]
+_jit: Any = nb.njit(nogil=True, cache=True)
 _NAME = "group"
 
 
@@ -32,8 +34,26 @@ def group_file(split: str) -> str:
     return f"groups/{split}.safetensors"
 
 
-class Numbering:
-    """Gives groups dense numbers, from 0, in the order in which they are first seen.
+@_jit
+def _number(names, labels, numbers, rows, positive, count, out):  # type: ignore[no-untyped-def]
+    """Write the numbers of named groups to ``out``, new ones from ``count`` on; how many there are then."""
+    for i in range(names.size):
+        name = np.uint64(names[i])
+        number = numbers[name]
+        if number < 0:
+            number = count
+            numbers[name] = count
+            count += 1
+        rows[np.uint64(number)] += 1
+        if labels[i] > 0.5:
+            positive[np.uint64(number)] = True
+        out[i] = number
+    return count
+
+
+class GroupWriter:
+    """Gives groups dense numbers, from 0, in the order in which they are first seen, and sums up what the manifest
+    records of them.
 
     Args:
         known: how many groups there may be; each is named by a number below that.
@@ -42,48 +62,23 @@ class Numbering:
     def __init__(self, known: int) -> None:
         self.count = 0
         self._numbers = np.full(known, -1, np.int32)
-
-    def __call__(self, names: npt.NDArray[np.integer]) -> Int32:
-        """[n] the number of each row's group, whose name is ``names`` [n]."""
-        numbered: Int32 = self._numbers[names]
-        unseen = names[numbered < 0]
-        if not len(unseen):
-            return numbered
-        # Each group's last mention wins, so that walking backwards leaves the first one.
-        places = np.arange(len(unseen), dtype=np.int32)
-        self._numbers[unseen[::-1]] = places[::-1]
-        first = unseen[self._numbers[unseen] == places]
-        self._numbers[first] = np.arange(self.count, self.count + len(first), dtype=np.int32)
-        self.count += len(first)
-        numbered = self._numbers[names]
-        return numbered
-
-
-class GroupWriter:
-    """Sums up what the manifest records of the groups of a split while their numbers go by.
-
-    Args:
-        known: how many groups there may be.
-    """
-
-    def __init__(self, known: int) -> None:
-        self._numbering = Numbering(known)
         self._rows = np.zeros(known, np.int64)
         self._positive = np.zeros(known, np.bool_)
 
     def add(self, names: npt.NDArray[np.integer], labels: npt.NDArray[np.float32]) -> Int32:
         """Numbers of the next rows, whose groups go by ``names`` [n]."""
-        numbers = self._numbering(names)
-        if len(numbers):
-            low = int(numbers.min())  # the groups of a stretch of rows are few, and near each other
-            counts = np.bincount(numbers - low)
-            self._rows[low : low + len(counts)] += counts
-        self._positive[numbers[labels > 0.5]] = True
+        numbers = np.empty(len(names), np.int32)
+        self.count = _number(names, labels, self._numbers, self._rows, self._positive, self.count, numbers)
         return numbers
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """[known] which names had a row."""
+        return self._numbers >= 0
 
     def summary(self) -> dict[str, int]:
         """``count`` of groups, rows of the ``largest``, and how many have a row with label 1 (``with_positive``)."""
-        count = self._numbering.count
+        count = self.count
         return {
             "count": count,
             "largest": int(self._rows[:count].max()) if count else 0,

@@ -13,6 +13,7 @@ from stoker.data import dictionary_kernels, text_kernels
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
 from stoker.data.dictionaries import number_ints, number_texts
 from stoker.data.leftovers import UnusableInput
+from stoker.data.part_store import Arena, padded
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.data.transforms import compact, dense_values
 
@@ -44,6 +45,7 @@ class Layout:
         self.features = () if keys_only else schema.features
         self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
         self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
+        self.dense_width = sum(len(column.names) for column in self.columns)
         self.fitted = any(column.fitted for column in self.columns)
         rule = schema.label.parsed()
         textual = rule is not None and isinstance(rule[1], str)
@@ -74,14 +76,21 @@ class Layout:
         """Raw columns that must be there."""
         return list(dict.fromkeys(item.column for item in self.fields))
 
-    def arrays(self, block: Block, file: str) -> dict[str, Array]:
-        """The part of a block. Rows whose label is neither 0 nor 1 or whose time cannot be read join its bad lines.
+    def most(self, rows: int) -> int:
+        """Bytes that a part of so many rows takes of an arena, at most."""
+        widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
+        return sum(padded(width * rows) for width in [*widths, 4 * len(self.one_hot)])
+
+    def arrays(self, block: Block, file: str, arena: Arena | None = None) -> dict[str, Array]:
+        """The part of a block; what only shards need is made in ``arena``, if there is one. Rows whose label is neither 0 nor 1 or whose time cannot be read join its bad lines.
 
         Raises:
             DataError: a split value the schema does not list.
         """
         if self.schema.label.rule is None:
             block.drop_labels(self.label)
+        if arena is None:
+            arena = Arena(np.empty(self.most(block.rows), np.uint8))
         time = self.times(block)
         out: dict[str, Array] = {"labels": self._labels(block)}
         if time is not None:
@@ -89,10 +98,11 @@ class Layout:
         columns = [block.columns[item] for item in self.dense]
         values = [column.values for column in columns if column.values is not None]
         if self.fitted:
-            out |= {f"raw.{index}": compact(column) for index, column in enumerate(values)}
+            out |= {f"raw.{index}": compact(column, arena) for index, column in enumerate(values)}
         else:
-            out["dense"] = dense_values(self.columns, values, rows=np.arange(block.rows))
-        codes = np.empty((len(self.one_hot), block.rows), np.uint32)
+            dense = arena.take((block.rows, self.dense_width), np.float32)
+            out["dense"] = dense_values(self.columns, values, out=dense)
+        codes = arena.take((len(self.one_hot), block.rows), np.uint32)
         for slot, index in enumerate(self.one_hot):
             self._encode(index, block.columns[self.feature_fields[index]], codes[slot], out)
         out["codes"] = codes

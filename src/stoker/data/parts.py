@@ -2,8 +2,7 @@
 
 A part holds the rows of one block of one file as plain arrays. On disk it is written beside and renamed, and its
 size and checksum go to the journal afterwards; such a part counts only if the journal has it and its bytes still
-agree. So a run that was killed, or a machine that lost power, never reads a half-written part. The first parts are
-held in memory instead (:class:`PartStore`): most logs are small, and are in shards before a disk would have them.
+agree. So a run that was killed, or a machine that lost power, never reads a half-written part.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import json
 import mmap
 import os
 import shutil
-import threading
 import zlib
 from abc import abstractmethod
-from bisect import bisect_left, insort
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,11 +23,11 @@ import numpy.typing as npt
 
 from stoker.errors import DataError
 
-__all__ = ["Journal", "Part", "PartFile", "PartStore", "checksum", "write_part"]
+__all__ = ["ALIGN", "HELD", "Journal", "Part", "PartFile", "checksum", "write_part"]
 
 Array = npt.NDArray[Any]
-_ALIGN = 64
-_HELD = "held"  # of a record: the path of a part that is in memory only
+ALIGN = 64
+HELD = "held"  # of a record: the path of a part that is in memory only
 
 
 def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -39,9 +36,9 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
     position = 0
     for name, array in arrays.items():
         header[name] = [array.dtype.str, list(array.shape), position]
-        position += -(-array.nbytes // _ALIGN) * _ALIGN
+        position += -(-array.nbytes // ALIGN) * ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
+    text += b" " * (-(len(text) + 8) % ALIGN)
     crc, size = 0, 0
     beside = path.with_suffix(".tmp")
     with beside.open("wb") as file:
@@ -56,7 +53,7 @@ def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
     yield len(text).to_bytes(8, "little") + text
     for array in arrays.values():
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        if padding := -array.nbytes % _ALIGN:
+        if padding := -array.nbytes % ALIGN:
             yield bytes(padding)
 
 
@@ -82,56 +79,6 @@ class Part(AbstractContextManager["Part"]):
     @abstractmethod
     def size(self, name: str) -> int:
         """Elements of an array, without touching it."""
-
-
-class _HeldPart(Part):
-    """A part in memory."""
-
-    def __init__(self, arrays: Mapping[str, Array], *, reuse: bool) -> None:
-        self._block = np.empty(0, np.uint8)
-        copies: dict[str, Array] = {}
-        if reuse:
-            self._block, copies = _together({name: array for name, array in arrays.items() if _only_shards(name)})
-        # A view would keep the whole of what it looks at.
-        copied = {name: array if array.base is None else array.copy() for name, array in arrays.items()
-                  if name not in copies}  # fmt: skip
-        self.arrays = copies | copied
-        for array in self.arrays.values():  # as those of a map: kernels are compiled for one of the two
-            array.flags.writeable = False
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
-
-    def __getitem__(self, name: str) -> Array:
-        return self.arrays[name]
-
-    def size(self, name: str) -> int:
-        return self.arrays[name].size
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing: the arrays stay where they are."""
-
-    def release(self) -> Array:
-        """Give up what only shards need, and the memory that it was in."""
-        block, self._block = self._block, np.empty(0, np.uint8)
-        self.arrays = {name: array for name, array in self.arrays.items() if not _only_shards(name)}
-        return block
-
-
-def _only_shards(name: str) -> bool:
-    """Whether an array, a large one, is of no use but for shards."""
-    return name in ("codes", "dense") or name.startswith("raw.")
-
-
-def _together(arrays: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """Copies that lie in one stretch of memory, and that stretch."""
-    block = np.empty(sum(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values()), np.uint8)
-    copies, at = {}, 0
-    for name, array in arrays.items():
-        copies[name] = block[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
-        copies[name][...] = array
-        at += -(-array.nbytes // _ALIGN) * _ALIGN
-    return block, copies
 
 
 class PartFile(Part):
@@ -211,7 +158,7 @@ class Journal:
     def add(self, step: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Record a finished step; only in memory where its part is held there."""
         full = {"step": step, **entry}
-        if _HELD not in full:
+        if HELD not in full:
             self._append(full)
         self.done[step] = full
         return full
@@ -233,77 +180,6 @@ class Journal:
         """Let go of the directory."""
         self._file.close()
         self._lock.close()
-
-
-class PartStore:
-    """Where finished parts lie until their rows are in shards: in memory while there is room, on disk after that.
-
-    A kill loses what is held, which is seconds of work; :meth:`save` keeps it for a run that is stopped otherwise.
-
-    Args:
-        room: bytes to hold at most.
-        reuse: whether :meth:`memory` is going to be asked for what :meth:`release` gave up.
-    """
-
-    def __init__(self, room: int, *, reuse: bool = False) -> None:
-        self._room, self._reuse = room, reuse
-        self._held: dict[str, _HeldPart] = {}  # by path
-        self._free: list[Array] = []  # of released parts, the smallest first
-        self._lock = threading.Lock()
-
-    def write(self, path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        """Keep arrays as the part ``path``; returns what its step's record must say of it."""
-        size = sum(array.nbytes for array in arrays.values())
-        with self._lock:
-            fits = size <= self._room
-            self._room -= size * fits
-        if not fits:
-            return write_part(path, arrays)
-        part = _HeldPart(arrays, reuse=self._reuse)
-        with self._lock:
-            self._held[str(path)] = part
-        return {_HELD: str(path)}
-
-    def open(self, path: Path) -> Part:
-        """The arrays of a finished part."""
-        return self._held.get(str(path)) or PartFile(path)
-
-    def release(self, path: Path) -> None:
-        """Give up what only shards need of a part, as its rows are in them; the memory serves :meth:`memory`."""
-        part = self._held.get(str(path))
-        if part is not None:
-            block = part.release()
-            with self._lock:
-                insort(self._free, block, key=len)
-
-    def memory(self, size: int) -> Array:
-        """``size`` bytes, [size] uint8, of what was released where that has room: fresh memory is dear to touch.
-
-        They are cut from the smallest piece that will do, whose rest serves others: it lasts as long as they do.
-        """
-        with self._lock:
-            place = bisect_left(self._free, size, key=len)
-            if place == len(self._free):
-                return np.empty(size, np.uint8)
-            block = self._free.pop(place)
-            rest = block[-(-size // _ALIGN) * _ALIGN :]
-            if len(rest):
-                insort(self._free, rest, key=len)
-            return block[:size]
-
-    def clear(self) -> None:
-        """Forget the parts in memory."""
-        self._held.clear()
-        self._free.clear()
-
-    def save(self, journal: Journal) -> None:
-        """Write held parts to disk, and their steps to the journal, which then forgets any it could not have."""
-        waiting = {step: entry for step, entry in journal.done.items() if _HELD in entry}
-        for step in waiting:
-            del journal.done[step]
-        for step, entry in waiting.items():
-            path = entry.pop(_HELD)
-            journal.add(step, {**entry, **write_part(Path(path), self._held[path].arrays)})
 
 
 def _lock(directory: Path) -> IO[bytes]:

@@ -66,7 +66,7 @@ class _PartSink:
     task: Task
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
-        return self.task.parts.write(path, self.task.layout.arrays(block, file))
+        return self.task.keep(path, block, file)
 
 
 def ingest_sources(

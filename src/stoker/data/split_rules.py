@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from stoker.data.dictionary_kernels import splitmix
 from stoker.data.layout import SPLIT_CODES, share_of_hash
+from stoker.data.medians import select_rank
 from stoker.data.parts import Part
 from stoker.data.schema import Schema
 from stoker.data.schema_check import near
-from stoker.data.transforms import select_rank
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stoker
+from stoker.data.columns import Block
 from stoker.data.layout import Layout
 from stoker.data.memory import Home, home_of
-from stoker.data.parts import Journal, PartStore
+from stoker.data.part_store import PartStore
+from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
 from stoker.data.schema import Label, Schema, SplitRule
@@ -72,7 +74,7 @@ class Task:
         self.layout = Layout(self.inner)
         self.home = home_of(self.out)
         room = _room() if self.hold_bytes is None else self.hold_bytes
-        self.parts = PartStore(room, reuse=self.home is not None)
+        self.parts = PartStore(room)
 
     @property
     def merged(self) -> list[Merge]:
@@ -94,6 +96,11 @@ class Task:
         self.journal = Journal(self.work, self._fingerprint(), resume=resume)
         if not self.journal.done:
             self._remove(keep=(".work",))
+
+    def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
+        """Make the part ``path`` of a block; what its step's record must say of it."""
+        arena = self.parts.arena(self.layout.most(block.rows))
+        return self.parts.write(path, self.layout.arrays(block, file, arena), arena)
 
     def save(self) -> None:
         """Keep what is finished for a run that goes on from here; where the disk has no room, what it has room for."""
