@@ -35,11 +35,10 @@ def numbered(values: list[Any]) -> tuple[list[int], list[Any]]:
 
 def taken(column: RawColumn) -> list[str | None]:
     assert column.data is not None
-    assert column.starts is not None
-    assert column.lengths is not None
+    starts, lengths = column.spans()
     raw = column.data.tobytes()
     return [None if size < 0 else raw[at : at + size].decode()
-            for at, size in zip(column.starts.tolist(), column.lengths.tolist(), strict=True)]  # fmt: skip
+            for at, size in zip(starts.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
 
 
 def check(column: RawColumn, values: list[str | None]) -> None:

@@ -34,7 +34,7 @@ def content(block: Block) -> dict[str, Any]:
     columns = {}
     for item, column in block.columns.items():
         values: list[Any]
-        if column.lengths is not None:
+        if column.textual:
             values = list(spans_to_strings(column))
         else:
             assert column.values is not None

@@ -52,22 +52,25 @@ class Field:
 
 @dataclass(kw_only=True)
 class RawColumn:
-    """Values of a field: numbers with a mask, or texts as spans of a byte buffer. Lists add ``counts``."""
+    """Values of a field: numbers with a mask, or texts as spans of a byte buffer. Lists add ``counts``.
+
+    Texts may be numbered instead, by first occurrence: ``codes`` then says which of the distinct ones each is.
+    """
 
     values: Array | None = None  # [n] float64 (NaN where missing) or int64 (hex: the bits of a uint64)
     missing: npt.NDArray[np.bool_] | None = None  # [n] for int64 values
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]
     lengths: npt.NDArray[np.int32] | None = None  # [n]; -1 where missing
-    # Where the texts are numbered already, by first occurrence: [n] uint32 numbers from 1, 0 where missing, and [D + 1]
-    # where the distinct ones, of which ``data`` then consists, begin and end.
-    codes: npt.NDArray[np.uint32] | None = None
-    ends: npt.NDArray[np.int64] | None = None
+    codes: npt.NDArray[np.uint32] | None = None  # [n] from 1, 0 where missing
+    ends: npt.NDArray[np.int64] | None = None  # [D + 1] where the distinct ones, which ``data`` consists of, end
     counts: npt.NDArray[np.int32] | None = None  # [rows]: how many of the values belong to each row
 
     def take(self, keep: npt.NDArray[np.bool_]) -> RawColumn:
         """The rows that ``keep`` marks."""
         each = keep if self.counts is None else np.repeat(keep, self.counts)
+        if self.textual:
+            self.spans()
 
         def cut(array: Array | None) -> Array | None:
             return None if array is None else array[each]
@@ -81,8 +84,29 @@ class RawColumn:
             counts=None if self.counts is None else self.counts[keep],
         )
 
+    def __len__(self) -> int:
+        """n: of lists, their items."""
+        return len(next(one for one in (self.values, self.codes, self.starts) if one is not None))
+
+    @property
+    def textual(self) -> bool:
+        """Whether these are texts."""
+        return self.data is not None
+
+    def spans(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """[n] where each text begins, and its bytes; -1 where it is missing."""
+        if self.starts is None or self.lengths is None:
+            assert self.codes is not None
+            assert self.ends is not None
+            self.starts, self.lengths = np.empty(len(self.codes), np.int64), np.empty(len(self.codes), np.int32)
+            kernels.spread(self.codes, self.ends, self.starts, self.lengths)
+        return self.starts, self.lengths
+
     def absent(self) -> npt.NDArray[np.bool_]:
         """[n] where the value is missing."""
+        if self.codes is not None:
+            absent: npt.NDArray[np.bool_] = self.codes == 0
+            return absent
         if self.lengths is not None:
             return self.lengths < 0
         if self.missing is not None:
@@ -152,12 +176,11 @@ def careful_value(kind: str, text: bytes) -> float | int | None:
 def spans_to_strings(column: RawColumn) -> list[str | None]:
     """Python texts of a text column. For small numbers of rows."""
     assert column.data is not None
-    assert column.starts is not None
-    assert column.lengths is not None
+    starts, lengths = column.spans()
     raw = column.data.tobytes()
     return [
         None if size < 0 else raw[at : at + size].decode("utf-8", "replace")
-        for at, size in zip(column.starts.tolist(), column.lengths.tolist(), strict=True)
+        for at, size in zip(starts.tolist(), lengths.tolist(), strict=True)
     ]
 
 
@@ -316,7 +339,7 @@ def split_list(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColu
     assert column.data is not None
     assert item.separator is not None
     starts, lengths, counts = kernels.split_spans(
-        column.data, column.starts, column.lengths, ord(item.separator), item.max_length, item.keep == "last"
+        column.data, *column.spans(), ord(item.separator), item.max_length, item.keep == "last"
     )
     spans = RawColumn(data=column.data, starts=starts, lengths=lengths, counts=counts)
     if item.kind == "string":
@@ -333,17 +356,16 @@ def split_list(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColu
 def type_spans(column: RawColumn, kind: str) -> tuple[RawColumn, dict[int, bytes]]:
     """Numbers from texts, and the texts that are none by position."""
     assert column.data is not None
-    assert column.starts is not None
-    assert column.lengths is not None
-    n = len(column.starts)
+    starts, lengths = column.spans()
+    n = len(starts)
     floats = np.full(n if kind == "float" else 0, np.nan)
     ints = np.zeros(0 if kind == "float" else n, np.int64)
     status = np.empty(n, np.uint8)
-    kernels.parse_spans(column.data, column.starts, column.lengths, KINDS[kind], floats, ints, status)
+    kernels.parse_spans(column.data, starts, lengths, KINDS[kind], floats, ints, status)
     failed: dict[int, bytes] = {}
     target = floats if kind == "float" else ints
     for index in np.flatnonzero(status == 2).tolist():
-        text = column.data[column.starts[index] : column.starts[index] + column.lengths[index]].tobytes()
+        text = column.data[starts[index] : starts[index] + lengths[index]].tobytes()
         value = careful_value(kind, text)
         if value is None:
             failed[index] = text

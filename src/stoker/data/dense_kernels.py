@@ -1,26 +1,71 @@
 """Loops over D dense columns [n], NaN where missing: what rows teach, and what the model sees of them.
 
-A column is float64, or float32 where that holds all its values.
+A column is float64, or float32 where that holds all its values. Rows go by in tiles, of which all columns stay in the
+processor's cache; a loop takes all columns of a tile, as it takes longer to call one than to go through a column's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numba as nb
 import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
 
 from stoker.data.exact_sums import add_values, no_values, room
 
-__all__ = ["DIGITS", "TILE", "apply_rows", "bracketed", "count_digits", "moments", "narrowed", "present_sums", "tiles"]
+__all__ = [
+    "DIGITS",
+    "TILE",
+    "Columns",
+    "apply_rows",
+    "bracketed",
+    "count_digits",
+    "moments",
+    "narrowed",
+    "present_sums",
+    "tiles",
+]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
-_STRIPE = 256  # rows written together, so that the row-major output stays in cache
+_STRIPE = 64  # rows written together, so that the row-major output stays in cache
 _SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
-TILE = 2**13  # rows whose logarithms are taken together; all their columns stay in cache
+TILE = 2**13  # rows whose logarithms are taken together
 DIGITS = 2**16  # counters of one digit of a float64
 _SIGN = np.uint64(2**63)
+
+
+def _as_pointer(typingctx: Any, address: Any) -> Any:
+    """A number as the address that it is."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return nb.types.voidptr(nb.types.uintp), codegen
+
+
+_pointer: Any = intrinsic(_as_pointer)
+_carray: Any = nb.carray  # type: ignore[attr-defined]
+
+
+class Columns:
+    """D columns [n] in a form that one kernel takes.
+
+    Args:
+        raw: the columns.
+    """
+
+    def __init__(self, raw: Sequence[Any]) -> None:
+        self._held = [_plain(column) for column in raw]  # what the addresses are of
+        self.addresses = np.array([column.__array_interface__["data"][0] for column in self._held], np.uintp)
+        self.wide = np.array([column.dtype == np.float64 for column in self._held], np.bool_)
+        self.rows = len(self._held[0]) if self._held else 0
+
+
+def _plain(column: Any) -> Any:
+    return np.ascontiguousarray(column, None if column.dtype in (np.float32, np.float64) else np.float64)
 
 
 @_jit
@@ -44,7 +89,7 @@ def _clipped(x, fill, low, high, more):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-untyped-def]
+def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-untyped-def]
     """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
     often), max(., 0) + 1 of that. ``first`` and ``stop`` are the stretches of ``rows``: a loop over one takes several
     values at once."""
@@ -66,30 +111,55 @@ def filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-untyp
 
 
 @_jit
-def written(tile, fits, places, out, at):  # type: ignore[no-untyped-def]
-    """out[at + i, places[c]] = (tile[c, i] - shift) * scale."""
+def _fill_tile(addresses, wide, n, rows, first, stop, steps, fills, order, tile):  # type: ignore[no-untyped-def]
+    """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it."""
+    for c in range(addresses.size):
+        pointer, out = _pointer(addresses[c]), tile[order[c]]
+        if wide[c]:
+            _filled(_carray(pointer, (n,), np.float64), rows, first, stop, steps[c], fills[c], out)
+        else:
+            _filled(_carray(pointer, (n,), np.float32), rows, first, stop, steps[c], fills[c], out)
+
+
+@_jit
+def _flag(column, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    for i in range(first, last):
+        out[np.uint64(at + i), place] = np.isnan(column[np.uint64(rows[np.uint64(i)])])
+
+
+@_jit
+def _write_tile(addresses, wide, n, rows, tile, order, fits, places, flags, out, at):  # type: ignore[no-untyped-def]
+    """out[at + i, places[c]] = (tile[order[c], i] - shift) * scale; behind it, if flags[c], 1 where column c is missing
+    in ``rows[i]``, else 0."""
     columns, count = tile.shape
     for first in range(0, count, _STRIPE):
         last = min(first + _STRIPE, count)
         for c in range(columns):
-            place, shift, scale = np.uint64(places[c]), fits[c, 1], fits[c, 2]
+            place, shift, scale, row = np.uint64(places[c]), fits[c, 1], fits[c, 2], np.uint64(order[c])
             for i in range(first, last):
-                out[np.uint64(at + i), place] = (tile[np.uint64(c), np.uint64(i)] - shift) * scale
+                out[np.uint64(at + i), place] = (tile[row, np.uint64(i)] - shift) * scale
+            if flags[c]:
+                place += np.uint64(1)
+                if wide[c]:
+                    _flag(_carray(_pointer(addresses[c]), (n,), np.float64), rows, first, last, out, at, place)
+                else:
+                    _flag(_carray(_pointer(addresses[c]), (n,), np.float32), rows, first, last, out, at, place)
 
 
 @_jit
-def flagged(column, rows, out, at, place):  # type: ignore[no-untyped-def]
-    """out[at + i, place] = 1 where column[rows[i]] is missing, else 0."""
-    for i in range(rows.size):
-        out[at + i, place] = np.isnan(column[rows[i]])
+def _add_tile(tile, order, summed, sums, held):  # type: ignore[no-untyped-def]
+    """Add the values of the columns that are ``summed``."""
+    for c in range(order.size):
+        if summed[c]:
+            add_values(tile[order[c]], sums[c], held)
 
 
 @_jit
 def narrowed(column, out):  # type: ignore[no-untyped-def]
     """Write the values [n] to ``out``, float32; whether each is what it was."""
-    for begin in range(0, column.size, _STRIPE):
+    for begin in range(0, column.size, 256):
         changed = 0  # counted, as a loop that may end at any value takes them one by one
-        for i in range(np.uint64(begin), np.uint64(min(begin + _STRIPE, column.size))):
+        for i in range(np.uint64(begin), np.uint64(min(begin + 256, column.size))):
             x = column[i]
             y = np.float32(x)
             out[i] = y
@@ -99,24 +169,43 @@ def narrowed(column, out):  # type: ignore[no-untyped-def]
     return True
 
 
-def tiles(raw: Any, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, int, Any]]:
-    """The values of ``rows`` after fill, clip and logarithms, some rows at a time: first, behind the last, [D, rows].
+@_jit
+def finite(column):  # type: ignore[no-untyped-def]
+    """Whether no value is infinite; NaN is not."""
+    found = 0
+    for i in range(np.uint64(column.size)):
+        found += np.abs(column[i]) == np.inf
+    return found == 0
+
+
+def tiles(columns: Columns, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, int, Any, Any]]:
+    """The values of ``rows`` after fill, clip and logarithms, some rows at a time.
 
     NumPy takes the logarithms: several at once, where a loop over rows would take them one by one.
+
+    Yields:
+        The first row, that behind the last, the tile [D, rows], and which of its rows is each column's [D].
     """
-    held = np.empty((len(raw), min(TILE, rows.size)))
+    # Columns with logarithms come first, those with more of them before others.
+    order = np.empty(len(steps), np.int64)
+    order[np.argsort(-steps[:, 2], kind="stable")] = np.arange(len(steps))
+    held = np.empty((len(steps), min(TILE, rows.size)))
     first, last = np.empty((2, min(TILE, rows.size)), np.int64)
     for begin in range(0, rows.size, TILE):
         stop = min(begin + TILE, rows.size)
         tile, chosen = held[:, : stop - begin], rows[begin:stop]
         count = stretches(chosen, first, last)
-        for column, step, fill, values in zip(raw, steps, fills, tile, strict=True):
-            filled(column, chosen, first[:count], last[:count], step, fill, values)
-        for c in np.flatnonzero(steps[:, 2]):
-            np.log(tile[c], out=tile[c])
-            for _ in range(int(steps[c, 2]) - 1):
-                np.log(np.maximum(tile[c], 0.0) + 1.0, out=tile[c])
-        yield begin, stop, tile
+        _fill_tile(
+            columns.addresses, columns.wide, columns.rows, chosen, first[:count], last[:count], steps, fills, order,
+            tile,
+        )  # fmt: skip
+        more, times = np.count_nonzero(steps[:, 2] > 0), 0
+        while more:
+            some = tile[:more]
+            np.log(some if times == 0 else np.maximum(some, 0.0) + 1.0, out=some)
+            times += 1
+            more = np.count_nonzero(steps[:, 2] > times)
+        yield begin, stop, tile, order
 
 
 def apply_rows(
@@ -127,10 +216,12 @@ def apply_rows(
     ``steps`` [D, 3]: low, high and how often the logarithm is taken; ``fits`` [D, 3]: fill, shift and scale; ``flags``
     [D]: whether a flag follows. Yields the first row of each tile, and that behind its last, as it is written.
     """
-    for begin, stop, tile in tiles(raw, rows, steps, fits[:, 0]):
-        written(tile, fits, places, out, at + begin)
-        for c in np.flatnonzero(flags):
-            flagged(raw[c], rows[begin:stop], out, at + begin, places[c] + 1)
+    columns = Columns(raw)
+    for begin, stop, tile, order in tiles(columns, rows, steps, fits[:, 0].copy()):
+        _write_tile(
+            columns.addresses, columns.wide, columns.rows, rows[begin:stop], tile, order, fits, places, flags, out,
+            at + begin,
+        )  # fmt: skip
         yield begin, stop
 
 
@@ -142,11 +233,11 @@ def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: An
     """
     sums, held = no_values(len(raw)), room()
     low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
-    for _, _, tile in tiles(raw, rows, steps, fills):
-        for c in np.flatnonzero(summed):
-            add_values(tile[c], sums[c], held)
+    for _, _, tile, order in tiles(Columns(raw), rows, steps, fills):
+        _add_tile(tile, order, summed, sums, held)
         for c in np.flatnonzero(ranged):
-            low[c], high[c] = np.fmin(low[c], np.fmin.reduce(tile[c])), np.fmax(high[c], np.fmax.reduce(tile[c]))
+            values = tile[order[c]]
+            low[c], high[c] = np.fmin(low[c], np.fmin.reduce(values)), np.fmax(high[c], np.fmax.reduce(values))
     return sums, low, high
 
 

@@ -16,8 +16,9 @@ import polars as pl
 
 from stoker.data import dictionary_kernels as kernels
 from stoker.data.columns import Field, RawColumn, split_list
+from stoker.data.text_kernels import hash_spans
 
-__all__ = ["WIDE", "list_column", "number_ints", "number_texts", "text_column", "views_of"]
+__all__ = ["WIDE", "list_column", "number_ints", "number_texts", "text_column", "text_hashes", "views_of"]
 
 Array = npt.NDArray[Any]
 #: Whole numbers that int64 does not hold; older versions of Polars lack some.
@@ -56,12 +57,25 @@ def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
     if column.codes is not None and column.ends is not None and column.data is not None:
         codes[:] = column.codes
         return column.data, column.ends
-    assert column.starts is not None
-    assert column.lengths is not None
-    n = len(column.starts)
+    starts, lengths = column.spans()
+    n = len(starts)
     first = _scratch("distinct", n, np.int64)
-    found = kernels.block_texts(column.data, column.starts, column.lengths, codes, first, _table(n))
-    return _gathered(column.data, column.starts[first[:found]], column.lengths[first[:found]])
+    found = kernels.block_texts(column.data, starts, lengths, codes, first, _table(n))
+    return _gathered(column.data, starts[first[:found]], lengths[first[:found]])
+
+
+def text_hashes(column: RawColumn, seed: int) -> npt.NDArray[np.uint64]:
+    """[n] the hash of each text; 0 where it is missing."""
+    if column.codes is None or column.ends is None:
+        starts, lengths = column.spans()
+        hashes = np.empty(len(starts), np.uint64)
+        hash_spans(column.data, starts, lengths, seed, hashes)
+        return hashes
+    starts, lengths = np.append(0, column.ends[:-1]), np.append(-1, np.diff(column.ends)).astype(np.int32)
+    hashes = np.empty(len(starts), np.uint64)
+    hash_spans(column.data, starts, lengths, seed, hashes)
+    each: npt.NDArray[np.uint64] = hashes[column.codes]
+    return each
 
 
 def _gathered(data: Any, starts: Array, lengths: Array) -> tuple[Array, Array]:
@@ -103,13 +117,7 @@ def text_column(series: pl.Series) -> RawColumn:
         if len(kept_ends) < len(ends):
             data, ends = kept, kept_ends
             codes = np.concatenate([np.zeros(1, np.uint32), again])[codes]
-    return _coded(data, ends, codes)
-
-
-def _coded(data: Array, ends: Array, codes: Array) -> RawColumn:
-    starts, lengths = np.empty(len(codes), np.int64), np.empty(len(codes), np.int32)
-    kernels.spread(codes, ends, starts, lengths)
-    return RawColumn(data=data, starts=starts, lengths=lengths, codes=codes, ends=ends)
+    return RawColumn(data=data, codes=codes, ends=ends)
 
 
 def _texts(views: Array, buffers: list[Any]) -> tuple[Array, Array]:
@@ -157,12 +165,9 @@ def list_column(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawCol
     if pieces.values is not None:
         missing = None if pieces.missing is None else spread(pieces.missing)
         return RawColumn(values=spread(pieces.values), missing=missing, counts=counts)
-    assert pieces.starts is not None
-    numbers = np.empty(len(pieces.starts), np.uint32)
+    numbers = np.empty(len(pieces), np.uint32)
     data, ends = number_texts(pieces, numbers)
-    made = _coded(data, ends, spread(numbers))
-    made.counts = counts
-    return made
+    return RawColumn(data=data, codes=spread(numbers), ends=ends, counts=counts)
 
 
 def _texts_of_ints(series: pl.Series) -> RawColumn:
@@ -176,7 +181,7 @@ def _texts_of_ints(series: pl.Series) -> RawColumn:
     assert each.data is not None
     assert each.lengths is not None
     ends = np.concatenate([[0], np.cumsum(each.lengths, dtype=np.int64)])
-    return _coded(each.data, ends, codes)
+    return RawColumn(data=each.data, codes=codes, ends=ends)
 
 
 def _plain(series: pl.Series) -> RawColumn:

@@ -26,7 +26,6 @@ __all__ = [
     "rehash_ints",
     "rehash_texts",
     "splitmix",
-    "spread",
     "spread_lists",
 ]
 
@@ -191,19 +190,6 @@ def copy_spans(data, starts, places, ends, out):  # type: ignore[no-untyped-def]
     for k in range(places.size):
         begin = ends[places[k]]
         _copy(data, starts[k], ends[places[k] + 1] - begin, out, begin)
-
-
-@_jit
-def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
-    """Where the text behind each code begins, and its bytes; -1 for code 0."""
-    for i in range(codes.size):
-        code = np.uint64(codes[i])
-        if code == 0:
-            starts[i], lengths[i] = 0, -1
-        else:
-            begin = ends[code - np.uint64(1)]
-            starts[i] = begin
-            lengths[i] = ends[code] - begin
 
 
 @_jit

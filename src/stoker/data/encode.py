@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,6 +242,8 @@ class Encoder:
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
         self._starts: dict[str, Array] = {}
+        self._ids: dict[str, Array] = {}
+        self._last = threading.local()  # of each thread: the part it looked up last, and what it found
         of_table: dict[str, int] = {}
         self._rank: list[int] = []  # of each feature among the features of its table
         for column in layout.features:
@@ -251,9 +254,16 @@ class Encoder:
             if column.hash_buckets is None and column.table_name not in self._starts:
                 with PartFile(self._tables[column.table_name]) as arrays:
                     self._starts[column.table_name] = np.array(arrays["starts"])
+                    self._ids[column.table_name] = arrays["ids"]  # mapped: the system keeps what there is room for
 
     def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
         """Ids by code of all features of a part, one after the other, and where each feature's begin."""
+        known = getattr(self._last, "found", None)
+        if known is None or known[0] != part.index:
+            self._last.found = known = (part.index, *self._look_up(part))
+        return known[1], known[2]
+
+    def _look_up(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
         pieces, bases, at = [], [], 0
         for index, column in enumerate(self.layout.features):
             if column.hash_buckets is not None:
@@ -261,8 +271,7 @@ class Encoder:
             else:
                 starts = self._starts[column.table_name]
                 position = part.index * self._width[column.table_name] + self._rank[index]
-                with PartFile(self._tables[column.table_name]) as arrays:
-                    ids = np.array(arrays["ids"][starts[position] : starts[position + 1]])
+                ids = self._ids[column.table_name][starts[position] : starts[position + 1]]
             pieces.append(ids)
             bases.append(at)
             at += len(ids)

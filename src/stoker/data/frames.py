@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
+from stoker.data.dense_kernels import finite
 from stoker.data.dictionaries import WIDE, list_column, text_column
 from stoker.data.schema_check import near
 from stoker.errors import DataError
@@ -139,7 +140,7 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     whole = series.dtype.is_integer() and series.dtype not in WIDE
     if kind == "float" and (whole or series.dtype.is_float()):
         values: Any = (series if series.dtype == pl.Float64 else series.cast(pl.Float64)).to_numpy()  # NaN for null
-        return None if np.isinf(values).any() else RawColumn(values=values)
+        return RawColumn(values=values) if whole or finite(values) else None
     if kind == "int" and whole and not series.null_count():
         return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
     return None
@@ -230,7 +231,7 @@ def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
 
 def column_series(item: Field, column: RawColumn) -> pl.Series:
     """hex as UInt64, int as Int64, float as Float64, string as String; lists as lists of these."""
-    if column.lengths is not None:
+    if column.textual:
         series = _strings(column)
     elif item.kind == "float":
         series = pl.Series(column.values).fill_nan(None)
@@ -252,14 +253,13 @@ def _strings(column: RawColumn) -> pl.Series:
 
     from stoker.data.dictionary_kernels import gather_bytes
 
-    assert column.starts is not None
-    assert column.lengths is not None
-    n = len(column.starts)
-    absent = column.lengths < 0
-    lengths = np.maximum(column.lengths, 0)
+    starts, sizes = column.spans()
+    n = len(starts)
+    absent = sizes < 0
+    lengths = np.maximum(sizes, 0)
     gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
     ends = np.empty(n + 1, np.int64)
-    gather_bytes(column.data, column.starts, lengths, gathered, ends)
+    gather_bytes(column.data, starts, lengths, gathered, ends)
     validity = pa.py_buffer(np.packbits(~absent, bitorder="little")) if absent.any() else None
     array = pa.Array.from_buffers(pa.large_string(), n, [validity, pa.py_buffer(ends), pa.py_buffer(gathered)])
     return pl.Series(pl.from_arrow(array))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from stoker.data import dictionary_kernels, text_kernels
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
-from stoker.data.dictionaries import number_ints, number_texts
+from stoker.data.dictionaries import number_ints, number_texts, text_hashes
 from stoker.data.leftovers import UnusableInput
 from stoker.data.part_store import Arena, padded
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
@@ -82,7 +82,9 @@ class Layout:
         return sum(padded(width * rows) for width in [*widths, 4 * len(self.one_hot)])
 
     def arrays(self, block: Block, file: str, arena: Arena | None = None) -> dict[str, Array]:
-        """The part of a block; what only shards need is made in ``arena``, if there is one. Rows whose label is neither 0 nor 1 or whose time cannot be read join its bad lines.
+        """The part of a block; what only shards need is made in ``arena``, if there is one.
+
+        Rows whose label is neither 0 nor 1 or whose time cannot be read join the block's bad lines.
 
         Raises:
             DataError: a split value the schema does not list.
@@ -153,12 +155,12 @@ class Layout:
 
     def _encode(self, index: int, column: RawColumn, codes: Array, out: dict[str, Array]) -> None:
         feature = self.features[index]
-        if column.lengths is not None:
+        if column.textual:
             column = _fill_text(column, feature)
         if feature.hash_buckets is not None:
             codes[:] = _bucket_ids(column, feature)
             return
-        if column.lengths is not None:
+        if column.textual:
             out[f"bytes.{index}"], out[f"ends.{index}"] = number_texts(column, codes)
         else:
             values, missing = _category_values(column, feature)
@@ -169,9 +171,7 @@ class Layout:
             return
         column, rule = block.columns[self.split], self.schema.split
         if rule.rule == "hash":
-            hashes = np.empty(block.rows, np.uint64)
-            text_kernels.hash_spans(column.data, column.starts, column.lengths, rule.seed, hashes)
-            out["split"] = share_of_hash(hashes, (rule.train, rule.valid))
+            out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
             return
         codes = np.empty(block.rows, np.uint32)
         texts, ends = number_texts(column, codes)
@@ -206,8 +206,7 @@ def ordered_int(values: Array) -> npt.NDArray[np.int64]:
 
 def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
     """Where a text column equals ``text``."""
-    assert column.starts is not None
-    codes = np.empty(len(column.starts), np.uint32)
+    codes = np.empty(len(column), np.uint32)
     texts, ends = number_texts(column, codes)
     raw, wanted = texts.tobytes(), text.encode()
     same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends.tolist()))]
@@ -246,14 +245,13 @@ def _fill_text(column: RawColumn, feature: CategoricalColumn) -> RawColumn:
     if feature.fill is None or not column.absent().any():
         return column
     assert column.data is not None
-    assert column.starts is not None
-    assert column.lengths is not None
+    starts, lengths = column.spans()
     text = np.frombuffer(str(feature.fill).encode(), np.uint8)
-    missing = column.lengths < 0
+    missing = lengths < 0
     return RawColumn(
         data=np.concatenate([column.data, text]),
-        starts=np.where(missing, len(column.data), column.starts),
-        lengths=np.where(missing, np.int32(len(text)), column.lengths),
+        starts=np.where(missing, len(column.data), starts),
+        lengths=np.where(missing, np.int32(len(text)), lengths),
         counts=column.counts,
     )
 
@@ -262,10 +260,8 @@ def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np
     """1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
     buckets = feature.hash_buckets
     assert buckets is not None
-    if column.lengths is not None:
-        hashes = np.empty(len(column.lengths), np.uint64)
-        text_kernels.hash_spans(column.data, column.starts, column.lengths, 0, hashes)
-        missing = column.lengths < 0
+    if column.textual:
+        hashes, missing = text_hashes(column, 0), column.absent()
     else:
         values, missing = _category_values(column, feature)
         hashes = dictionary_kernels.splitmix(values.view(np.uint64))

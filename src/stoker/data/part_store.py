@@ -45,6 +45,11 @@ class Arena:
         """Take back the array that was taken last."""
         self._at -= padded(array.nbytes)
 
+    @property
+    def used(self) -> Array:
+        """The stretch that was taken: the rest may not be in memory yet."""
+        return self.block[: self._at]
+
     def holds(self, array: Array) -> bool:
         """Whether an array was made here."""
         return array.base is not None and np.may_share_memory(array, self.block)
@@ -83,7 +88,7 @@ class _HeldPart(Part):
         """Give up what only shards need, and the memory that it was in."""
         arena, self._arena = self._arena, Arena(np.empty(0, np.uint8))
         self.arrays = {name: array for name, array in self.arrays.items() if not arena.holds(array)}
-        return arena.block
+        return arena.used
 
 
 class PartStore:

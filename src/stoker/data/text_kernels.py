@@ -32,6 +32,7 @@ __all__ = [
     "parse_block",
     "parse_spans",
     "split_spans",
+    "spread",
 ]
 
 FLOAT, INT, HEX, TEXT = 0, 1, 2, 3
@@ -463,3 +464,16 @@ def hash_spans(data, starts, lengths, seed, out):  # type: ignore[no-untyped-def
         h ^= h >> np.uint64(27)
         h *= np.uint64(0x94D049BB133111EB)
         out[i] = h ^ (h >> np.uint64(31))
+
+
+@_jit
+def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
+    """Where the text behind each code begins, and its bytes; -1 for code 0."""
+    for i in range(codes.size):
+        code = np.uint64(codes[i])
+        if code == 0:
+            starts[i], lengths[i] = 0, -1
+        else:
+            begin = ends[code - np.uint64(1)]
+            starts[i] = begin
+            lengths[i] = ends[code] - begin

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import apply_rows, moments, narrowed, present_sums, tiles
+from stoker.data.dense_kernels import Columns, apply_rows, moments, narrowed, present_sums, tiles
 from stoker.data.exact_sums import COUNT, add_values, mean_and_deviation, no_values, room, times
 from stoker.data.medians import Brackets, by_digits
 from stoker.data.ordered import ordered_map
@@ -199,7 +199,7 @@ def _medians(brackets: Brackets, columns: Array, over: Any) -> list[float]:
 
 def _after(step: Array, fill: float) -> float:
     """A fill as its column's steps leave it."""
-    ((_, _, tile),) = tiles([np.array([fill])], np.zeros(1, np.int64), step[None], np.array([fill]))
+    ((_, _, tile, _),) = tiles(Columns([np.array([fill])]), np.zeros(1, np.int64), step[None], np.array([fill]))
     return float(tile[0, 0])
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from stoker.data.dictionaries import text_column
+from stoker.data.dictionaries import text_column, text_hashes
 from stoker.data.dictionary_kernels import splitmix
-from stoker.data.text_kernels import hash_spans
 
 __all__ = ["ABSENT", "JOINT", "deal", "hash_texts", "hash_values", "stable_hash", "text_of"]
 
@@ -19,11 +18,7 @@ JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 
 def hash_texts(series: pl.Series, seed: int = 0) -> pl.Series:
     """UInt64 [n]: FNV-1a of UTF-8 bytes, finished by splitmix64, as ``hash_buckets`` of texts; missing: 0."""
-    column = text_column(series)
-    assert column.starts is not None
-    out = np.empty(len(series), np.uint64)
-    hash_spans(column.data, column.starts, column.lengths, seed, out)
-    return pl.Series(out)
+    return pl.Series(text_hashes(text_column(series), seed))
 
 
 def hash_values(series: pl.Series) -> Any:
