@@ -18,19 +18,21 @@ from stoker.data.exact_sums import add_values, no_values, room
 
 __all__ = [
     "DIGITS",
+    "STRIPE",
     "TILE",
     "Columns",
-    "apply_rows",
     "bracketed",
     "count_digits",
     "moments",
     "narrowed",
     "present_sums",
     "tiles",
+    "write_stripe",
+    "write_tile",
 ]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
-_STRIPE = 64  # rows written together, so that the row-major output stays in cache
+STRIPE = 64  # rows written together, so that the row-major output stays in cache
 _SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 TILE = 2**13  # rows whose logarithms are taken together
 DIGITS = 2**16  # counters of one digit of a float64
@@ -128,22 +130,31 @@ def _flag(column, rows, first, last, out, at, place):  # type: ignore[no-untyped
 
 
 @_jit
-def _write_tile(addresses, wide, n, rows, tile, order, fits, places, flags, out, at):  # type: ignore[no-untyped-def]
-    """out[at + i, places[c]] = (tile[order[c], i] - shift) * scale; behind it, if flags[c], 1 where column c is missing
-    in ``rows[i]``, else 0."""
-    columns, count = tile.shape
-    for first in range(0, count, _STRIPE):
-        last = min(first + _STRIPE, count)
-        for c in range(columns):
-            place, shift, scale, row = np.uint64(places[c]), fits[c, 1], fits[c, 2], np.uint64(order[c])
-            for i in range(first, last):
-                out[np.uint64(at + i), place] = (tile[row, np.uint64(i)] - shift) * scale
-            if flags[c]:
-                place += np.uint64(1)
-                if wide[c]:
-                    _flag(_carray(_pointer(addresses[c]), (n,), np.float64), rows, first, last, out, at, place)
-                else:
-                    _flag(_carray(_pointer(addresses[c]), (n,), np.float32), rows, first, last, out, at, place)
+def write_stripe(tile, rows, out, at, first, last):  # type: ignore[no-untyped-def]
+    """out[at + i, places[c]] = (values[order[c], i] - shift) * scale; behind it, if flags[c], 1 where column c is
+    missing in ``rows[i]``, else 0. For i from ``first`` to ``last``.
+
+    ``tile``: addresses, types and length of the columns as :class:`Columns` has them; values and order as :func:`tiles`
+    gives them; ``fits`` [D, 3] fill, shift and scale; ``places`` [D]; ``flags`` [D].
+    """
+    addresses, wide, n, values, order, fits, places, flags = tile
+    for c in range(addresses.size):
+        place, shift, scale, row = np.uint64(places[c]), fits[c, 1], fits[c, 2], np.uint64(order[c])
+        for i in range(first, last):
+            out[np.uint64(at + i), place] = (values[row, np.uint64(i)] - shift) * scale
+        if flags[c]:
+            place += np.uint64(1)
+            if wide[c]:
+                _flag(_carray(_pointer(addresses[c]), (n,), np.float64), rows, first, last, out, at, place)
+            else:
+                _flag(_carray(_pointer(addresses[c]), (n,), np.float32), rows, first, last, out, at, place)
+
+
+@_jit
+def write_tile(tile, rows, out, at):  # type: ignore[no-untyped-def]
+    """:func:`write_stripe` of all rows of a tile."""
+    for first in range(0, rows.size, STRIPE):
+        write_stripe(tile, rows, out, at, first, min(first + STRIPE, rows.size))
 
 
 @_jit
@@ -206,23 +217,6 @@ def tiles(columns: Columns, rows: Any, steps: Any, fills: Any) -> Iterator[tuple
             times += 1
             more = np.count_nonzero(steps[:, 2] > times)
         yield begin, stop, tile, order
-
-
-def apply_rows(
-    raw: Any, rows: Any, steps: Any, fits: Any, places: Any, flags: Any, out: Any, at: int
-) -> Iterator[tuple[int, int]]:
-    """out[at + i, places[c]] = (steps of raw[c, rows[i]] - shift) * scale; a flag of what was missing behind it.
-
-    ``steps`` [D, 3]: low, high and how often the logarithm is taken; ``fits`` [D, 3]: fill, shift and scale; ``flags``
-    [D]: whether a flag follows. Yields the first row of each tile, and that behind its last, as it is written.
-    """
-    columns = Columns(raw)
-    for begin, stop, tile, order in tiles(columns, rows, steps, fits[:, 0].copy()):
-        _write_tile(
-            columns.addresses, columns.wide, columns.rows, rows[begin:stop], tile, order, fits, places, flags, out,
-            at + begin,
-        )  # fmt: skip
-        yield begin, stop
 
 
 def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: Any) -> tuple[Any, Any, Any]:

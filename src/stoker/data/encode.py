@@ -1,89 +1,34 @@
-"""Passes over finished parts: tables from training rows, then shards in which every value is its id."""
+"""The last pass over finished parts: shards in which every value is its id."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import TILE
 from stoker.data.dictionary_kernels import count_codes
-from stoker.data.layout import Layout
+from stoker.data.encode_kernels import gather, gather_bags, write_rows
+from stoker.data.layout import Layout, feature_codes, raw_columns
 from stoker.data.memory import empty_rows
-from stoker.data.parts import Part, PartFile, write_part
+from stoker.data.parts import Part, PartFile
 from stoker.data.schema import CategoricalColumn
 from stoker.data.split_rules import PartRows
 from stoker.data.transforms import DenseFit, DenseSteps
-from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
 
 if TYPE_CHECKING:
-    from stoker.data.like import Like
+    pass
 
-__all__ = ["Encoder", "Slice", "build_table", "look_up_table", "raw_columns"]
+__all__ = ["Encoder", "Slice"]
 
 Array = npt.NDArray[Any]
 Open = Callable[[PartRows], Part]
 Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
-_jit: Any = nb.njit(nogil=True, cache=True)
-_STRIPE = 256  # rows whose ids are written together, so that the row-major output stays in cache
-
-
-@_jit
-def _gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped-def]
-    """out[at + i, f] = lut[bases[f] + codes[f, rows[i]]]; adds the ids that are 0 to ``zeros``."""
-    n, features = rows.size, codes.shape[0]
-    for begin in range(0, n, _STRIPE):
-        stop = min(begin + _STRIPE, n)
-        for f in range(features):
-            # Unsigned: no look at whether a place counts from the end.
-            feature, base = np.uint64(f), np.uint64(bases[f])
-            unknown = 0
-            for i in range(begin, stop):
-                found = lut[base + np.uint64(codes[feature, np.uint64(rows[i])])]
-                out[np.uint64(at + i), feature] = found
-                unknown += found == 0
-            zeros[f] += unknown
-
-
-@_jit
-def _gather_bags(  # type: ignore[no-untyped-def]
-    one_hot, slots, flat, flat_base, bags, bag_base, lut, bases, rows, lengths, row_starts, out, zeros
-):
-    """Write the ids of all bags of the rows, sample-major. ``slots[f]``: row of ``one_hot``, or -1 - bag."""
-    features = slots.size
-    for i in range(rows.size):
-        at = row_starts[i]
-        for f in range(features):
-            if slots[f] >= 0:
-                out[at] = lut[bases[f] + one_hot[slots[f], rows[i]]]
-                zeros[f] += out[at] == 0
-                at += 1
-            else:
-                s = -1 - slots[f]
-                begin = flat_base[s] + bags[bag_base[s] + rows[i]]
-                for k in range(lengths[i, f]):
-                    out[at] = lut[bases[f] + flat[begin + k]]
-                    zeros[f] += out[at] == 0
-                    at += 1
-
-
-def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
-    """The dense columns of a part, as read."""
-    return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
-
-
-def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
-    """Codes of a feature and, for a sequence, how many belong to each row."""
-    if index in layout.one_hot:
-        return arrays["codes"][layout.one_hot.index(index)], None
-    return arrays[f"codes.{index}"], arrays[f"counts.{index}"]
 
 
 def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
@@ -95,117 +40,6 @@ def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -
     if column.type == "hex":
         return f"{value.view(np.uint64):x}"
     return str(value.view(np.float64) if column.type == "float" else value)
-
-
-def build_table(
-    table: str,
-    layout: Layout,
-    parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
-    work: Path,
-    vocabulary: Path,
-) -> dict[str, Any]:
-    """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
-
-    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the
-    journal) says how many rows the table has and where in ``<table number>.ids`` the ids of each part and
-    feature begin.
-    """
-    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
-    columns = [layout.features[i] for i in features]
-    if columns[0].hash_buckets is not None:
-        return _count_buckets(columns, features, layout, parts, open_part, train_rows, work)
-    builder = TableBuilder(columns[0].type)
-    refs: list[npt.NDArray[np.int32]] = []
-    missing, missing_other, total = 0, 0, 0
-    for part in parts:
-        chosen = train_rows(part)
-        with open_part(part) as arrays:
-            for index, column in zip(features, columns, strict=True):
-                size = arrays.size(f"ends.{index}") if column.type == "string" else arrays.size(f"values.{index}") + 1
-                counts = np.zeros(size, np.int64)
-                if chosen is not None:
-                    codes, lengths = feature_codes(arrays, layout, index)
-                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
-                if column.missing == "category":
-                    missing += int(counts[0])
-                else:
-                    missing_other += int(counts[0])
-                total += int(counts.sum())
-                if column.type == "string":
-                    refs.append(builder.add_texts(arrays[f"bytes.{index}"], arrays[f"ends.{index}"], counts[1:]))
-                else:
-                    refs.append(builder.add_ints(arrays[f"values.{index}"], counts[1:]))
-    own = any(column.missing == "category" for column in columns)
-    done = builder.finish(min_count=columns[0].min_count, missing=missing if own else None, total=total)
-    done.write(vocabulary)
-    # One array of ids per part and feature, led by the id of a missing value: what a code looks up.
-    starts, at = [], 0
-    pieces: list[npt.NDArray[np.int32]] = []
-    for position, entries in enumerate(refs):
-        column = columns[position % len(columns)]
-        lead = done.missing_id if column.missing == "category" else 0
-        starts.append(at)
-        pieces.append(np.concatenate([[lead], done.ids[entries]]).astype(np.int32))
-        refs[position] = np.empty(0, np.int32)
-        at += len(pieces[-1])
-    starts.append(at)
-    record = write_part(work, {
-        "ids": np.concatenate(pieces) if pieces else np.empty(0, np.int32),
-        "starts": np.array(starts, np.int64),
-        "counts": done.counts(),
-    })  # fmt: skip
-    return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
-
-
-def look_up_table(
-    table: str, layout: Layout, parts: Sequence[PartRows], open_part: Open, work: Path, like: Like
-) -> dict[str, Any]:
-    """The ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
-    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
-    columns = [layout.features[i] for i in features]
-    counts = like.data.counts[table].numpy()
-    if columns[0].hash_buckets is not None:
-        return {**write_part(work, {"counts": counts}), "rows": len(counts)}
-    known = like.vocabulary(table, columns[0].type)
-    starts, pieces = [0], []
-    for part in parts:
-        with open_part(part) as arrays:
-            for index, column in zip(features, columns, strict=True):
-                if column.type == "string":
-                    ids = known.ids(arrays[f"bytes.{index}"], arrays[f"ends.{index}"])
-                else:
-                    ids = known.ids(arrays[f"values.{index}"])
-                lead = known.missing_id if column.missing == "category" else 0
-                pieces.append(np.concatenate([[lead], ids]).astype(np.int32))
-                starts.append(starts[-1] + len(pieces[-1]))
-    record = write_part(work, {"ids": np.concatenate(pieces), "starts": np.array(starts, np.int64), "counts": counts})
-    return {**record, "rows": known.rows}
-
-
-def _count_buckets(
-    columns: Sequence[CategoricalColumn],
-    features: Sequence[int],
-    layout: Layout,
-    parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
-    work: Path,
-) -> dict[str, Any]:
-    buckets = columns[0].hash_buckets
-    assert buckets is not None
-    counts = np.zeros(buckets + 1, np.int64)
-    for part in parts:
-        chosen = train_rows(part)
-        if chosen is None:
-            continue
-        with open_part(part) as arrays:
-            for index in features:
-                codes, lengths = feature_codes(arrays, layout, index)
-                count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
-    record = write_part(work, {"counts": counts})
-    return {**record, "rows": buckets + 1, "unknown": int(counts[0]), "total": int(counts.sum())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,21 +188,23 @@ class Encoder:
         lengths = np.ones((n if bags else 0, width), np.int32)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)
-        at = 0
+        stop = 0
         for piece in slices:
             rows = rows_of(piece.part)[piece.begin : piece.end]
             lut, bases = self.lookup(piece.part)
-            stop = at + len(rows)
+            at, stop = stop, stop + len(rows)
             with self._open(piece.part) as arrays:
-                # All that a row has is written while its memory is in cache.
-                for begin, end in self._dense(arrays, rows, dense, at):
-                    some = rows[begin:end]
-                    labels[at + begin : at + end] = arrays["labels"][some]
-                    if not bags:
-                        _gather(arrays["codes"], lut, bases, some, ids, at + begin, zeros)
                 if bags:
                     flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros))
-            at = stop
+                if bags or "dense" in arrays:
+                    labels[at:stop] = arrays["labels"][rows]
+                    self._dense(arrays, rows, dense, at)
+                    if not bags:
+                        gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
+                    continue
+                raw, codes, known = raw_columns(arrays, self.layout), arrays["codes"], arrays["labels"]
+                for begin, some, tile in self._steps.tiles(raw, rows):
+                    write_rows(tile, dense, codes, lut, bases, some, ids, known, labels, at + begin, zeros)
         positives = int(labels.sum(dtype=np.int64))
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
         found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}
@@ -379,18 +215,11 @@ class Encoder:
             found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
         return found, positives, unknown
 
-    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> Iterator[tuple[int, int]]:
-        """Write the dense columns of ``rows`` to ``out`` from row ``at``, a tile at a time: yields which of them."""
-        if "dense" not in arrays:
-            return self._steps.apply(raw_columns(arrays, self.layout), rows, out, at)
-        return self._as_they_are(arrays["dense"], rows, out, at)
-
-    @staticmethod
-    def _as_they_are(dense: Array, rows: Array, out: Array, at: int) -> Iterator[tuple[int, int]]:
-        for begin in range(0, len(rows), TILE):
-            some = rows[begin : begin + TILE]
-            out[at + begin : at + begin + len(some)] = dense[some]
-            yield begin, begin + len(some)
+    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
+        if "dense" in arrays:
+            out[at : at + len(rows)] = arrays["dense"][rows]
+        else:
+            self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
 
     def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
         layout = self.layout
@@ -413,7 +242,7 @@ class Encoder:
         sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
         starts = np.concatenate([[0], sums]).astype(np.int64)
         out = np.empty(int(starts[-1]), lut.dtype)
-        _gather_bags(
+        gather_bags(
             arrays["codes"], slots, np.concatenate(flat), np.array(flat_base), np.concatenate(bags),
             np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
         )  # fmt: skip

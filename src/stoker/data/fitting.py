@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stoker.data.build_tables import build_table, look_up_table
 from stoker.data.dataset import describe_file
-from stoker.data.encode import build_table, look_up_table, raw_columns
 from stoker.data.files import hash_file
 from stoker.data.ingest import IngestedBlock
-from stoker.data.layout import SPLIT_CODES
+from stoker.data.layout import SPLIT_CODES, raw_columns
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import Part

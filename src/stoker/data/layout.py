@@ -14,10 +14,11 @@ from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
 from stoker.data.dictionaries import number_ints, number_texts, text_hashes
 from stoker.data.leftovers import UnusableInput
 from stoker.data.part_store import Arena, padded
+from stoker.data.parts import Part
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.data.transforms import compact, dense_values
 
-__all__ = ["Layout", "share_of_hash"]
+__all__ = ["Layout", "feature_codes", "raw_columns", "share_of_hash"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
@@ -275,3 +276,15 @@ def hash_of_missing(buckets: int) -> int:
     out = np.empty(1, np.uint64)
     text_kernels.hash_spans(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int32), 0, out)
     return int(out[0] % np.uint64(buckets)) + 1
+
+
+def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
+    """The dense columns of a part, as read."""
+    return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
+
+
+def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
+    """Codes of a feature and, for a sequence, how many belong to each row."""
+    if index in layout.one_hot:
+        return arrays["codes"][layout.one_hot.index(index)], None
+    return arrays[f"codes.{index}"], arrays[f"counts.{index}"]

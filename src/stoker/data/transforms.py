@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import Columns, apply_rows, moments, narrowed, present_sums, tiles
+from stoker.data.dense_kernels import Columns, moments, narrowed, present_sums, tiles, write_tile
 from stoker.data.exact_sums import COUNT, add_values, mean_and_deviation, no_values, room, times
 from stoker.data.medians import Brackets, by_digits
 from stoker.data.ordered import ordered_map
@@ -61,8 +61,7 @@ def dense_values(
     steps = DenseSteps(columns, fit)
     if out is None:
         out = np.empty((len(rows), steps.width), np.float32)
-    for _ in steps.apply(raw, rows, out, at):
-        pass
+    steps.write(raw, rows, out, at)
     return out
 
 
@@ -80,15 +79,23 @@ class DenseSteps:
         self.width = sum(widths)  # D', with the flags of missing values
         self._steps = _steps(columns)
         self._fits = np.array([(one.fill, one.shift, one.scale) for one in found]).reshape(-1, 3)
+        self._fills = self._fits[:, 0].copy()
         self._places = np.cumsum([0, *widths[:-1]]).astype(np.int64)
         self._flags = np.array([column.null_flag for column in columns], np.bool_)
 
-    def apply(self, raw: Raw, rows: Array, out: npt.NDArray[np.float32], at: int) -> Iterator[tuple[int, int]]:
-        """Write ``rows`` [m] of the raw columns to the rows ``at`` and on of ``out`` [., D'].
+    def tiles(self, raw: Raw, rows: Array) -> Iterator[tuple[int, Array, tuple[Any, ...]]]:
+        """``rows`` [m] of the raw columns some at a time: how many went before, which rows, and what
+        :func:`~stoker.data.dense_kernels.write_stripe` needs to write them."""
+        columns = Columns(raw)
+        for begin, stop, values, order in tiles(columns, rows, self._steps, self._fills):
+            yield begin, rows[begin:stop], (
+                columns.addresses, columns.wide, columns.rows, values, order, self._fits, self._places, self._flags,
+            )  # fmt: skip
 
-        Yields: from and to which of ``rows`` it has written: the rows of ``out`` are in the processor's cache.
-        """
-        return apply_rows(raw, rows, self._steps, self._fits, self._places, self._flags, out, at)
+    def write(self, raw: Raw, rows: Array, out: npt.NDArray[np.float32], at: int) -> None:
+        """Write ``rows`` [m] of the raw columns to the rows ``at`` and on of ``out`` [., D']."""
+        for begin, some, tile in self.tiles(raw, rows):
+            write_tile(tile, some, out, at + begin)
 
 
 def _steps(columns: Sequence[DenseColumn]) -> Array:
