@@ -165,3 +165,19 @@ def test_lists_of_numbered_texts(values: list[str | None], kind: str, keep: str,
         assert expected.values is not None
         np.testing.assert_array_equal(found.values, expected.values)
         np.testing.assert_array_equal(found.absent(), expected.absent())
+
+
+@pytest.mark.parametrize("distinct", [8191, 8192, 8193, 20_000])
+def test_more_values_than_a_small_table_takes(distinct: int) -> None:
+    """Numbers, texts within views and behind them, texts without views."""
+    draw = np.random.default_rng(distinct)
+    values = np.concatenate([np.arange(distinct), draw.integers(0, distinct, 9_000)]) * 977
+    codes = np.empty(len(values), np.uint32)
+    found = number_ints(values, values < 3, codes)
+    expected, known = numbered([None if value < 3 else value for value in values.tolist()])
+    assert (codes.tolist(), found.tolist()) == (expected, known)
+    for form in ("{}", "a text of some length {}"):
+        texts: list[str | None] = [form.format(value) for value in values.tolist()]
+        series = pl.Series(texts)
+        check(text_column(series), texts)
+        check(dictionaries._plain(series), texts)

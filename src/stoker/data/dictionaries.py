@@ -23,6 +23,7 @@ __all__ = ["WIDE", "list_column", "number_ints", "number_texts", "text_column", 
 Array = npt.NDArray[Any]
 #: Whole numbers that int64 does not hold; older versions of Polars lack some.
 WIDE = tuple(getattr(pl, name) for name in ("UInt64", "Int128", "UInt128") if hasattr(pl, name))
+_SMALL = 2**14  # slots of a table that a core's cache holds
 _INLINE = 12  # bytes of a text that lie in its view
 _NONE = np.empty(0, np.bool_)
 
@@ -38,18 +39,25 @@ def _scratch(name: str, size: int, dtype: npt.DTypeLike) -> Array:
     return held
 
 
-def _table(n: int) -> npt.NDArray[np.int32]:
+def _number(kernel: Any, n: int, *arguments: Any) -> tuple[int, Array]:
+    """How many distinct values a kernel finds among n, and where it notes them.
+
+    Most columns repeat a few: it begins with a table that stays in cache, and begins again where that is too small.
+    """
+    noted = _scratch("distinct", n, np.int64)
     size = 1 << max(4, (2 * n).bit_length())
-    table = _scratch("table", size, np.int32)[:size]
-    table.fill(-1)
-    return table
+    for some in (min(size, _SMALL), size):
+        table = _scratch("table", some, np.int32)[:some]
+        table.fill(-1)
+        found = int(kernel(*arguments, noted, table))
+        if found >= 0:
+            break
+    return found, noted[:found]
 
 
 def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_], codes: Array) -> Array:
     """Write the number of each value [n] to ``codes``, from 1 by first occurrence, 0 where missing; the distinct."""
-    distinct = _scratch("distinct", len(values), np.int64)
-    found = kernels.block_ints(values, missing, codes, distinct, _table(len(values)))
-    return distinct[:found].copy()
+    return _number(kernels.block_ints, len(values), values, missing, codes)[1].copy()
 
 
 def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
@@ -58,10 +66,8 @@ def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
         codes[:] = column.codes
         return column.data, column.ends
     starts, lengths = column.spans()
-    n = len(starts)
-    first = _scratch("distinct", n, np.int64)
-    found = kernels.block_texts(column.data, starts, lengths, codes, first, _table(n))
-    return _gathered(column.data, starts[first[:found]], lengths[first[:found]])
+    _, first = _number(kernels.block_texts, len(starts), column.data, starts, lengths, codes)
+    return _gathered(column.data, starts[first], lengths[first])
 
 
 def text_hashes(column: RawColumn, seed: int) -> npt.NDArray[np.uint64]:
@@ -107,9 +113,9 @@ def text_column(series: pl.Series) -> RawColumn:
         return _plain(series)
     n, views, buffers = len(series), held[0].view(np.uint64), held[1]
     absent = series.is_null().to_numpy() if series.null_count() else _NONE
-    codes, first = np.empty(n, np.uint32), _scratch("distinct", n, np.int64)
-    found = kernels.block_views(views, absent, codes, first, _table(n))
-    data, ends = _texts(views[first[:found]], buffers)
+    codes = np.empty(n, np.uint32)
+    found, first = _number(kernels.block_views, n, views, absent, codes)
+    data, ends = _texts(views[first], buffers)
     if found and int(np.diff(ends).max()) > _INLINE:  # two places may hold the same text
         again = np.empty(found, np.uint32)
         once = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))

@@ -95,7 +95,7 @@ def _copy(data, at, length, out, to):  # type: ignore[no-untyped-def]
 def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
     """Number ``values`` from 1 by first occurrence into ``codes`` (missing: 0); returns how many there are.
 
-    ``table`` is int32, a power of two above twice the number of values, filled with -1.
+    ``table`` is int32, a power of two, filled with -1; -1 is returned when more than half of it would be full.
     """
     mask = np.uint64(table.size - 1)
     found = 0
@@ -112,6 +112,8 @@ def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-unty
                 distinct[found] = value
                 entry = found
                 found += 1
+                if found * 2 > table.size:
+                    return -1
                 break
             if distinct[entry] == value:
                 break
@@ -142,6 +144,8 @@ def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-
                 first[found] = i
                 entry = found
                 found += 1
+                if found * 2 > table.size:
+                    return -1
                 break
             j = first[entry]
             if lengths[j] == length and _same_text(data, starts[i], data, starts[j], length):
@@ -174,6 +178,8 @@ def block_views(views, absent, codes, first, table):  # type: ignore[no-untyped-
                 first[found] = i
                 entry = found
                 found += 1
+                if found * 2 > table.size:
+                    return -1
                 break
             j = first[entry]
             if views[j, 0] == a and views[j, 1] == b:

@@ -22,7 +22,8 @@ from stoker.features.base import Derivation, column_taken
 
 __all__ = ["IngestedBlock", "Source", "ingest"]
 
-PARQUET_ROWS = 2**17  # rows of a Parquet file that make one part, about
+PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
+PARQUET_VALUES = 2**23
 Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
 
 
@@ -88,7 +89,7 @@ class Source:
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
         """Number, size for the progress and reader of every block."""
         if self.kind == "parquet":
-            cuts = parquet_cuts(self.path, PARQUET_ROWS)
+            cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
             per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
             for number, (start, rows) in enumerate(cuts):
                 yield number, int(rows * per_row), _ParquetReader(self, start, rows)
