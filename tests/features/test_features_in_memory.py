@@ -125,6 +125,14 @@ def test_tables_of_no_block_have_no_rows(tmp_path: Path) -> None:
         assert read.height == 0
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_texts_of_a_table_of_any_kind(tmp_path: Path, kind: str) -> None:
+    frame = pl.DataFrame({"t": ["a", None, "a text that no view holds", "a"], "n": [1, 2, None, 4]})
+    write = {"csv": frame.write_csv, "jsonl": frame.write_ndjson, "parquet": frame.write_parquet}[kind]
+    write(tmp_path / f"texts.{kind}")
+    assert read_table(tmp_path / f"texts.{kind}", {"t": "string", "n": "int"}).equals(frame)
+
+
 @pytest.mark.parametrize("kind", [pl.Decimal(10, 2), pl.Int128, pl.Int64, pl.Float32])
 def test_previous_values_of_any_numbers(kind: pl.DataType) -> None:
     rows = pl.DataFrame({"n": pl.Series([3, 5, 7], dtype=pl.Int64).cast(kind), "u": [1, 2, 1], "y": [0, 1, 0]})

@@ -81,9 +81,10 @@ def _part(job: tuple[int, tuple[int, int, Callable[[], Block]]]) -> tuple[dict[F
     block = read()
     made: dict[Field, tuple[Any, ...]] = {}
     for item, column in block.columns.items():
-        if column.lengths is not None:
-            views, held = views_of_spans(column.data, column.starts, column.lengths, number)
-            made[item] = (views, column.lengths < 0, held)
+        if column.textual:
+            starts, lengths = column.spans()
+            views, held = views_of_spans(column.data, starts, lengths, number)
+            made[item] = (views, lengths < 0, held)
         else:
             made[item] = (column.values.copy(), column.absent().copy(), None)  # type: ignore[union-attr]
     return made, block
