@@ -20,7 +20,7 @@ __all__ = [
     "DIGITS",
     "STRIPE",
     "TILE",
-    "Columns",
+    "Order",
     "bracketed",
     "count_digits",
     "moments",
@@ -113,48 +113,56 @@ def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-unty
 
 
 @_jit
-def _fill_tile(addresses, wide, n, rows, first, stop, steps, fills, order, tile):  # type: ignore[no-untyped-def]
-    """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it."""
+def _flagged(column, rows, first, stop, out):  # type: ignore[no-untyped-def]
+    """out[i] = 1 where column[rows[i]] is missing, else 0. As :func:`_filled`."""
+    if first.size * _SHORT > rows.size:
+        for i in range(np.uint64(rows.size)):
+            out[i] = np.isnan(column[np.uint64(rows[i])])
+        return
+    at = np.uint64(0)
+    for s in range(first.size):
+        begin = np.uint64(first[s])
+        count = np.uint64(stop[s]) - begin
+        for i in range(count):
+            out[at + i] = np.isnan(column[begin + i])
+        at += count
+
+
+@_jit
+def _fill_tile(addresses, wide, n, rows, first, stop, steps, fills, order, flags, tile):  # type: ignore[no-untyped-def]
+    """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it; tile[flags[c], i]: its flag,
+    if flags[c] is not -1."""
     for c in range(addresses.size):
         pointer, out = _pointer(addresses[c]), tile[order[c]]
         if wide[c]:
-            _filled(_carray(pointer, (n,), np.float64), rows, first, stop, steps[c], fills[c], out)
+            column64 = _carray(pointer, (n,), np.float64)
+            _filled(column64, rows, first, stop, steps[c], fills[c], out)
+            if flags[c] >= 0:
+                _flagged(column64, rows, first, stop, tile[flags[c]])
         else:
-            _filled(_carray(pointer, (n,), np.float32), rows, first, stop, steps[c], fills[c], out)
+            column32 = _carray(pointer, (n,), np.float32)
+            _filled(column32, rows, first, stop, steps[c], fills[c], out)
+            if flags[c] >= 0:
+                _flagged(column32, rows, first, stop, tile[flags[c]])
 
 
 @_jit
-def _flag(column, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
-        out[np.uint64(at + i), place] = np.isnan(column[np.uint64(rows[np.uint64(i)])])
+def write_stripe(tile, scales, places, out, at, first, last):  # type: ignore[no-untyped-def]
+    """out[at + i, places[r]] = (tile[r, i] - shift) * scale, for i from ``first`` to ``last``.
 
-
-@_jit
-def write_stripe(tile, rows, out, at, first, last):  # type: ignore[no-untyped-def]
-    """out[at + i, places[c]] = (values[order[c], i] - shift) * scale; behind it, if flags[c], 1 where column c is
-    missing in ``rows[i]``, else 0. For i from ``first`` to ``last``.
-
-    ``tile``: addresses, types and length of the columns as :class:`Columns` has them; values and order as :func:`tiles`
-    gives them; ``fits`` [D, 3] fill, shift and scale; ``places`` [D]; ``flags`` [D].
+    ``tile``: of :func:`tiles`; ``scales``: [R, 2] shift and scale of each of its rows; ``places`` [R].
     """
-    addresses, wide, n, values, order, fits, places, flags = tile
-    for c in range(addresses.size):
-        place, shift, scale, row = np.uint64(places[c]), fits[c, 1], fits[c, 2], np.uint64(order[c])
+    for r in range(places.size):
+        row, place, shift, scale = np.uint64(r), np.uint64(places[r]), scales[r, 0], scales[r, 1]
         for i in range(first, last):
-            out[np.uint64(at + i), place] = (values[row, np.uint64(i)] - shift) * scale
-        if flags[c]:
-            place += np.uint64(1)
-            if wide[c]:
-                _flag(_carray(_pointer(addresses[c]), (n,), np.float64), rows, first, last, out, at, place)
-            else:
-                _flag(_carray(_pointer(addresses[c]), (n,), np.float32), rows, first, last, out, at, place)
+            out[np.uint64(at + i), place] = (tile[row, np.uint64(i)] - shift) * scale
 
 
 @_jit
-def write_tile(tile, rows, out, at):  # type: ignore[no-untyped-def]
+def write_tile(tile, scales, places, out, at):  # type: ignore[no-untyped-def]
     """:func:`write_stripe` of all rows of a tile."""
-    for first in range(0, rows.size, STRIPE):
-        write_stripe(tile, rows, out, at, first, min(first + STRIPE, rows.size))
+    for first in range(0, tile.shape[1], STRIPE):
+        write_stripe(tile, scales, places, out, at, first, min(first + STRIPE, tile.shape[1]))
 
 
 @_jit
@@ -189,34 +197,50 @@ def finite(column):  # type: ignore[no-untyped-def]
     return found == 0
 
 
-def tiles(columns: Columns, rows: Any, steps: Any, fills: Any) -> Iterator[tuple[int, int, Any, Any]]:
-    """The values of ``rows`` after fill, clip and logarithms, some rows at a time.
+class Order:
+    """Which row of a tile is which of D columns: first those with logarithms, those with more of them before others;
+    then, behind all columns, flags of missing values.
+
+    Args:
+        steps: [D, 3] least and greatest value, and how often the logarithm is taken.
+        flags: [D] whether a column has a flag; None: none has.
+    """
+
+    def __init__(self, steps: Any, flags: Any = None) -> None:
+        self.values = np.empty(len(steps), np.int64)  # [D] the row of each column
+        self.values[np.argsort(-steps[:, 2], kind="stable")] = np.arange(len(steps))
+        self.flags = np.full(len(steps), -1, np.int64)  # [D] the row of its flag; -1: it has none
+        if flags is not None:
+            self.flags[flags] = len(steps) + np.arange(np.count_nonzero(flags))
+        self.rows = len(steps) + int((self.flags >= 0).sum())
+        self.logarithms: list[int] = []  # of how many rows one more is taken, each time
+        while np.any(steps[:, 2] > len(self.logarithms)):
+            self.logarithms.append(int(np.count_nonzero(steps[:, 2] > len(self.logarithms))))
+
+
+def tiles(raw: Any, rows: Any, steps: Any, fills: Any, order: Order) -> Iterator[tuple[int, int, Any]]:
+    """The values of ``rows`` of raw columns after fill, clip and logarithms, some rows at a time.
 
     NumPy takes the logarithms: several at once, where a loop over rows would take them one by one.
 
     Yields:
-        The first row, that behind the last, the tile [D, rows], and which of its rows is each column's [D].
+        The first row, that behind the last, and the tile [R, rows], its rows in ``order``.
     """
-    # Columns with logarithms come first, those with more of them before others.
-    order = np.empty(len(steps), np.int64)
-    order[np.argsort(-steps[:, 2], kind="stable")] = np.arange(len(steps))
-    held = np.empty((len(steps), min(TILE, rows.size)))
+    columns = Columns(raw)
+    held = np.empty((order.rows, min(TILE, rows.size)))
     first, last = np.empty((2, min(TILE, rows.size)), np.int64)
     for begin in range(0, rows.size, TILE):
         stop = min(begin + TILE, rows.size)
         tile, chosen = held[:, : stop - begin], rows[begin:stop]
         count = stretches(chosen, first, last)
         _fill_tile(
-            columns.addresses, columns.wide, columns.rows, chosen, first[:count], last[:count], steps, fills, order,
-            tile,
+            columns.addresses, columns.wide, columns.rows, chosen, first[:count], last[:count], steps, fills,
+            order.values, order.flags, tile,
         )  # fmt: skip
-        more, times = np.count_nonzero(steps[:, 2] > 0), 0
-        while more:
-            some = tile[:more]
+        for times, number in enumerate(order.logarithms):
+            some = tile[:number]
             np.log(some if times == 0 else np.maximum(some, 0.0) + 1.0, out=some)
-            times += 1
-            more = np.count_nonzero(steps[:, 2] > times)
-        yield begin, stop, tile, order
+        yield begin, stop, tile
 
 
 def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: Any) -> tuple[Any, Any, Any]:
@@ -227,10 +251,11 @@ def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: An
     """
     sums, held = no_values(len(raw)), room()
     low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
-    for _, _, tile, order in tiles(Columns(raw), rows, steps, fills):
-        _add_tile(tile, order, summed, sums, held)
+    order = Order(steps)
+    for _, _, tile in tiles(raw, rows, steps, fills, order):
+        _add_tile(tile, order.values, summed, sums, held)
         for c in np.flatnonzero(ranged):
-            values = tile[order[c]]
+            values = tile[order.values[c]]
             low[c], high[c] = np.fmin(low[c], np.fmin.reduce(values)), np.fmax(high[c], np.fmax.reduce(values))
     return sums, low, high
 

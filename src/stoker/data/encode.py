@@ -203,8 +203,12 @@ class Encoder:
                         gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
                     continue
                 raw, codes, known = raw_columns(arrays, self.layout), arrays["codes"], arrays["labels"]
-                for begin, some, tile in self._steps.tiles(raw, rows):
-                    write_rows(tile, dense, codes, lut, bases, some, ids, known, labels, at + begin, zeros)
+                scales, places = self._steps.scales, self._steps.places
+                for begin, end, tile in self._steps.tiles(raw, rows):
+                    write_rows(
+                        tile, scales, places, dense, codes, lut, bases, rows[begin:end], ids, known, labels, at + begin,
+                        zeros,
+                    )  # fmt: skip
         positives = int(labels.sum(dtype=np.int64))
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
         found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}

@@ -38,15 +38,15 @@ def gather(codes, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped-
 
 
 @_jit
-def write_rows(tile, dense, codes, lut, bases, rows, ids, known, labels, at, zeros):  # type: ignore[no-untyped-def]
+def write_rows(tile, scales, places, dense, codes, lut, bases, rows, ids, known, labels, at, zeros):  # type: ignore[no-untyped-def]
     """Write dense values, ids and labels of some rows to ``dense``, ``ids`` and ``labels`` from row ``at``.
 
-    ``tile``: what :func:`stoker.data.dense_kernels.write_stripe` needs of the rows; ``codes``, ``lut``, ``bases`` and
-    ``zeros`` as of :func:`gather`; ``known``: labels of the part.
+    ``tile``, ``scales``, ``places`` as of :func:`stoker.data.dense_kernels.write_stripe`; ``codes``, ``lut``, ``bases``
+    and ``zeros`` as of :func:`gather`; ``known``: labels of the part.
     """
     for first in range(0, rows.size, STRIPE):
         last = min(first + STRIPE, rows.size)
-        write_stripe(tile, rows, dense, at, first, last)
+        write_stripe(tile, scales, places, dense, at, first, last)
         _gather_stripe(codes, lut, bases, rows, first, last, ids, at, zeros)
         for i in range(first, last):
             labels[np.uint64(at + i)] = known[np.uint64(rows[np.uint64(i)])]

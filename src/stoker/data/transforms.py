@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import Columns, moments, narrowed, present_sums, tiles, write_tile
+from stoker.data.dense_kernels import Order, moments, narrowed, present_sums, tiles, write_tile
 from stoker.data.exact_sums import COUNT, add_values, mean_and_deviation, no_values, room, times
 from stoker.data.medians import Brackets, by_digits
 from stoker.data.ordered import ordered_map
@@ -76,26 +76,26 @@ class DenseSteps:
     def __init__(self, columns: Sequence[DenseColumn], fit: Sequence[DenseFit] | None = None) -> None:
         widths = [len(column.names) for column in columns]
         found = fit if fit is not None else [DenseFit.of(column) for column in columns]
+        flags = np.array([column.null_flag for column in columns], np.bool_)
         self.width = sum(widths)  # D', with the flags of missing values
-        self._steps = _steps(columns)
-        self._fits = np.array([(one.fill, one.shift, one.scale) for one in found]).reshape(-1, 3)
-        self._fills = self._fits[:, 0].copy()
-        self._places = np.cumsum([0, *widths[:-1]]).astype(np.int64)
-        self._flags = np.array([column.null_flag for column in columns], np.bool_)
+        self._steps, self._fills = _steps(columns), np.array([one.fill for one in found])
+        self._order = Order(self._steps, flags)
+        begins = np.cumsum([0, *widths[:-1]]).astype(np.int64)
+        #: [D'] where each row of a tile goes, and [D', 2] its shift and scale.
+        self.places, self.scales = np.empty(self.width, np.int64), np.tile([0.0, 1.0], (self.width, 1))
+        self.places[self._order.values] = begins[: len(columns)]
+        self.places[self._order.flags[flags]] = begins[: len(columns)][flags] + 1
+        self.scales[self._order.values] = np.array([(one.shift, one.scale) for one in found]).reshape(-1, 2)
 
-    def tiles(self, raw: Raw, rows: Array) -> Iterator[tuple[int, Array, tuple[Any, ...]]]:
-        """``rows`` [m] of the raw columns some at a time: how many went before, which rows, and what
-        :func:`~stoker.data.dense_kernels.write_stripe` needs to write them."""
-        columns = Columns(raw)
-        for begin, stop, values, order in tiles(columns, rows, self._steps, self._fills):
-            yield begin, rows[begin:stop], (
-                columns.addresses, columns.wide, columns.rows, values, order, self._fits, self._places, self._flags,
-            )  # fmt: skip
+    def tiles(self, raw: Raw, rows: Array) -> Iterator[tuple[int, int, Array]]:
+        """``rows`` [m] of the raw columns some at a time: the first, that behind the last, and the tile [D', rows],
+        which is to be scaled."""
+        return tiles(raw, rows, self._steps, self._fills, self._order)
 
     def write(self, raw: Raw, rows: Array, out: npt.NDArray[np.float32], at: int) -> None:
         """Write ``rows`` [m] of the raw columns to the rows ``at`` and on of ``out`` [., D']."""
-        for begin, some, tile in self.tiles(raw, rows):
-            write_tile(tile, some, out, at + begin)
+        for begin, _, tile in self.tiles(raw, rows):
+            write_tile(tile, self.scales, self.places, out, at + begin)
 
 
 def _steps(columns: Sequence[DenseColumn]) -> Array:
@@ -206,7 +206,8 @@ def _medians(brackets: Brackets, columns: Array, over: Any) -> list[float]:
 
 def _after(step: Array, fill: float) -> float:
     """A fill as its column's steps leave it."""
-    ((_, _, tile, _),) = tiles(Columns([np.array([fill])]), np.zeros(1, np.int64), step[None], np.array([fill]))
+    value, steps = np.array([fill]), step[None]
+    ((_, _, tile),) = tiles([value], np.zeros(1, np.int64), steps, value, Order(steps))
     return float(tile[0, 0])
 
 
