@@ -37,9 +37,8 @@ def content(block: Block) -> dict[str, Any]:
         if column.textual:
             values = list(spans_to_strings(column))
         else:
-            assert column.values is not None
             gone = column.absent().tolist()
-            values = [None if g else v for g, v in zip(gone, column.values.tolist(), strict=True)]
+            values = [None if g else v for g, v in zip(gone, column.numbers().tolist(), strict=True)]
         counts = None if column.counts is None else column.counts.tolist()
         columns[item.column, item.kind] = values, counts
     bad = [(line.line, line.reason, line.text) for line in block.bad]

@@ -58,6 +58,7 @@ class RawColumn:
     """
 
     values: Array | None = None  # [n] float64 (NaN where missing) or int64 (hex: the bits of a uint64)
+    pieces: list[Array] | None = None  # float64 values as their file has them, until :meth:`numbers` is asked for
     missing: npt.NDArray[np.bool_] | None = None  # [n] for int64 values
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]
@@ -76,7 +77,7 @@ class RawColumn:
             return None if array is None else array[each]
 
         return RawColumn(
-            values=cut(self.values),
+            values=None if self.textual else cut(self.numbers()),
             missing=cut(self.missing),
             data=self.data,
             starts=cut(self.starts),
@@ -86,7 +87,9 @@ class RawColumn:
 
     def __len__(self) -> int:
         """n: of lists, their items."""
-        return len(next(one for one in (self.values, self.codes, self.starts) if one is not None))
+        if self.pieces is not None:
+            return sum(map(len, self.pieces))
+        return len(next(one for one in (self.codes, self.starts, self.values) if one is not None))
 
     @property
     def textual(self) -> bool:
@@ -102,6 +105,13 @@ class RawColumn:
             kernels.spread(self.codes, self.ends, self.starts, self.lengths)
         return self.starts, self.lengths
 
+    def numbers(self) -> Array:
+        """[n] the values, in one piece."""
+        if self.pieces is not None:
+            self.values, self.pieces = np.concatenate(self.pieces), None
+        assert self.values is not None
+        return self.values
+
     def absent(self) -> npt.NDArray[np.bool_]:
         """[n] where the value is missing."""
         if self.codes is not None:
@@ -111,8 +121,8 @@ class RawColumn:
             return self.lengths < 0
         if self.missing is not None:
             return self.missing
-        assert self.values is not None
-        return np.isnan(self.values)
+        absent = np.isnan(self.numbers())
+        return absent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +161,9 @@ class Block:
 
     def drop_labels(self, item: Field) -> None:
         """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines."""
-        values = self.columns[item].values
-        if values is None:
+        if self.columns[item].textual:
             return
+        values = self.columns[item].numbers()
         wrong = (values != 0) & (values != 1)
         if wrong.any():
             self.drop(wrong, lambda row: f"column {item.column}: {values[row]:g} is neither 0 nor 1", label=True)

@@ -39,12 +39,13 @@ def _scratch(name: str, size: int, dtype: npt.DTypeLike) -> Array:
     return held
 
 
-def _number(kernel: Any, n: int, *arguments: Any) -> tuple[int, Array]:
-    """How many distinct values a kernel finds among n, and where it notes them.
+def _number(kernel: Any, n: int, *arguments: Any, words: int = 1) -> Array:
+    """What a kernel notes of each of the distinct values that it finds among n: a number, or several ``words``.
 
     Most columns repeat a few: it begins with a table that stays in cache, and begins again where that is too small.
     """
-    noted = _scratch("distinct", n, np.int64)
+    noted = _scratch("distinct", words * n, np.int64)[: words * n]
+    noted = noted if words == 1 else noted.reshape(n, words)
     size = 1 << max(4, (2 * n).bit_length())
     for some in (min(size, _SMALL), size):
         table = _scratch("table", some, np.int32)[:some]
@@ -52,12 +53,12 @@ def _number(kernel: Any, n: int, *arguments: Any) -> tuple[int, Array]:
         found = int(kernel(*arguments, noted, table))
         if found >= 0:
             break
-    return found, noted[:found]
+    return noted[:found]
 
 
 def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_], codes: Array) -> Array:
     """Write the number of each value [n] to ``codes``, from 1 by first occurrence, 0 where missing; the distinct."""
-    return _number(kernels.block_ints, len(values), values, missing, codes)[1].copy()
+    return _number(kernels.block_ints, len(values), values, missing, codes).copy()
 
 
 def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
@@ -66,7 +67,7 @@ def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
         codes[:] = column.codes
         return column.data, column.ends
     starts, lengths = column.spans()
-    _, first = _number(kernels.block_texts, len(starts), column.data, starts, lengths, codes)
+    first = _number(kernels.block_texts, len(starts), column.data, starts, lengths, codes)
     return _gathered(column.data, starts[first], lengths[first])
 
 
@@ -108,14 +109,27 @@ def text_column(series: pl.Series) -> RawColumn:
         if series.dtype.is_integer() and series.dtype not in WIDE:
             return _texts_of_ints(series)
         series = series.cast(pl.String)
-    series = series.rechunk()
-    if (held := views_of(series)) is None:
-        return _plain(series)
-    n, views, buffers = len(series), held[0].view(np.uint64), held[1]
-    absent = series.is_null().to_numpy() if series.null_count() else _NONE
-    codes = np.empty(n, np.uint32)
-    found, first = _number(kernels.block_views, n, views, absent, codes)
-    data, ends = _texts(views[first], buffers)
+    pieces, buffers = [], list[Any]()
+    for piece in series.get_chunks():
+        if (held := views_of(piece)) is None:
+            return _plain(series)
+        absent = piece.is_null().to_numpy() if piece.null_count() else _NONE
+        pieces.append((held[0], len(buffers), absent))
+        buffers += held[1]
+    codes = np.empty(len(series), np.uint32)
+
+    def number(distinct: Array, table: Array) -> int:
+        found = at = 0
+        for views, base, absent in pieces:
+            found = kernels.block_views(views, base, absent, codes[at : at + len(views)], distinct, table, found)
+            if found < 0:
+                break
+            at += len(views)
+        return found
+
+    distinct = _number(number, len(series), words=2)
+    found = len(distinct)
+    data, ends = _texts(distinct, buffers)
     if found and int(np.diff(ends).max()) > _INLINE:  # two places may hold the same text
         again = np.empty(found, np.uint32)
         once = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))
@@ -168,9 +182,9 @@ def list_column(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawCol
         kernels.spread_lists(column.codes, begins, source, out)
         return out
 
-    if pieces.values is not None:
+    if not pieces.textual:
         missing = None if pieces.missing is None else spread(pieces.missing)
-        return RawColumn(values=spread(pieces.values), missing=missing, counts=counts)
+        return RawColumn(values=spread(pieces.numbers()), missing=missing, counts=counts)
     numbers = np.empty(len(pieces), np.uint32)
     data, ends = number_texts(pieces, numbers)
     return RawColumn(data=data, codes=spread(numbers), ends=ends, counts=counts)

@@ -29,6 +29,7 @@ __all__ = [
     "spread_lists",
 ]
 
+_INLINE = 12  # bytes of a text that lie in its view
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
@@ -156,33 +157,37 @@ def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-
 
 
 @_jit
-def block_views(views, absent, codes, first, table):  # type: ignore[no-untyped-def]
-    """As :func:`block_texts` for values of 16 bytes, uint64 [n, 2]; ``absent`` [n], or empty: none is missing."""
+def block_views(views, base, absent, codes, distinct, table, found):  # type: ignore[no-untyped-def]
+    """Number texts by their views of 16 bytes, int64 [n, 2], as :func:`block_ints` does numbers.
+
+    ``found`` values of pieces before are in ``distinct`` [., 2] already; ``base`` is added to the number of the buffer
+    that a long text lies in. ``absent`` [n], or empty: none is missing.
+    """
     mask = np.uint64(table.size - 1)
-    found = 0
     some = absent.size > 0
-    before, beside, code = np.uint64(0), np.uint64(0), np.uint32(0)  # of the row before; 0: nothing to compare with
+    before, beside, code = np.int64(0), np.int64(0), np.uint32(0)  # of the row before; 0: nothing to compare with
     for i in range(views.shape[0]):
         if some and absent[i]:
             codes[i] = 0
             continue
         a, b = views[i, 0], views[i, 1]
+        if base > 0 and np.uint32(a) > _INLINE:
+            b += base
         if code > 0 and a == before and b == beside:
             codes[i] = code
             continue
-        at = (_mix(a) ^ _mix(b ^ np.uint64(0xD6E8FEB86659FD93))) & mask
+        at = (_mix(a) ^ _mix(np.uint64(b) ^ np.uint64(0xD6E8FEB86659FD93))) & mask
         while True:
             entry = table[at]
             if entry < 0:
                 table[at] = found
-                first[found] = i
+                distinct[found, 0], distinct[found, 1] = a, b
                 entry = found
                 found += 1
                 if found * 2 > table.size:
                     return -1
                 break
-            j = first[entry]
-            if views[j, 0] == a and views[j, 1] == b:
+            if distinct[entry, 0] == a and distinct[entry, 1] == b:
                 break
             at = (at + np.uint64(1)) & mask
         before, beside, code = a, b, np.uint32(entry + 1)

@@ -139,8 +139,12 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
     whole = series.dtype.is_integer() and series.dtype not in WIDE
     if kind == "float" and (whole or series.dtype.is_float()):
-        values: Any = (series if series.dtype == pl.Float64 else series.cast(pl.Float64)).to_numpy()  # NaN for null
-        return RawColumn(values=values) if whole or finite(values) else None
+        # Not in one piece before somebody needs it: NaN for null.
+        pieces: list[Any] = [
+            (piece if piece.dtype == pl.Float64 else piece.cast(pl.Float64)).to_numpy()
+            for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])
+        ]
+        return RawColumn(pieces=pieces) if whole or all(map(finite, pieces)) else None
     if kind == "int" and whole and not series.null_count():
         return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
     return None
@@ -234,10 +238,9 @@ def column_series(item: Field, column: RawColumn) -> pl.Series:
     if column.textual:
         series = _strings(column)
     elif item.kind == "float":
-        series = pl.Series(column.values).fill_nan(None)
+        series = pl.Series(column.numbers()).fill_nan(None)
     else:
-        assert column.values is not None
-        values = column.values.view(np.uint64) if item.kind == "hex" else column.values
+        values = column.numbers().view(np.uint64) if item.kind == "hex" else column.numbers()
         mask = pl.Series(column.missing)
         series = pl.Series(values).set(mask, None) if mask.any() else pl.Series(values)
     if column.counts is None:

@@ -99,10 +99,10 @@ class Layout:
         if time is not None:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
-        values = [column.values for column in columns if column.values is not None]
         if self.fitted:
-            out |= {f"raw.{index}": compact(column, arena) for index, column in enumerate(values)}
+            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()], arena) for i, column in enumerate(columns)}
         else:
+            values = [column.numbers() for column in columns]
             dense = arena.take((block.rows, self.dense_width), np.float32)
             out["dense"] = dense_values(self.columns, values, out=dense)
         codes = arena.take((len(self.one_hot), block.rows), np.uint32)
@@ -126,14 +126,12 @@ class Layout:
         column = block.columns[self.label]
         rule = self.schema.label.parsed()
         if rule is None:
-            assert column.values is not None
-            return column.values.astype(np.float32)
+            return column.numbers().astype(np.float32)
         operator, operand = rule
-        assert column.values is not None or isinstance(operand, str)
         if isinstance(operand, str):
             same = text_equals(column, operand)
             return (same if operator == "==" else ~same).astype(np.float32)
-        result: npt.NDArray[np.float32] = _COMPARE[operator](np.asarray(column.values), operand).astype(np.float32)
+        result: npt.NDArray[np.float32] = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
         return result
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
@@ -141,8 +139,8 @@ class Layout:
         if self.time is None or self.schema.timestamp is None:
             return None
         column = block.columns[self.time]
-        if column.values is not None:
-            return ordered_int(column.values)
+        if not column.textual:
+            return ordered_int(column.numbers())
         import polars as pl
 
         texts = spans_to_strings(column)
@@ -225,7 +223,7 @@ def _feature_field(column: CategoricalColumn) -> Field:
 
 def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:
     """int64 keys and where they are missing, after fill and modulo."""
-    values, missing = column.values, column.absent()
+    values, missing = column.numbers(), column.absent()
     assert values is not None
     if feature.fill is not None:
         fill: Any = feature.fill

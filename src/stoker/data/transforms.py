@@ -28,15 +28,20 @@ Raw = Sequence[Array]  # D columns [n]
 RowsOf = Callable[[P, Callable[[Raw, Array], R]], R]  # calls with the raw columns of a part and its training rows [m]
 
 
-def compact(column: npt.NDArray[np.float64], arena: Arena) -> Array:
-    """The column [n], in ``arena``: as float32 if that holds all its values, as it does whole numbers up to 2**24."""
-    half = arena.take(len(column), np.float32)
-    if narrowed(column, half):
+def compact(pieces: Sequence[Array], arena: Arena) -> Array:
+    """A float64 column [n], which may be in pieces, in ``arena``: as float32 if that holds all its values, as it does
+    whole numbers up to 2**24."""
+    rows, at = sum(map(len, pieces)), 0
+    half = arena.take(rows, np.float32)
+    for piece in pieces:
+        if not narrowed(piece, half[at : at + len(piece)]):
+            break
+        at += len(piece)
+    else:
         return half
     arena.give_back(half)
-    whole = arena.take(len(column), np.float64)
-    whole[:] = column
-    return whole
+    whole = arena.take(rows, np.float64)
+    return np.concatenate(pieces, out=whole)
 
 
 def dense_values(

@@ -86,7 +86,7 @@ def _part(job: tuple[int, tuple[int, int, Callable[[], Block]]]) -> tuple[dict[F
             views, held = views_of_spans(column.data, starts, lengths, number)
             made[item] = (views, lengths < 0, held)
         else:
-            made[item] = (column.values.copy(), column.absent().copy(), None)  # type: ignore[union-attr]
+            made[item] = (np.array(column.numbers()), column.absent().copy(), None)
     return made, block
 
 
