@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stoker.data import exact_sums
-from stoker.data.exact_sums import add_values, mean_and_deviation, no_values, room
+from stoker.data.exact_sums import add_values, mean_and_deviation, no_values, room, times
 
 Floats = npt.NDArray[np.float64]
 HUGE, TINY = float(np.finfo(np.float64).max), 5e-324
@@ -72,6 +72,22 @@ def test_any_values_in_any_parts_and_order(values: Floats, cuts: list[int], seed
     whole = check(values, summed(values))
     mixed = np.random.default_rng(seed).permutation(values)
     assert check(values, summed(*np.split(mixed, sorted(cuts)))) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=NUMBERS, count=st.one_of(st.integers(0, 40), st.integers(2**31 - 3, 2**33)), others=st.lists(NUMBERS))
+def test_many_times_a_value(value: float, count: int, others: list[float]) -> None:
+    first, second = exact_sums._SUM, exact_sums._SQUARES
+    whole = summed(np.array(others)) + times(summed(np.array([value])), count)
+    total = sum(map(Fraction, others), Fraction(value) * count)
+    squares = sum((Fraction(other) ** 2 for other in others), Fraction(value) ** 2 * count)
+    assert Fraction(exact_sums._number(whole[first:second]), 2**1074) == total
+    assert Fraction(exact_sums._number(whole[second:]), 2**2148) == squares
+    assert whole[exact_sums.COUNT] == len(others) + count
+    if count < 41:
+        np.testing.assert_array_equal(
+            mean_and_deviation(whole), mean_and_deviation(summed(np.array(others + [value] * count)))
+        )
 
 
 def drawn(kind: str, count: int) -> Floats:

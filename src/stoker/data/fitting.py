@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,20 @@ class Fitting:
         self.table_files: dict[str, Path] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dense: list[DenseFit] = []
+        self._stopped = threading.Event()  # tables cannot be built, so nothing else is to be worked out
 
     def fit(self) -> None:
-        """Build the tables and fit the dense columns."""
-        self._fit_tables()
-        self._fit_dense()
+        """Build the tables and fit the dense columns, which take turns on the processors."""
+        with ThreadPoolExecutor(1, thread_name_prefix="stoker-dense") as beside:
+            dense = beside.submit(self._find_dense)
+            try:
+                self._fit_tables()
+                self.dense, fresh = dense.result()
+            except BaseException:
+                self._stopped.set()
+                raise
+        if fresh:
+            self.task.journal.add("dense", {"fit": [vars(item) for item in self.dense]})
 
     def open(self, part: PartRows) -> Part:
         """The arrays of a part."""
@@ -148,24 +158,23 @@ class Fitting:
             self.task.reused += reused
             self.task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))
 
-    def _fit_dense(self) -> None:
+    def _find_dense(self) -> tuple[list[DenseFit], bool]:
+        """The fit of every dense column, and whether it is news to the journal."""
         if self.task.like is not None:
-            self.dense = self.task.like.dense
-            return
+            return self.task.like.dense, False
         if not self.task.layout.fitted:
-            self.dense = [DenseFit.of(column) for column in self.task.schema.dense]
-            return
+            return [DenseFit.of(column) for column in self.task.schema.dense], False
         if (done := self.task.journal.finished("dense")) is not None:
-            self.dense = [DenseFit(**values) for values in done["fit"]]
-            return
+            return [DenseFit(**values) for values in done["fit"]], False
 
         def rows_of(part: PartRows, look: Callable[[Any, Any], Any]) -> Any:
+            if self._stopped.is_set():
+                raise CancelledError
             with self.open(part) as arrays:
                 return look(raw_columns(arrays, self.task.layout), np.flatnonzero(self.assign(part) == 0))
 
         parts = [part for part in self.parts if self.sizes[part.index, 0]]
-        self.dense = fit_dense(self.task.schema.dense, parts, rows_of, self.task.threads)
-        self.task.journal.add("dense", {"fit": [vars(item) for item in self.dense]})
+        return fit_dense(self.task.schema.dense, parts, rows_of, self.task.threads), True
 
 
 def same_file(path: Path, record: dict[str, Any]) -> bool:

@@ -209,7 +209,9 @@ def ingest(
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
-    for job, record in ordered_map(work, jobs(), threads):
+    # Polars reads on threads of its own, for which one of ours then waits.
+    more = any(source.kind == "parquet" for source in sources)
+    for job, record in ordered_map(work, jobs(), threads + more):
         number = job.source.number
         if job.reused:
             reused += 1
