@@ -24,7 +24,7 @@ Raw = Sequence[Array]  # D columns [n]
 _SAMPLE = 2**16  # rows that are looked at first
 _PARTS = 256  # parts at most that they come from, as each may have to be read from a disk
 _MARGIN = 2.0  # roots of the sample's size: a rank in a sample of m is off by half a root of m, one in 16,000 by more
-_MOST = 2**22  # values of a column that are kept at most
+_MOST = 2**23  # values that are kept at most, of all columns
 _BELOW, _LOW, _HIGH, _PRESENT = range(4)
 
 
@@ -34,11 +34,11 @@ class Brackets:
     Args:
         columns: [K] which.
         sample: rows to look at first, at most about.
-        most: values between the two that are kept of each column; with more of them the pass gives no median.
+        most: values between the two that are kept, of all columns; where they are more, the pass gives no median.
     """
 
     def __init__(self, columns: Array, *, sample: int = _SAMPLE, most: int = _MOST) -> None:
-        self._columns, self._sample, self._most = columns, sample, most
+        self._columns, self._sample, self._most = columns, sample, most // max(len(columns), 1)
         self._ends = np.zeros((len(columns), 2))
         self.guesses = np.zeros(len(columns))
         self._counts = np.zeros((len(columns), 4), np.int64)
@@ -85,6 +85,8 @@ class Brackets:
             self._kept[k] += len(values)
             if self._kept[k] <= self._most:
                 self._between[k].append(values)
+            else:
+                self._between[k].clear()
 
     @property
     def present(self) -> Array:
