@@ -18,7 +18,7 @@ from stoker.data import dictionaries
 from stoker.data.columns import Field, RawColumn, split_list
 from stoker.data.dictionaries import list_column, number_ints, number_texts, text_column
 from stoker.data.frames import parquet_cuts
-from stoker.data.groups import GroupWriter
+from stoker.data.group_writer import GroupWriter
 from stoker.errors import DataError
 
 TEXTS = st.one_of(

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.fitting import Fitting
-from stoker.data.groups import GroupWriter, group_file, write_group_file
+from stoker.data.group_writer import GroupWriter
+from stoker.data.groups import group_file, write_group_file
 from stoker.data.schema import Schema
 from stoker.data.task import SPLITS
 from stoker.data.vocabulary import TableBuilder

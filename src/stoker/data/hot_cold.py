@@ -28,7 +28,8 @@ from torch import Tensor
 import stoker
 from stoker.data.dataset import Dataset, write_manifest, write_shard
 from stoker.data.gather import make_gather
-from stoker.data.groups import GroupWriter, group_file, write_group_file
+from stoker.data.group_writer import GroupWriter
+from stoker.data.groups import group_file, write_group_file
 from stoker.data.hot_mask import make_hot_mask
 from stoker.data.integrity import ShardChecks
 from stoker.data.ordered import ordered_map
