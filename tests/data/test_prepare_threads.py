@@ -11,6 +11,7 @@ from prepared import digests
 from stoker.data.prepare import Progress, run_prepare
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
+THREADS = ("stoker-prepare", "stoker-dense", "stoker-groups")
 SCHEMA = Schema(
     label=Label(column="label"),
     dense=(DenseColumn(name="price", fill="median", transforms=("zscore",)),),
@@ -33,7 +34,7 @@ def test_none_works_on_after_an_error(tmp_path: Path, stage: str) -> None:
     with pytest.raises(RuntimeError, match=stage) as kept:  # which keeps what the run was at
         run_prepare(SCHEMA, raw, out=tmp_path / "made", block_bytes=2000, threads=2, progress=report)
     assert kept.tb is not None
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("stoker-")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
     run_prepare(SCHEMA, raw, out=tmp_path / "made", block_bytes=2000, threads=2)
     run_prepare(SCHEMA, raw, out=tmp_path / "whole")
     assert digests(tmp_path / "made") == digests(tmp_path / "whole")
