@@ -23,6 +23,7 @@ __all__ = [
     "Order",
     "bracketed",
     "count_digits",
+    "finite",
     "moments",
     "narrowed",
     "present_sums",
