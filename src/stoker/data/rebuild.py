@@ -68,7 +68,6 @@ def rebuilt(
             yield folder
             for place in {(folder / file).parent for file in shared} - {folder}:
                 sync_folder(place)
-            (folder / LOCK).unlink(missing_ok=True)  # late: what lies there without it is taken for somebody else's
             sync_folder(folder)
             if out.exists() and any(out.iterdir()):
                 exchange(folder, out)
@@ -76,6 +75,8 @@ def rebuilt(
                 if out.exists():
                     out.rmdir()
                 os.replace(folder, out)
+            # Last: until it has its place, a whole dataset without the lock would be taken for somebody else's.
+            (out / LOCK).unlink(missing_ok=True)
             sync_folder(out.absolute().parent)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
