@@ -19,6 +19,7 @@ from stoker.data import feature_passes, featured
 from stoker.data.look_back import LookBack, can_deal
 from stoker.data.prepare import run_prepare
 from stoker.data.recipe import RawInput, Recipe
+from stoker.data.row_store import RowStore
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.errors import DataError
 from stoker.features.past import Past, work_out
@@ -138,16 +139,16 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     assert hash_tree(tmp_path / "pieces") == hash_tree(tmp_path / "whole")
     made = 0
 
-    def write(*given: Any) -> Any:
+    def write(*given: Any, **options: Any) -> Any:
         nonlocal made
         made += 1
         if made > steps:
             raise Stop
-        return written(*given)
+        return written(*given, **options)
 
-    written = featured.write_rows
+    written = RowStore.write
     with monkeypatch.context() as patch:
-        patch.setattr(featured, "write_rows", write)
+        patch.setattr(RowStore, "write", write)
         with pytest.raises(Stop):
             run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
     report = run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
@@ -165,16 +166,16 @@ def test_rows_of_two_derivations_never_stand_side_by_side(tmp_path: Path, monkey
         rows = _twice(inputs, schema)
         return rows.reverse() if turned else rows
 
-    def stop(*given: Any) -> Any:
-        if Path(given[0]).stem == "000003":
+    def stop(store: RowStore, path: Path, *given: Any, **options: Any) -> Any:
+        if path.stem == "000003":
             raise Stop
-        return written(*given)
+        return written(store, path, *given, **options)
 
     recipe = replace(RECIPE, derive=derive)
-    written = featured.write_rows
+    written = RowStore.write
     monkeypatch.setattr(featured, "_SLICE", 17)
     with monkeypatch.context() as patch:
-        patch.setattr(featured, "write_rows", stop)
+        patch.setattr(RowStore, "write", stop)
         with pytest.raises(Stop):
             run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
     turned = True

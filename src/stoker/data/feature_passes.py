@@ -17,26 +17,28 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from stoker.data.learn_in_memory import learn_in_memory, memory_to_learn
 from stoker.data.look_back import LookBack, can_deal
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
+from stoker.device import available_memory
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
-from stoker.features.engine import full_disk, reason_of
+from stoker.features.engine import reason_of
 from stoker.features.keys import Coder, code_column
 from stoker.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
 from stoker.features.past import Past, work_out
 from stoker.features.pipeline import apply_feature
+from stoker.features.store import StoredTable, write_table
 
 __all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of", "write_pieces"]
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
 GROUP_ROWS = 2**17  # rows of the groups that are looked back at together, about: they lie in cache
 _MOST_SHARES = 256  # of the groups, from where on each has more rows
-_ROWS = 2**17  # of a row group
+_ROOM = 4  # the part of the free memory that learned features may take
 
 
 def passes_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
@@ -57,7 +59,7 @@ class FeaturePasses:
 
     Args:
         task: the preparation.
-        rows: Parquet files of the rows in order, with raw columns and leading features.
+        rows: pieces of the rows in order, with raw columns and leading features, by their path in ``task.rows``.
         sizes: rows of each of them, above 0.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
         learned: tables of an earlier preparation; None: they are fitted here.
@@ -76,6 +78,7 @@ class FeaturePasses:
         self._starts = [0, *accumulate(self.sizes)][:-1]
         self.given = learned
         self.learned: dict[str, LearnedTable] = dict(learned or {})
+        self.stored: dict[str, StoredTable] = {}
         self.files: list[Path] = []
         self._folder = task.work / "passes"
         self._folder.mkdir(exist_ok=True)
@@ -83,48 +86,70 @@ class FeaturePasses:
         self._helpers: list[Path] = []  # files of helper columns; worked out again by a run that goes on
 
     def run(self) -> None:
-        """Work out all features; ``files`` are the passes then, ``learned`` what was fitted."""
+        """Work out all features; ``files`` are the passes then, ``stored`` what was fitted."""
         runs = passes_of(self.task.schema.feature)
         for number, features in enumerate(runs):
             self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
             path = self._folder / f"{number:03d}.arrow"
             done = self.task.journal.finished(f"pass {number}", path) is not None
             learned = [feature for feature in features if isinstance(feature, Learned)]
-            again = self.given is None and any(self._finished(feature) is None for feature in learned)
-            if done:
-                self.task.reused += 1
-            if not done or again:
-                with _explained(features):
-                    self._help(features, number)
-            if self.given is None:
-                self._fit(learned)
+            held = [] if done or self.given is not None else self._held(learned)
+            self._streamed([feature for feature in learned if feature not in held], number, done=done)
             if not done:
                 beside = path.with_suffix(".tmp")
                 with _explained(features):
                     if isinstance(features[0], Past):
                         self._look_back([one for one in features if isinstance(one, Past)], beside)
                     else:
-                        self._attach(features, beside)
+                        self._attach(features, held, beside)
                 os.replace(beside, path)
                 self.task.journal.add(f"pass {number}", checksum(path))
+            else:
+                self.task.reused += 1
+            self._store(held)
+            if self.given is None:
+                self.learned = {}  # tables are in files now, and what was numbered is larger
             self.files.append(path)
         for file in self._helpers:
             file.unlink()
-        self._helpers = []
-        # What only training rows need goes: sums of folds and numbered keys are larger than the tables.
-        self.learned = {name: LearnedTable(table=one.table, facts=one.facts) for name, one in self.learned.items()}
-        self._coder = Coder()
+        self._helpers, self._coder = [], Coder()
         self.task.report(Progress(stage="features", done=len(runs), total=len(runs), unit="steps"))
 
-    def _fit(self, features: list[Learned]) -> None:
-        for feature, (table, record) in zip(
-            features, ordered_map(self._learn, features, self.task.threads), strict=True
-        ):
-            self.learned[feature.name] = table
-            if record is None:
-                self.task.reused += 1
-            else:
-                self.task.journal.add(f"feature {feature.name}", record)
+    def _held(self, features: Sequence[Learned]) -> list[Learned]:
+        """The features that are fitted and worked out in memory, if it has room."""
+        numbered = [feature for feature in features if feature.numbered]
+        room = (available_memory() or 0) // _ROOM
+        return numbered if memory_to_learn(numbered, self.count) <= room else []
+
+    def _streamed(self, features: list[Learned], number: int, *, done: bool) -> None:
+        """Fit features on rows that are read some at a time; ``done``: where that is all there is to do."""
+        fitted = [] if self.given is not None else [self._finished(feature, attached=done) for feature in features]
+        if features and (not done or None in fitted):
+            with _explained(features):
+                self._help(features, number)
+        jobs = list(zip(features, fitted, strict=self.given is None))
+        for (feature, _), (table, record) in zip(jobs, ordered_map(self._learn, jobs, self.task.threads), strict=True):
+            self._keep(feature, table, record)
+
+    def _keep(self, feature: Learned, table: LearnedTable, record: dict[str, Any] | None) -> None:
+        """Take what a feature learned; ``record``: None where an earlier run has left it."""
+        if record is None:
+            self.task.reused += 1
+        else:
+            self.task.journal.add(f"feature {feature.name}", record)
+        self.learned[feature.name] = table
+        entry = self.task.journal.done[f"feature {feature.name}"]["stored"]
+        self.stored[feature.name] = StoredTable(path=self._files(feature)[0], entry=entry, facts=table.facts)
+
+    def _store(self, features: Sequence[Learned]) -> None:
+        """Write what features learned in memory. Last: without their folds, these files are of no use to a pass."""
+
+        def work(feature: Learned) -> dict[str, Any]:
+            table = self.learned[feature.name]
+            return self._written(feature, table.table, table.facts, None)
+
+        for feature, record in zip(features, ordered_map(work, features, self.task.threads), strict=True):
+            self._keep(feature, self.learned[feature.name], record)
 
     def _help(self, features: Sequence[Derivation], number: int) -> None:
         """Write the helper columns of learned features that are not there yet."""
@@ -151,50 +176,67 @@ class FeaturePasses:
     def whole(self) -> pl.LazyFrame:
         """All rows with all that is known of them so far."""
         beside = [pl.scan_ipc(file) for file in (self.keys, *self.files, *self._helpers)]
-        return pl.concat([pl.scan_parquet(self.rows), *beside], how="horizontal")
+        return pl.concat([self.task.rows.scan_all(self.rows), *beside], how="horizontal")
 
     def part(self, piece: int) -> pl.LazyFrame:
         """The rows of one file, with all that is known of them so far."""
         start, count = self._starts[piece], self.sizes[piece]
         beside = [pl.scan_ipc(file).slice(start, count) for file in (self.keys, *self.files, *self._helpers)]
-        return pl.concat([pl.scan_parquet(self.rows[piece]), *beside], how="horizontal")
+        return pl.concat([self.task.rows.scan(self.rows[piece]), *beside], how="horizontal")
 
     def _files(self, feature: Learned) -> tuple[Path, Path]:
         """Where what a feature learned lies: its table, and the sums of its folds."""
         folder = self.task.work / "features"
         return folder / f"{feature.name}.parquet", folder / f"{feature.name}.folds"
 
-    def _finished(self, feature: Learned) -> dict[str, Any] | None:
-        """The record of what an earlier run has left of a feature, if all of it is whole."""
+    def _finished(self, feature: Learned, *, attached: bool) -> dict[str, Any] | None:
+        """The record of what an earlier run has left of a feature, if all of it is whole; ``attached``: where no row is
+        to be encoded with it."""
         path, folds = self._files(feature)
         done = self.task.journal.finished(f"feature {feature.name}", path)
-        whole = done is None or done["folds"] is None or (folds.exists() and checksum(folds) == done["folds"])
-        return done if whole else None
+        if done is None or attached or not feature.out_of_fold:
+            return done
+        # Without its folds, which what was learned in memory does not leave, a row would meet its own label.
+        return done if done["folds"] is not None and folds.exists() and checksum(folds) == done["folds"] else None
 
-    def _learn(self, feature: Learned) -> tuple[LearnedTable, dict[str, Any] | None]:
+    def _learn(self, job: tuple[Learned, dict[str, Any] | None]) -> tuple[LearnedTable, dict[str, Any] | None]:
         """What a feature learned, and its record for the journal; None where an earlier run has left it."""
+        feature, done = job
         path, folds = self._files(feature)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (done := self._finished(feature)) is not None:
-            kept = dict(np.load(folds)) if done["folds"] is not None else None
-            return LearnedTable(table=pl.read_parquet(path), facts=done["facts"], folds=kept), None
+        if done is not None:
+            kept = dict(np.load(folds)) if done["folds"] is not None and folds.exists() else None
+            return LearnedTable(table=lambda: pl.read_parquet(path), facts=done["facts"], folds=kept), None
         wanted = dict.fromkeys((*feature.inputs, *feature.reads(train=feature.out_of_fold), ROW, LABEL))
         with _explained([feature]):
             found = feature.learn(self.whole().filter(pl.col(SPLIT) == 0).select(*wanted), self._coder)
-        _write(path, found.table)
         if found.folds is not None:
             beside = folds.with_suffix(".tmp")
             with beside.open("wb") as file:
                 np.savez(file, **found.folds)
             os.replace(beside, folds)
-        kept_folds = checksum(folds) if found.folds is not None else None
-        return found, {**checksum(path), "facts": found.facts, "folds": kept_folds}
+        return found, self._written(feature, found.table, found.facts, folds if found.folds is not None else None)
 
-    def _attach(self, features: Sequence[Derivation], path: Path) -> None:
-        """Learned features and those of the row itself, some rows at a time."""
+    def _written(
+        self, feature: Learned, table: pl.DataFrame, facts: Mapping[str, Any], folds: Path | None
+    ) -> dict[str, Any]:
+        """The record of a feature, whose table is in the file that the dataset will have."""
+        path = self._files(feature)[0]
+        stored = write_table(path, table)
+        return {
+            **checksum(path), "stored": stored, "facts": dict(facts), "folds": checksum(folds) if folds else None
+        }  # fmt: skip
+
+    def _attach(self, features: Sequence[Derivation], held: list[Learned], path: Path) -> None:
+        """Learned features and those of the row itself, some rows at a time; those that are ``held`` in memory."""
+        taught = learn_in_memory(held, self.part, self.keys, self.sizes, self.task.threads) if held else None
+        if taught is not None:
+            self.learned |= taught.tables
         there = self.whole().collect_schema().names()
         needed = dict.fromkeys([SPLIT])
         for feature in features:
+            if feature in held:
+                continue
             needed |= dict.fromkeys(feature.inputs)
             if isinstance(feature, Learned):
                 self.learned[feature.name].bind(feature.keys, self._coder)
@@ -203,7 +245,8 @@ class FeaturePasses:
 
         def work(piece: int) -> pl.DataFrame:
             rows = self.part(piece).select(name for name in needed if name in there).collect()
-            for feature in features:
+            rows = rows if taught is None else rows.hstack(taught.piece(piece))
+            for feature in (one for one in features if one not in held):
                 train = pl.col(SPLIT) == 0 if self._folded(feature) else None
                 rows = apply_feature(rows, feature, self.learned.get(feature.name), train)
             return rows.select(outputs)
@@ -238,23 +281,11 @@ class FeaturePasses:
             write_pieces(path, pieces())
 
     def _short(self, schema: pl.Schema) -> set[str]:
-        """Columns of whole numbers in the files of rows that 32 bits hold, as their statistics tell."""
+        """Columns of whole numbers of the rows that 32 bits hold, as far as is known."""
         found = {name for name, dtype in schema.items() if dtype in (pl.Int64, pl.UInt64)}
         for path in self.rows:
-            footer = pq.read_metadata(path)
-            for group in range(footer.num_row_groups):
-                columns = [footer.row_group(group).column(number) for number in range(footer.num_columns)]
-                known = {column.path_in_schema: column.statistics for column in columns}
-                found = {name for name in found if _is_short(known.get(name))}
+            found = self.task.rows.short(path, found)
         return found
-
-
-def _is_short(statistics: Any) -> bool:
-    if statistics is None:
-        return False
-    if not statistics.has_min_max:  # as of no value at all
-        return bool(statistics.has_null_count and statistics.num_values == 0)
-    return bool(statistics.min >= -(2**31) and statistics.max < 2**31)
 
 
 def write_pieces(path: Path, pieces: Iterable[pl.DataFrame]) -> None:
@@ -268,13 +299,6 @@ def write_pieces(path: Path, pieces: Iterable[pl.DataFrame]) -> None:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _write(path: Path, frame: pl.DataFrame) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    with full_disk():
-        frame.write_parquet(beside, compression="lz4", row_group_size=_ROWS, statistics=True)
-    os.replace(beside, path)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +12,14 @@ import polars as pl
 from stoker.data.columns import BadLine, Block, Field
 from stoker.data.frames import column_series, frame_block
 from stoker.data.layout import Layout
-from stoker.data.parts import checksum, write_part
+from stoker.data.row_store import RowStore
 from stoker.data.schema import Schema
 from stoker.errors import DataError
 from stoker.features.base import Derivation, leading
-from stoker.features.engine import full_disk, reason_of
+from stoker.features.engine import reason_of
 from stoker.features.pipeline import apply_feature, check_present
 
-__all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields", "sibling", "write_rows"]
+__all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields"]
 
 _LINE = "__line"  # row of the block that a row was made of
 _PREFERRED = ("string", "int", "hex", "float")  # which of several types of a raw column features see
@@ -62,11 +61,6 @@ def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
     for item in Layout(schema).fields:
         if item.column not in present:
             raise DataError(f"{name} have no column {item.column!r}. They have: {', '.join(present)}.")
-
-
-def sibling(path: Path) -> Path:
-    """Where the keys of a file of rows lie."""
-    return path.with_suffix(".part")
 
 
 def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:
@@ -115,21 +109,12 @@ def _culprit(schema: Schema, frame: pl.DataFrame) -> str:
     return "features"
 
 
-def write_rows(path: Path, rows: pl.DataFrame, keys: dict[str, Any]) -> dict[str, Any]:
-    """Write rows and their keys; the record for the journal says how many rows there are."""
-    kept = write_part(sibling(path), keys)
-    beside = path.with_suffix(".tmp")
-    with full_disk():
-        rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
-    os.replace(beside, path)
-    return {**checksum(path), "made": rows.height, "keys": kept}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowsSink:
-    """Writes a block of lines as typed rows with their first features, and their keys beside."""
+    """Keeps a block of lines as typed rows with their first features, and their keys beside."""
 
     schema: Schema
+    store: RowStore
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
         if block.bad:
@@ -148,7 +133,7 @@ class RowsSink:
             block.bad.sort(key=lambda line: line.line)
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
-        return write_rows(path, rows, keys)
+        return self.store.write(path, rows, keys, borrowed=True)  # the next block takes the memory of this one
 
     def _typed(self, block: Block) -> pl.DataFrame:
         """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want

@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from stoker.data.feature_passes import SPLIT, FeaturePasses, write_pieces
-from stoker.data.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields, sibling, write_rows
+from stoker.data.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.data.frames import MissingColumnError, frame_block
 from stoker.data.ingest import IngestedBlock, Source
 from stoker.data.layout import SPLIT_CODES
@@ -27,6 +27,7 @@ from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import PartFile, checksum
 from stoker.data.raw_rows import Rows, derivation, explained, ingest_sources
+from stoker.data.row_store import sibling
 from stoker.data.schema import SourceFormat
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
@@ -68,7 +69,7 @@ def featured_rows(task: Task) -> Rows:
     )
     passes.run()
     give_back_memory()
-    return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.learned)
+    return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
 
 
 def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
@@ -80,7 +81,9 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         for number, path in enumerate(task.files)
     ]
     try:
-        blocks = ingest_sources(task, sources, "rows", RowsSink(schema=task.splitting), task.limit, suffix=".parquet")
+        blocks = ingest_sources(
+            task, sources, "rows", RowsSink(schema=task.splitting, store=task.rows), task.limit, suffix=".parquet"
+        )
     except MissingColumnError as error:
         features = task.schema.feature
         readers = [feature.where for feature in features if error.column in feature.inputs]
@@ -127,7 +130,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        record = write_rows(file, rows, keys)
+        record = task.rows.write(file, rows, keys, borrowed=False)
         # What is there was made by another derivation: of rows in another order, some would be there twice, some not.
         return file, record, done is not None and record == {name: done.get(name) for name in record}
 
@@ -230,7 +233,9 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        return piece, path, task.keep(path, block, piece.source.name), False
+        record = task.keep(path, block, piece.source.name)
+        task.rows.release(piece.path)
+        return piece, path, record, False
 
     blocks = []
     for piece, path, record, reused in ordered_map(work, enumerate(pieces), task.threads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import BinaryIO
 
 from stoker.errors import ConfigError, DataError
 
-__all__ = ["PASSING", "atomic_file", "check_target", "file_identity", "hash_file", "passes", "sync_folder"]
+__all__ = [
+    "PASSING",
+    "atomic_file",
+    "check_target",
+    "file_identity",
+    "hash_file",
+    "link_or_copy",
+    "passes",
+    "sync_folder",
+]
 
 PASSING: set[Path] = set()  # directories that go with this process
 
@@ -87,3 +97,15 @@ def hash_file(path: str | Path) -> tuple[int, str]:
 def file_identity(file: BinaryIO) -> tuple[int, ...]:
     state = os.fstat(file.fileno())
     return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
+    """The same file under another name; a copy if asked for, or where the disk knows no hard links, or is another."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if copy:
+            raise OSError
+        os.link(source, target)
+    except OSError:
+        with source.open("rb") as old, atomic_file(target) as new:
+            shutil.copyfileobj(old, new, 2**22)

@@ -11,7 +11,15 @@ from pathlib import Path
 from stoker.data.dataset import read_manifest
 from stoker.errors import DataError
 
-__all__ = ["UnusableInput", "absent_folders", "check_replaceable", "exchange", "recover", "remove_empty"]
+__all__ = [
+    "UnusableInput",
+    "absent_folders",
+    "check_replaceable",
+    "exchange",
+    "recover",
+    "remove_dataset",
+    "remove_empty",
+]
 
 
 class UnusableInput(DataError):
@@ -54,21 +62,39 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
 def exchange(made: Path, target: Path) -> None:
     """Put a whole new directory in the place of the old one; a kill leaves what :func:`recover` mends."""
     old = _old(target)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_dataset(old)
     try:
         os.replace(target, old)
         os.replace(made, target)
     except BaseException:  # Ctrl-C in between
         recover(target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    remove_dataset(old)
 
 
 def recover(target: Path) -> None:
     """Put back the old directory where :func:`exchange` was killed between its two renames."""
     old = _old(target)
     if old.is_dir() and not target.exists():
-        os.replace(old, target)
+        if (old / "manifest.json").exists():
+            os.replace(old, target)
+        else:  # the killed process was removing it
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_dataset(folder: Path) -> None:
+    """Remove a dataset, if one is there: a kill in between leaves what the next preparation takes for work of its own,
+    which it may remove, and nobody for a dataset."""
+    with contextlib.suppress(OSError):
+        work = folder / ".work"
+        if folder.is_dir():
+            work.mkdir(exist_ok=True)
+            (work / "journal.jsonl").touch()
+            (folder / "manifest.json").unlink(missing_ok=True)
+            for entry in folder.iterdir():
+                if entry != work:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _old(target: Path) -> Path:

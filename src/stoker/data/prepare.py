@@ -21,7 +21,15 @@ from stoker.data.dataset import Dataset
 from stoker.data.fitting import Fitting
 from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
-from stoker.data.leftovers import UnusableInput, absent_folders, check_replaceable, exchange, recover, remove_empty
+from stoker.data.leftovers import (
+    UnusableInput,
+    absent_folders,
+    check_replaceable,
+    exchange,
+    recover,
+    remove_dataset,
+    remove_empty,
+)
 from stoker.data.like import Like
 from stoker.data.memory import Home
 from stoker.data.publish import publish
@@ -176,11 +184,9 @@ def run_prepare(
         like=measure,
     )
     try:
-        report = _run(task, resume=resume)
+        report = _run(task, target, resume=resume)
         report.warnings += [f"{path} was named more than once; it is read once." for path in again]
-        if task.out != target:
-            exchange(task.out, target)
-        return replace(report, path=target)
+        return report
     except OSError as error:
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
@@ -222,7 +228,7 @@ def _reordered(
             plain.path, out, how=how, overwrite=overwrite, threads=threads, progress=report, keep_source=False
         )
     finally:
-        shutil.rmtree(plain.path, ignore_errors=True)
+        remove_dataset(plain.path)
     plain.report = replace(plain.report, path=out, seconds=plain.report.seconds + made.seconds)
 
 
@@ -292,7 +298,8 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _run(task: Task, *, resume: bool) -> PrepareReport:
+def _run(task: Task, target: Path, *, resume: bool) -> PrepareReport:
+    """Prepare in ``task.out``, which then takes the place of ``target``."""
     started = time.perf_counter()
     if task.splitting.split.rule == "files" and task.recipe.derive is None:
         targets_of_files(task.splitting, [path.name for path in task.files])
@@ -320,12 +327,14 @@ def _run(task: Task, *, resume: bool) -> PrepareReport:
         raise KeyboardInterrupt(_kept(task, resume=resume)) from stop
     finally:
         remove_empty(made)
-    shutil.rmtree(task.work)
+    if task.out != target:
+        exchange(task.out, target)
+    shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
     task.parts.clear()
     give_back_memory()
     written = {name: entry["rows"] for name, entry in manifest["splits"].items()}
     return PrepareReport(
-        path=task.out,
+        path=target,
         rows=written,
         positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
         tables=_table_summary(manifest),

@@ -31,7 +31,7 @@ from stoker.data.split_rules import PartRows
 from stoker.data.task import SPLITS, Progress, Task
 from stoker.device import available_memory
 from stoker.errors import DataError
-from stoker.features.store import save_features
+from stoker.features.store import store_features
 from stoker.units import format_size
 
 __all__ = ["publish"]
@@ -230,7 +230,7 @@ class _Publisher:
         if like is not None:
             files |= like.copy("vocab/", self.out) | like.copy(f"{FEATURES}/", self.out)
         elif self.schema.feature:
-            made = save_features(self.out / FEATURES, self.schema.feature, self.rows.learned)
+            made = store_features(self.out / FEATURES, self.schema.feature, self.rows.learned)
             files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
         files |= {
             f"vocab/{name}.parquet": record["vocab"]

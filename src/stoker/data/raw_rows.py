@@ -23,7 +23,7 @@ from stoker.data.sources import source_kind
 from stoker.data.task import Progress, Task
 from stoker.errors import DataError
 from stoker.features.engine import full_disk, reason_of
-from stoker.features.learned import LearnedTable
+from stoker.features.store import StoredTable
 
 __all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
 
@@ -34,7 +34,7 @@ class Rows:
 
     blocks: list[IngestedBlock]
     raw: list[IngestedBlock] = field(default_factory=list)
-    learned: Mapping[str, LearnedTable] = field(default_factory=dict)  # by feature
+    learned: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
 
 
 def read_rows(task: Task) -> Rows:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from stoker.data.dataset import BESIDE, LOCK, Dataset
-from stoker.data.files import atomic_file, sync_folder
+from stoker.data.files import link_or_copy, sync_folder
 from stoker.data.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.errors import DataError
 from stoker.units import format_size
@@ -64,7 +64,7 @@ def rebuilt(
             linked = not data.in_memory and _same_disk(data.path, folder)  # a temporary file was not made to last
             _check_room(folder, size + (0 if linked else sum(shared.values())))
             for file in shared:
-                _share(data.path / file, folder / file, copy=data.in_memory)
+                link_or_copy(data.path / file, folder / file, copy=data.in_memory)
             yield folder
             for place in {(folder / file).parent for file in shared} - {folder}:
                 sync_folder(place)
@@ -168,15 +168,3 @@ def _check_room(folder: Path, needed: int) -> None:
             f"the dataset needs {format_size(needed)}, but the disk of {folder.parent} has {format_size(free)} free. "
             "Free some space or choose another directory."
         )
-
-
-def _share(source: Path, target: Path, *, copy: bool) -> None:
-    """The same file under another name; a copy if asked for, or where the disk knows no hard links, or is another."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if copy:
-            raise OSError
-        os.link(source, target)
-    except OSError:
-        with source.open("rb") as old, atomic_file(target) as new:
-            shutil.copyfileobj(old, new, 2**22)

@@ -18,6 +18,7 @@ from stoker.data.part_store import PartStore
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
+from stoker.data.row_store import RowStore
 from stoker.data.schema import Label, Schema, SplitRule
 from stoker.data.sources import BLOCK_BYTES
 from stoker.device import available_memory
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
-WORK_VERSION = 6  # of the parts; raise it when their content changes
+WORK_VERSION = 7  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -66,6 +67,7 @@ class Task:
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
     parts: PartStore = field(init=False)
+    rows: RowStore = field(init=False)  # whose features are worked out
     home: Home | None = field(init=False)  # of a dataset that is to be in memory
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Task:
         self.home = home_of(self.out)
         room = _room() if self.hold_bytes is None else self.hold_bytes
         self.parts = PartStore(room)
+        self.rows = RowStore(room if self.home is not None else 0)  # passes over rows must find them after a kill
 
     @property
     def merged(self) -> list[Merge]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from stoker.data import dictionary_kernels as kernels
 from stoker.data.files import atomic_file
 from stoker.errors import DataError
+from stoker.features.engine import full_disk
 from stoker.ops.memory import zeros
 
 __all__ = ["TableBuilder", "Vocabulary", "read_vocabulary", "write_vocabulary"]
@@ -200,7 +201,7 @@ def _grown(array: Array, size: int) -> Array:
 
 def write_vocabulary(frame: Any, path: Path) -> None:
     """Write a Polars frame (value, count) as Parquet, atomically, the same bytes for the same vocabulary."""
-    with atomic_file(path) as file:
+    with atomic_file(path) as file, full_disk():
         frame.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
 
 

@@ -179,12 +179,23 @@ class Coder:
         """The keys of these columns, where rows in memory were numbered."""
         return self._tables.get(names)
 
-    def number(self, rows: pl.DataFrame, wanted: Sequence[tuple[str, ...]], *, add: bool, threads: int) -> pl.DataFrame:
+    def number(
+        self,
+        rows: pl.DataFrame,
+        wanted: Sequence[tuple[str, ...]],
+        *,
+        add: bool,
+        threads: int,
+        teaching: int | None = None,
+    ) -> pl.DataFrame:
         """Rows in memory, which have codes, with the number of each row's key in the column ``table(names).column``.
 
         Args:
             wanted: the columns of each key. A key that begins as another one does goes on from its numbers.
             add: new keys get numbers; else they have -1, and only keys that have a table are numbered.
+            threads: keys that are numbered at a time.
+            teaching: with ``add``, and no keys known before: only the keys of the first so many rows are kept. Other
+                rows are numbered beside them, without a look at a table, and have -1 where their key is none of these.
         """
         every = dict.fromkeys(names[:width] for names in wanted for width in range(min(2, len(names)), len(names) + 1))
         if add:
@@ -203,6 +214,16 @@ class Coder:
                 return pl.Series(table.column, ask(frame.get_column(before).to_numpy(), last))
 
             rows = rows.with_columns(list(ordered_map(work, some, threads)))
+        if teaching is not None and teaching < rows.height:
+
+            def kept(names: tuple[str, ...]) -> pl.Series:
+                table = self._tables[names]
+                found = rows.get_column(table.column).to_numpy().copy()
+                table.keep(int(found[:teaching].max(initial=-1)) + 1)
+                found[found >= len(table)] = -1
+                return pl.Series(table.column, found)
+
+            rows = rows.with_columns(list(ordered_map(kept, open_, threads)))
         return rows
 
 
@@ -256,6 +277,10 @@ class _Pairs:
         find_pairs(self._ready(), left, right, out)
         return out
 
+    def keep(self, count: int) -> None:
+        """Forget the pairs behind the first ``count``."""
+        self.count, self._slots = count, None
+
     def keys(self) -> Entries:
         return self._keys[: self.count]
 
@@ -294,6 +319,14 @@ class KeyTable:
 
     def __len__(self) -> int:
         return self._levels[-1].count if self._levels else self._count
+
+    def keep(self, count: int) -> None:
+        """Forget the keys behind the first ``count``."""
+        if self._levels:
+            self._levels[-1].keep(count)
+        else:
+            self._numbers[self._codes[count : self._count]] = -1
+            self._count = count
 
     def add(self, columns: Sequence[Codes]) -> Entries:
         """[n] number of each row's key, whose codes are known; new keys get the next ones."""

@@ -55,7 +55,7 @@ class Learned(Derivation):
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
     labelled: ClassVar[bool] = True  # whether it reads ``__row`` or ``__label`` where it learns
-    numbered: ClassVar[bool] = False  # whether it takes its keys' numbers, where rows in memory have them
+    numbered: ClassVar[bool] = False  # whether its keys' numbers are all it takes, where rows in memory have them
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -301,7 +301,8 @@ class MeanTargetEncoding(Learned):
         rest = np.empty(len(labels)) if out is None else out
         left, of_fold = np.empty(len(labels), np.int32), np.zeros((self.folds, 2))
         ends, order = zeros(len(keys) + 1, np.int32), np.empty(len(labels), np.int32)
-        rests_of_folds(places, fold, labels, ends, order, of_fold, rest, left)
+        of_key = np.empty((len(keys), 2))
+        rests_of_folds(places, fold, labels, ends, order, of_key, of_fold, rest, left)
         facts = _means(of_fold)
         if out is not None:
             rest_means(rest, left, fold, np.array(facts["other_folds_mean"]), float(self.smoothing))
@@ -312,12 +313,12 @@ class MeanTargetEncoding(Learned):
             given = np.stack([labels, np.ones(len(labels))], axis=1)
             return self._summed([(places, fold.astype(small), given)], count)
 
-        sums = Later(summed)
         return LearnedTable(
-            table=lambda: _with_totals(key_frame(keys, self.by, coder), sums()[3]),
-            folds=FoldSums(sums),
+            table=lambda: _with_totals(key_frame(keys, self.by, coder), of_key),
+            folds=FoldSums(Later(summed)),
             facts=facts,
             keys=keys,
+            numbers=of_key,
         )
 
     def _check_labels(self, labels: Any) -> None:
@@ -344,9 +345,7 @@ class MeanTargetEncoding(Learned):
 
         from stoker.features.learned_kernels import smoothed_means
 
-        if learned.numbers is None and isinstance(learned.folds, FoldSums):  # without making the table
-            learned.numbers = learned.folds.totals
-        elif learned.numbers is None:
+        if learned.numbers is None:
             learned.numbers = learned.table.select(_SUM, pl.col(_COUNT).cast(pl.Float64)).to_numpy(order="c")
         mean, others = learned.facts["mean"], np.array(learned.facts["other_folds_mean"])
         trained = TRAIN in rows.columns

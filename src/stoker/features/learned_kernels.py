@@ -78,7 +78,7 @@ def sum_folds(places, folds, given, count, ends, order, fold_of, held, of_key, o
 
 
 @_jit
-def rests_of_folds(places, folds, labels, ends, order, of_fold, rest, rows):  # type: ignore[no-untyped-def]
+def rests_of_folds(places, folds, labels, ends, order, of_key, of_fold, rest, rows):  # type: ignore[no-untyped-def]
     """What the other folds of its key hold for each row: sum of labels and number of rows, as those that
     :func:`sum_folds` finds, to the bit, without an entry per key and fold.
 
@@ -86,7 +86,8 @@ def rests_of_folds(places, folds, labels, ends, order, of_fold, rest, rows):  # 
         places, folds, labels: [n] key, fold and label of each row.
         ends: [keys + 1] zeros; room.
         order: [n] room.
-        of_fold: [folds, 2] zeros; receives sum and number of rows of each fold.
+        of_key: [keys, 2]; receives sum and number of rows of each key.
+        of_fold: [folds, 2] zeros; receives those of each fold.
         rest, rows: [n]; receive sum and number.
     """
     for i in range(places.size):
@@ -103,6 +104,7 @@ def rests_of_folds(places, folds, labels, ends, order, of_fold, rest, rows):  # 
         stop = ends[key]
         if stop == begin + 1:  # most keys of a long tail
             row = order[begin]
+            of_key[key, 0], of_key[key, 1] = 0.0 + labels[row], 1.0
             of_fold[folds[row], 0] += 0.0 + labels[row]
             of_fold[folds[row], 1] += 1
             rest[row], rows[row] = 0.0, 0
@@ -117,6 +119,7 @@ def rests_of_folds(places, folds, labels, ends, order, of_fold, rest, rows):  # 
                     total += sums[fold]
                     of_fold[fold, 0] += sums[fold]
                     of_fold[fold, 1] += counts[fold]
+            of_key[key, 0], of_key[key, 1] = total, stop - begin
             for k in range(begin, stop):
                 row = order[k]
                 rest[row] = total - sums[folds[row]]

@@ -87,11 +87,6 @@ class FoldSums(Mapping[str, Any]):
     def __init__(self, sums: Later[tuple[Any, ...]]) -> None:
         self._sums = sums
 
-    @property
-    def totals(self) -> Any:
-        """[keys, 2] sum and number of rows of each key."""
-        return self._sums()[3]
-
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(name)

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.dataset import describe_file
-from stoker.data.files import atomic_file
+from stoker.data.files import atomic_file, link_or_copy
 from stoker.errors import DataError
 from stoker.features.base import Derivation, feature_from_dict
+from stoker.features.engine import full_disk
 from stoker.features.learned import Learned, LearnedTable
 
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["load_features", "read_learned", "save_features", "table_file", "write_table"]
+__all__ = [
+    "StoredTable",
+    "load_features",
+    "read_learned",
+    "save_features",
+    "store_features",
+    "table_file",
+    "write_table",
+]
 
 _INDEX = "features.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTable:
+    """What a feature learned, as a file that :func:`write_table` wrote."""
+
+    path: Path
+    entry: Mapping[str, Any]  # its size and sha256
+    facts: Mapping[str, Any]
 
 
 def table_file(feature: Derivation) -> str:
@@ -29,7 +48,7 @@ def table_file(feature: Derivation) -> str:
 def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
     """Write a learned table, the same bytes for the same rows; returns size and sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
+    with atomic_file(path) as file, full_disk():
         table.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
     return describe_file(path)
 
@@ -43,7 +62,25 @@ def save_features(
     for feature in features:
         if isinstance(feature, Learned):
             files[table_file(feature)] = write_table(directory / table_file(feature), learned[feature.name].table)
-    facts = {name: table.facts for name, table in sorted(learned.items())}
+    return _with_index(directory, features, files, {name: table.facts for name, table in learned.items()})
+
+
+def store_features(
+    directory: Path, features: Sequence[Derivation], tables: Mapping[str, StoredTable]
+) -> dict[str, dict[str, Any]]:
+    """As :func:`save_features`, of tables that are in files already, which are not written again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for feature in features:
+        if isinstance(feature, Learned):
+            link_or_copy(tables[feature.name].path, directory / table_file(feature))
+            files[table_file(feature)] = dict(tables[feature.name].entry)
+    return _with_index(directory, features, files, {name: dict(table.facts) for name, table in tables.items()})
+
+
+def _with_index(
+    directory: Path, features: Sequence[Derivation], files: dict[str, dict[str, Any]], facts: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
     index = {"features": [feature.to_dict() for feature in features], "facts": facts, "files": dict(files)}
     with atomic_file(directory / _INDEX) as file:
         file.write(json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
