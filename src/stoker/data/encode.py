@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +15,19 @@ from stoker.data.dictionary_kernels import count_codes
 from stoker.data.encode_kernels import gather, gather_bags, write_rows
 from stoker.data.layout import Layout, feature_codes, raw_columns
 from stoker.data.memory import empty_rows
+from stoker.data.part_store import Arena, padded
 from stoker.data.parts import Part, PartFile
 from stoker.data.schema import CategoricalColumn
 from stoker.data.split_rules import PartRows
 from stoker.data.transforms import DenseFit, DenseSteps
 from stoker.errors import DataError
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["Encoder", "Slice"]
 
 Array = npt.NDArray[Any]
 Open = Callable[[PartRows], Part]
 Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
+Memory = Callable[[int], npt.NDArray[np.uint8]]  # gives so many bytes
 
 
 def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
@@ -169,23 +168,25 @@ class Encoder:
         slices: Sequence[Slice],
         rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
         *,
-        memory: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+        memory: Memory | None = None,
     ) -> tuple[dict[str, Array], int, list[list[int]]]:
         """The tensors of one shard from pieces of parts; its positive labels, and zero and all ids of each feature.
 
         Args:
             slices: the pieces.
             rows_of: gives the rows of a part that belong to the split, in order.
-            memory: gives bytes in which all that a row has is to lie together, where every row has as many ids.
+            memory: gives bytes for them; all that a row has lies together then, where every row has as many ids.
         """
         n = sum(piece.end - piece.begin for piece in slices)
         bags, width = bool(self.layout.sequences), len(self.layout.features)
-        dense, labels = np.empty((n, len(self.layout.schema.dense_names)), np.float32), np.empty(n, np.float32)
+        room = memory if memory is not None and bags else _fresh
+        shapes = ((n, len(self.layout.schema.dense_names)), n, (n if bags else 0, width))
+        dense, labels, lengths = _arrays(room, zip(shapes, (np.float32, np.float32, np.int32), strict=True))
+        lengths.fill(1)
         ids: Array = np.empty((0 if bags else n, width), self._id_type)
         if memory is not None and not bags:
             # Of the others not a page was touched.
             ids, dense, labels = empty_rows(n, ids, dense, labels, memory=memory)
-        lengths = np.ones((n if bags else 0, width), np.int32)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)
         stop = 0
@@ -195,7 +196,7 @@ class Encoder:
             at, stop = stop, stop + len(rows)
             with self._open(piece.part) as arrays:
                 if bags:
-                    flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros))
+                    flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros, room))
                 if bags or "dense" in arrays:
                     labels[at:stop] = arrays["labels"][rows]
                     self._dense(arrays, rows, dense, at)
@@ -213,7 +214,7 @@ class Encoder:
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
         found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}
         if bags:
-            found["ids"] = np.concatenate(flat) if flat else np.empty(0, self._id_type)
+            found["ids"] = flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, self._id_type), *flat])
             found["lengths"] = lengths
             sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
             found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
@@ -225,7 +226,10 @@ class Encoder:
         else:
             self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
 
-    def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array) -> Array:
+    def _bags(
+        self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array, room: Memory
+    ) -> Array:
+        """The ids of some rows, bag by bag; their ``lengths`` are filled."""
         layout = self.layout
         slots = np.array(
             [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
@@ -245,9 +249,21 @@ class Encoder:
             bag_at += len(bags[-1])
         sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
         starts = np.concatenate([[0], sums]).astype(np.int64)
-        out = np.empty(int(starts[-1]), lut.dtype)
+        (out,) = _arrays(room, [(int(starts[-1]), lut.dtype)])
         gather_bags(
             arrays["codes"], slots, np.concatenate(flat), np.array(flat_base), np.concatenate(bags),
             np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
         )  # fmt: skip
         return out
+
+
+def _arrays(room: Memory, wanted: Iterable[tuple[int | tuple[int, int], npt.DTypeLike]]) -> list[Array]:
+    """Arrays of some shapes and types, one after the other in memory."""
+    kinds = list(wanted)
+    sizes = [padded(int(np.prod(shape)) * np.dtype(dtype).itemsize) for shape, dtype in kinds]
+    arena = Arena(room(sum(sizes)))
+    return [arena.take(shape, dtype) for shape, dtype in kinds]
+
+
+def _fresh(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
