@@ -83,7 +83,8 @@ def test_freed_memory_is_kept_where_glibc_agrees():
 
     code = (
         "import sys, stoker.device as d, torch, resource\n"
-        "kept = sys.argv[1] == 'keep' and d.keep_freed_memory()\n"
+        "kept = sys.argv[1] != 'leave' and d.keep_freed_memory()\n"
+        "if sys.argv[1] == 'return': d.return_freed_memory()\n"
         "def step(): return [torch.empty(2**22).fill_(1.0) for _ in range(10)]\n"
         "for _ in range(5): step()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
@@ -93,7 +94,8 @@ def test_freed_memory_is_kept_where_glibc_agrees():
     )
     runs = [
         subprocess.run([sys.executable, "-c", code, mode], capture_output=True, text=True, check=True).stdout.split()
-        for mode in ("keep", "leave")
+        for mode in ("keep", "leave", "return")
     ]
     if runs[0][0] == "True" and int(runs[1][1]) > 20_000:  # the C library did return memory
         assert int(runs[0][1]) < int(runs[1][1]) / 2
+        assert int(runs[2][1]) > 2 * int(runs[0][1])

@@ -24,9 +24,12 @@ __all__ = [
     "peak_memory",
     "resident_memory",
     "resolve_device",
+    "return_freed_memory",
     "simd_flags",
     "total_memory",
 ]
+
+_keeps = False  # whether glibc keeps freed memory now
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SIMD = (
@@ -196,6 +199,25 @@ def keep_freed_memory() -> bool:
     pages: a tenth to a third of a training step on the CPU. The process then keeps its highest use of such blocks.
     Elsewhere than on glibc this does nothing.
     """
+    global _keeps
+    _keeps = _keep(2**28, 2**30, 2**26)
+    return _keeps
+
+
+def return_freed_memory() -> None:
+    """Undo :func:`keep_freed_memory`: large blocks go back to the kernel again as they are freed.
+
+    For work whose stages need memory for different things: a preparation behind a training in one process took 0.9 GiB
+    more at its peak of 2.2.
+    """
+    global _keeps
+    if _keeps:
+        _keeps = not _keep(2**22, 2**23, 2**17)
+
+
+def _keep(map_above: int, trim_above: int, top: int) -> bool:
+    """Set from how many bytes on a block is mapped by itself, how many free ones are returned, and how many are asked
+    for beyond what is needed; whether the C library did."""
     import ctypes
 
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
@@ -203,7 +225,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    return all(
-        mallopt(option, value) == 1
-        for option, value in ((mmap_threshold, 2**28), (trim_threshold, 2**30), (top_pad, 2**26))
-    )
+    given = ((mmap_threshold, map_above), (trim_threshold, trim_above), (top_pad, top))
+    return all(mallopt(option, value) == 1 for option, value in given)

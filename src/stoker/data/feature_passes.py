@@ -23,7 +23,7 @@ from stoker.data.look_back import LookBack, can_deal
 from stoker.data.ordered import ordered_map
 from stoker.data.parts import checksum
 from stoker.data.task import Progress, Task
-from stoker.device import available_memory
+from stoker.device import available_memory, give_back_memory
 from stoker.errors import DataError
 from stoker.features.base import ROW, Derivation, leading
 from stoker.features.engine import reason_of
@@ -104,12 +104,14 @@ class FeaturePasses:
                         self._attach(features, held, beside)
                 os.replace(beside, path)
                 self.task.journal.add(f"pass {number}", checksum(path))
+                give_back_memory()
             else:
                 self.task.reused += 1
             self._store(held)
             if self.given is None:
                 self.learned = {}  # tables are in files now, and what was numbered is larger
             self.files.append(path)
+            give_back_memory()
         for file in self._helpers:
             file.unlink()
         self._helpers, self._coder = [], Coder()

@@ -41,7 +41,7 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, Progress, Task
-from stoker.device import give_back_memory
+from stoker.device import give_back_memory, return_freed_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
 
@@ -301,6 +301,7 @@ def _peak_memory() -> int:
 def _run(task: Task, target: Path, *, resume: bool) -> PrepareReport:
     """Prepare in ``task.out``, which then takes the place of ``target``."""
     started = time.perf_counter()
+    return_freed_memory()
     if task.splitting.split.rule == "files" and task.recipe.derive is None:
         targets_of_files(task.splitting, [path.name for path in task.files])
     for feature in task.merged:
