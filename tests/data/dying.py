@@ -57,13 +57,15 @@ def child(work: Callable[[], Any]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-def die_before(step: int) -> None:
+def die_before(step: int, count: list[int]) -> None:
+    """Die instead of the ``step``-th change; ``count`` receives how many there were."""
     seen = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
             seen += 1
+            count[0] = seen
             if seen == step:
                 os._exit(9)
             return call(*args, **kwargs)
@@ -110,29 +112,25 @@ def main() -> None:
         assert [path.name for path in PLACE.iterdir()] == ["out"], sorted(PLACE.iterdir())
 
     def dying(step: int) -> None:
-        die_before(step)
+        count = [0]
+        die_before(step, count)
         work(1)
+        (FOLDER / "steps").write_text(str(count[0]))
 
-    def died(step: int) -> bool:
+    def dies(step: int) -> int:
         shutil.rmtree(PLACE)
-        PLACE.mkdir()
-        assert child(lambda: work(0)) == 0
-        code = child(lambda: dying(step))
-        assert code in (0, 9), f"step {step}"
-        return code == 9
+        shutil.copytree(FOLDER / "kept", PLACE)
+        return child(lambda: dying(step))
 
-    steps = 1
-    while died(steps):  # by halves: how many there are
-        steps *= 2
-    first, last = steps // 2, steps
-    while last - first > 1:
-        middle = (first + last) // 2
-        first, last = (middle, last) if died(middle) else (first, middle)
-    begin = max(1, last - int(sys.argv[3])) if len(sys.argv) > 3 else 1
-    for step in range(begin, last):
-        assert died(step), step
-        assert child(after) == 0, f"after step {step} of {last - 1}"
-    print("steps", last - begin)
+    assert child(lambda: work(0)) == 0
+    shutil.copytree(PLACE, FOLDER / "kept")
+    assert dies(0) == 0
+    steps = int((FOLDER / "steps").read_text())
+    begin = max(1, steps + 1 - int(sys.argv[3])) if len(sys.argv) > 3 else 1
+    for step in range(begin, steps + 1):
+        assert dies(step) == 9, step
+        assert child(after) == 0, f"after step {step} of {steps}"
+    print("steps", steps + 1 - begin)
 
 
 main()

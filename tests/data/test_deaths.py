@@ -48,7 +48,7 @@ def write_log(path: Path, rows: int, items: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork, which this system lacks")
-@pytest.mark.parametrize(("job", "last"), [("classify", None), ("prepare", 30), ("reorder", 30)])
+@pytest.mark.parametrize(("job", "last"), [("classify", None), ("prepare", 26), ("reorder", 14)])
 def test_a_death_at_any_step(tmp_path: Path, job: str, last: int | None) -> None:
     """Of a preparation the last steps, in which datasets change places; other tests stop it before."""
     make_dataset(tmp_path / "source", rows=60, num_embeddings=(20, 10), shard_rows=30)
