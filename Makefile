@@ -44,8 +44,8 @@ test: $(VENV)/.dev  ## Run the tests
 soak: $(VENV)/.dev  ## Compare 100,000 random placed runs with resident ones, bit for bit (hours)
 	@STOKER_SOAK=$${STOKER_SOAK:-100000} $(PY) -m pytest tests/tables/test_placement_exact.py tests/tables/test_cuda_link.py --timeout=0
 
-kills: $(VENV)/.dev  ## Kill 50 placed runs at random moments; each must resume to the identical end (minutes)
-	@STOKER_KILLS=$${STOKER_KILLS:-50} $(PY) -m pytest tests/training/test_placed_kills.py --timeout=0
+kills: $(VENV)/.dev  ## Kill 50 placed runs at random moments, and preparations at every step; each must end as if undisturbed (minutes)
+	@STOKER_KILLS=$${STOKER_KILLS:-50} $(PY) -m pytest tests/training/test_placed_kills.py tests/data/test_deaths.py --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .

@@ -1,8 +1,8 @@
-"""Processes that die before their n-th change of the disk: ``python dying.py JOB FOLDER [steps from the end]``.
+"""Processes that die before their n-th change of the disk: ``python dying.py JOB FOLDER LAST EVERY``.
 
-A job makes FOLDER/place/out. Each child of this process runs it and dies at one step more than the last one did; a
-second child then does it again. The forking process itself stays without threads, so a child begins like a process of
-its own.
+A job makes FOLDER/place/out. Each child of this process runs it and dies at one of the LAST steps (0: of all), EVERY
+steps behind the one before; a second child then does it again. The forking process itself stays without threads, so a
+child begins like a process of its own.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ def main() -> None:
     shutil.copytree(PLACE, FOLDER / "kept")
     assert dies(0) == 0
     steps = int((FOLDER / "steps").read_text())
-    begin = max(1, steps + 1 - int(sys.argv[3])) if len(sys.argv) > 3 else 1
-    for step in range(begin, steps + 1):
+    last, every = map(int, sys.argv[3:])
+    chosen = range(max(1, steps + 1 - last) if last else 1, steps + 1, every)
+    for step in chosen:
         assert dies(step) == 9, step
         assert child(after) == 0, f"after step {step} of {steps}"
-    print("steps", steps + 1 - begin)
+    print("steps", len(chosen))
 
 
 main()

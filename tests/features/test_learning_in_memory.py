@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_more_or_less_memory(
     run_prepare(ALL, tmp_path / "log.csv", out=tmp_path / "whole", **settings)
     whole = hash_tree(tmp_path / "whole")
     added, add = 0, Journal.add
-    for steps in range(4, 40, 2 if damage else 3):
+    for steps in range(5 - damage, 40, 5):
         with monkeypatch.context() as patch:
             added = 0
 
