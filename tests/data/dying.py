@@ -106,7 +106,7 @@ def main() -> None:
             found = {name: value for name, value in digests().items() if name.split("/")[0] not in (".work", ".lock")}
             assert found in (old, new)
         else:
-            assert (PLACE / "out.old" / "manifest.json").exists(), "the old dataset is gone"
+            assert (PLACE / ".out.stoker-old" / "manifest.json").exists(), "the old dataset is gone"
         work(1)
         assert digests() == new
         assert [path.name for path in PLACE.iterdir()] == ["out"], sorted(PLACE.iterdir())

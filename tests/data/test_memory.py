@@ -395,7 +395,7 @@ def test_what_is_replaced_stays_if_that_is_interrupted(tmp_path: Path, monkeypat
 
     def stopped(source: Any, target: Any) -> None:
         replace(source, target)
-        if str(target).endswith(".old"):
+        if str(target).endswith(".stoker-old"):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", stopped)

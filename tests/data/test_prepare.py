@@ -729,7 +729,7 @@ def test_overwriting_keeps_the_old_dataset_until_the_new_one_is_whole(tmp_path: 
     assert digests(out) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "out", "raw.csv"]
     # Killed between the two renames: the old dataset is found again.
-    (tmp_path / "out").rename(tmp_path / "out.old")
+    (tmp_path / "out").rename(tmp_path / ".out.stoker-old")
     stoker.prepare(shop(), raw, out=out, overwrite=True)
     assert digests(out) == before
     # A checkpoint has a manifest too, but is no dataset.
@@ -737,6 +737,20 @@ def test_overwriting_keeps_the_old_dataset_until_the_new_one_is_whole(tmp_path: 
     (tmp_path / "ckpt" / "manifest.json").write_text('{"kind": "checkpoint"}')
     with pytest.raises(DataError, match="not overwritten"):
         stoker.prepare(shop(), raw, out=tmp_path / "ckpt", overwrite=True)
+
+
+def test_a_copy_that_somebody_put_beside_is_left_alone(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw.csv", ["label,item,price,day", "1,a,1,mo", "0,b,2,tu"])
+    out, copy = tmp_path / "out", tmp_path / "out.old"
+    stoker.prepare(shop(), raw, out=out)
+    out.rename(copy)
+    (copy / "notes.txt").write_text("mine")
+    before = digests(copy)
+    stoker.prepare(shop(), raw, out=out)
+    assert digests(copy) == before
+    stoker.prepare(shop(), raw, out=out, overwrite=True)
+    assert digests(copy) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old", "raw.csv"]
 
 
 def test_several_values_in_a_single_valued_json_column_are_a_bad_line(tmp_path: Path) -> None:

@@ -98,4 +98,5 @@ def remove_dataset(folder: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    return target.with_name(target.name + ".old")
+    """Where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
+    return target.with_name(f".{target.name}.stoker-old")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,31 +57,36 @@ def save_features(
     directory: Path, features: Sequence[Derivation], learned: Mapping[str, LearnedTable]
 ) -> dict[str, dict[str, Any]]:
     """Write all tables, then the index; returns the entry of every file for a manifest."""
-    directory.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for feature in features:
-        if isinstance(feature, Learned):
-            files[table_file(feature)] = write_table(directory / table_file(feature), learned[feature.name].table)
-    return _with_index(directory, features, files, {name: table.facts for name, table in learned.items()})
+
+    def write(name: str, path: Path) -> dict[str, Any]:
+        return write_table(path, learned[name].table)
+
+    return _saved(directory, features, {name: table.facts for name, table in learned.items()}, write)
 
 
 def store_features(
     directory: Path, features: Sequence[Derivation], tables: Mapping[str, StoredTable]
 ) -> dict[str, dict[str, Any]]:
     """As :func:`save_features`, of tables that are in files already, which are not written again."""
-    directory.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for feature in features:
-        if isinstance(feature, Learned):
-            link_or_copy(tables[feature.name].path, directory / table_file(feature))
-            files[table_file(feature)] = dict(tables[feature.name].entry)
-    return _with_index(directory, features, files, {name: dict(table.facts) for name, table in tables.items()})
+
+    def share(name: str, path: Path) -> dict[str, Any]:
+        link_or_copy(tables[name].path, path)
+        return dict(tables[name].entry)
+
+    return _saved(directory, features, {name: dict(table.facts) for name, table in tables.items()}, share)
 
 
-def _with_index(
-    directory: Path, features: Sequence[Derivation], files: dict[str, dict[str, Any]], facts: dict[str, Any]
+def _saved(
+    directory: Path,
+    features: Sequence[Derivation],
+    facts: Mapping[str, Any],
+    put: Callable[[str, Path], dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
-    index = {"features": [feature.to_dict() for feature in features], "facts": facts, "files": dict(files)}
+    """The index beside the tables, which ``put`` makes of a feature's name at a path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    learned = [feature for feature in features if isinstance(feature, Learned)]
+    files = {table_file(feature): put(feature.name, directory / table_file(feature)) for feature in learned}
+    index = {"features": [feature.to_dict() for feature in features], "facts": dict(facts), "files": files}
     with atomic_file(directory / _INDEX) as file:
         file.write(json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     return {**files, _INDEX: describe_file(directory / _INDEX)}
