@@ -77,6 +77,14 @@ class Layout:
         """Raw columns that must be there."""
         return list(dict.fromkeys(item.column for item in self.fields))
 
+    @property
+    def narrowed(self) -> frozenset[Field]:
+        """Fields that are nothing but dense columns of a schema that fits some: parts keep their narrowest values."""
+        if not self.fitted:
+            return frozenset()
+        others = {self.label, *self.feature_fields, self.time, self.split, self.group}
+        return frozenset(self.dense).difference(item for item in others if item is not None)
+
     def most(self, rows: int) -> int:
         """Bytes that a part of so many rows takes of an arena, at most."""
         widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
@@ -100,7 +108,7 @@ class Layout:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
         if self.fitted:
-            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()], arena) for i, column in enumerate(columns)}
+            out |= {f"raw.{i}": _narrow(column, arena) for i, column in enumerate(columns)}
         else:
             values = [column.numbers() for column in columns]
             dense = arena.take((block.rows, self.dense_width), np.float32)
@@ -187,6 +195,10 @@ class Layout:
             )
         lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
         out["split"] = lookup[codes]
+
+
+def _narrow(column: RawColumn, arena: Arena) -> Array:
+    return compact(column.pieces or [column.numbers()], arena) if column.narrow is None else column.narrow
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:

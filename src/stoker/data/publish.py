@@ -16,13 +16,13 @@ from stoker.data import dataset as stored
 from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
-from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.layout import Layout
 from stoker.data.like import FEATURES
 from stoker.data.memory import Home, padded
 from stoker.data.ordered import ordered_map
+from stoker.data.parquet import parquet_rows
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
 from stoker.data.raw_rows import Rows
