@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,9 +122,8 @@ def parquet_groups(path: Path, most: int, threads: int) -> list[RowGroups]:
 
     def add(until: int) -> None:
         nonlocal start, held, first
-        pieces = max(1, round(held / most))
-        bounds = [start + held * piece // pieces for piece in range(pieces + 1)]
-        cuts = tuple((begin, end - begin) for begin, end in pairwise(bounds))
+        size = -(-held // max(1, round(held / most)))  # all alike, as a reader gives so many at a time
+        cuts = tuple((start + begin, min(size, held - begin)) for begin in range(0, held, size))
         found.append(RowGroups(path, cuts, footer, range(first, until)))
         start, held, first = start + held, 0, until
 
@@ -181,33 +179,30 @@ class _Reading:
         self, whole: RowGroups, fields: Sequence[Field], cuts: Sequence[tuple[int, int]], room: Room | None
     ) -> None:
         self._whole, self.fields, self.cuts = whole, fields, cuts
+        self._names = list(dict.fromkeys(item.column for item in fields))
         self._begins = [start - whole.cuts[0][0] for start, _ in cuts]  # among the rows of the groups
         self._narrowed = frozenset() if room is None else room.narrowed
         self._arenas = [None if room is None else room.arena(rows) for _, rows in cuts]
         self._made: list[dict[Field, RawColumn]] = [{} for _ in cuts]
         self._wrong: list[dict[Field, dict[int, str]]] = [{} for _ in cuts]
 
-    @cached_property
-    def _names(self) -> list[str]:
-        return list(dict.fromkeys(item.column for item in self.fields))
-
     def blocks(self) -> Iterator[Block]:
         """A block for every cut."""
         left = []
         try:
             schema = self._whole.footer.schema.to_arrow_schema()
-            plain = {name for name in self._names if schema.get_all_field_indices(name) and _plain(schema.field(name))}
-            texts = [name for name in plain if _textual(schema.field(name).type)]
+            kinds = {name: schema.field(name).type for name in self._names if schema.get_all_field_indices(name)}
+            texts = [name for name, kind in kinds.items() if _textual(kind)]
             file = pq.ParquetFile(self._whole.path, metadata=self._whole.footer, read_dictionary=texts)
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(self._whole.path, error) from error
         with file:
             for name in self._names:
-                found = self._read(file, name) if name in plain else None
-                if found is None:
-                    left.append(name)
-                else:
-                    self._type(name, found)
+                try:
+                    for number, source in self._texts(file, name) if name in texts else self._numbers(file, name):
+                        self._add(name, number, source)
+                except (pa.ArrowException, OSError, _OtherColumn):
+                    left.append(name)  # Polars reads it, or says why it cannot
         for number, (start, rows) in enumerate(self.cuts):
             if left:
                 frame = _frame(self._whole.path, left, start, rows)
@@ -215,30 +210,35 @@ class _Reading:
                     self._add(name, number, frame.get_column(name))
             yield self._block(number)
 
-    def _read(self, file: pq.ParquetFile, name: str) -> pa.ChunkedArray | None:
-        """A column of the groups; None: let Polars read it, or say why it cannot."""
-        try:
-            table = file.read_row_groups(list(self._whole.numbers), columns=[name], use_threads=False)
-            if table.column_names != [name] or len(table) != sum(rows for _, rows in self._whole.cuts):
-                return None
-            column = table.column(0)
-            for chunk in column.chunks:
-                if pa.types.is_dictionary(chunk.type):
-                    chunk.dictionary.validate(full=True)  # texts are UTF-8
-        except (pa.ArrowException, OSError, ValueError):
-            return None
-        return column
-
-    def _type(self, name: str, column: pa.ChunkedArray) -> None:
-        """Take a column into the blocks."""
-        if pa.types.is_dictionary(column.type):
-            pieces = [DictionaryPiece.of(chunk) for chunk in column.chunks]
-            for number, (begin, (_, rows)) in enumerate(zip(self._begins, self.cuts, strict=True)):
-                self._add(name, number, dictionary_column(pieces, begin, rows))
-            return
-        series = pl.Series(pl.from_arrow(column, rechunk=False))
+    def _texts(self, file: pq.ParquetFile, name: str) -> Iterator[tuple[int, RawColumn]]:
+        """A column of texts, for each cut."""
+        table = file.read_row_groups(list(self._whole.numbers), columns=[name], use_threads=False)
+        column = _only(table, name)
+        pieces = []
+        for chunk in column.chunks:
+            chunk.dictionary.validate(full=True)  # texts are UTF-8
+            pieces.append(DictionaryPiece.of(chunk))
         for number, (begin, (_, rows)) in enumerate(zip(self._begins, self.cuts, strict=True)):
-            self._add(name, number, series.slice(begin, rows))
+            yield number, dictionary_column(pieces, begin, rows)
+
+    def _numbers(self, file: pq.ParquetFile, name: str) -> Iterator[tuple[int, pl.Series]]:
+        """A column of numbers, for each cut: one is done with before the next is read."""
+        most = max(rows for _, rows in self._whole.cuts)
+        batches = file.iter_batches(
+            batch_size=most, row_groups=list(self._whole.numbers), columns=[name], use_threads=False
+        )
+        held: Any = pa.array([])
+        first = 0  # row of the groups at which it begins
+        for number, (begin, (_, rows)) in enumerate(zip(self._begins, self.cuts, strict=True)):
+            pieces, at, end = [], begin, begin + rows
+            while at < end:
+                if at >= first + len(held):
+                    first += len(held)
+                    held = _only(next(batches, None), name)
+                    continue
+                pieces.append(held.slice(at - first, end - at))
+                at += len(pieces[-1])
+            yield number, pl.Series(pl.from_arrow(pa.chunked_array(pieces), rechunk=False))
 
     def _add(self, name: str, number: int, source: pl.Series | RawColumn) -> None:
         for item in self.fields:
@@ -283,12 +283,20 @@ class _Texts:
         return str(self._rows.row(row))[:TEXT_CUT]
 
 
-def _plain(field: pa.Field) -> bool:
-    kind = field.type
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind)
-        or pa.types.is_boolean(kind) or _textual(kind)
-    )  # fmt: skip
+class _OtherColumn(Exception):
+    """Of a type that is for Polars to read, or not what was asked for."""
+
+
+def _only(found: pa.Table | pa.RecordBatch | None, name: str) -> Any:
+    """The one column of what a reader gave."""
+    if found is None or found.schema.names != [name]:
+        raise _OtherColumn
+    kind = found.schema.field(0).type
+    texts = pa.types.is_dictionary(kind) and kind.index_type == pa.int32() and _textual(kind.value_type)
+    if not (texts or pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind)
+            or pa.types.is_boolean(kind)):  # fmt: skip
+        raise _OtherColumn
+    return found.column(0)
 
 
 def _textual(kind: pa.DataType) -> bool:
