@@ -1,7 +1,8 @@
-"""Loops over D dense columns [n], NaN where missing: what rows teach, and what the model sees of them.
+"""Loops over D dense columns [n], with values that may be missing: what rows teach, and what the model sees of them.
 
-A column is float64, or float32 where that holds all its values. Rows go by in tiles, of which all columns stay in the
-processor's cache; a loop takes all columns of a tile, as it takes longer to call one than to go through a column's.
+A column is of the narrowest type that holds all its values: uint8, where 255 is missing, uint16, where 65535 is, or
+float32 or float64, where NaN is. Rows go by in tiles, of which all columns stay in the processor's cache; a loop takes
+all columns of a tile, as it takes longer to call one than to go through a column's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 from llvmlite import ir
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from stoker.data.exact_sums import add_values, no_values, room
 
@@ -20,6 +21,8 @@ __all__ = [
     "DIGITS",
     "STRIPE",
     "TILE",
+    "TYPES",
+    "Columns",
     "Order",
     "bracketed",
     "count_digits",
@@ -28,6 +31,8 @@ __all__ = [
     "narrowed",
     "present_sums",
     "tiles",
+    "values_of",
+    "whole_narrowed",
     "write_stripe",
     "write_tile",
 ]
@@ -38,6 +43,7 @@ _SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 TILE = 2**13  # rows whose logarithms are taken together
 DIGITS = 2**16  # counters of one digit of a float64
 _SIGN = np.uint64(2**63)
+TYPES = (np.uint8, np.uint16, np.float32, np.float64)  # of columns; their places here tell kernels which one it is
 
 
 def _as_pointer(typingctx: Any, address: Any) -> Any:
@@ -63,12 +69,33 @@ class Columns:
     def __init__(self, raw: Sequence[Any]) -> None:
         self._held = [_plain(column) for column in raw]  # what the addresses are of
         self.addresses = np.array([column.__array_interface__["data"][0] for column in self._held], np.uintp)
-        self.wide = np.array([column.dtype == np.float64 for column in self._held], np.bool_)
+        self.types = np.array([TYPES.index(column.dtype.type) for column in self._held], np.int64)
         self.rows = len(self._held[0]) if self._held else 0
 
 
 def _plain(column: Any) -> Any:
-    return np.ascontiguousarray(column, None if column.dtype in (np.float32, np.float64) else np.float64)
+    return np.ascontiguousarray(column, None if column.dtype.type in TYPES else np.float64)
+
+
+def values_of(column: Any) -> Any:
+    """A column [n] of any type, or some rows of one, as float64, NaN where missing."""
+    found = column.astype(np.float64)
+    if column.dtype.kind == "u":
+        found[column == np.iinfo(column.dtype).max] = np.nan
+    return found
+
+
+def _number(x: Any) -> Any:
+    """An element of a column as float64, NaN where missing."""
+    raise NotImplementedError
+
+
+@overload(_number)
+def _number_of(x):  # type: ignore[no-untyped-def]
+    if not isinstance(x, nb.types.Integer):
+        return lambda x: np.float64(x)
+    missing = x.maxval
+    return lambda x: np.nan if x == missing else np.float64(x)
 
 
 @_jit
@@ -85,7 +112,7 @@ def stretches(rows, first, stop):  # type: ignore[no-untyped-def]
 
 @_jit
 def _clipped(x, fill, low, high, more):  # type: ignore[no-untyped-def]
-    x = np.float64(x)
+    x = _number(x)
     x = fill if np.isnan(x) else x
     x = low if x < low else x
     return (high if x > high else x) + more
@@ -118,33 +145,38 @@ def _flagged(column, rows, first, stop, out):  # type: ignore[no-untyped-def]
     """out[i] = 1 where column[rows[i]] is missing, else 0. As :func:`_filled`."""
     if first.size * _SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
-            out[i] = np.isnan(column[np.uint64(rows[i])])
+            out[i] = np.isnan(_number(column[np.uint64(rows[i])]))
         return
     at = np.uint64(0)
     for s in range(first.size):
         begin = np.uint64(first[s])
         count = np.uint64(stop[s]) - begin
         for i in range(count):
-            out[at + i] = np.isnan(column[begin + i])
+            out[at + i] = np.isnan(_number(column[begin + i]))
         at += count
 
 
 @_jit
-def _fill_tile(addresses, wide, n, rows, first, stop, steps, fills, order, flags, tile):  # type: ignore[no-untyped-def]
+def _fill_rows(column, rows, first, stop, step, fill, row, flags, tile):  # type: ignore[no-untyped-def]
+    _filled(column, rows, first, stop, step, fill, tile[row])
+    if flags >= 0:
+        _flagged(column, rows, first, stop, tile[flags])
+
+
+@_jit
+def _fill_tile(addresses, types, n, rows, first, stop, steps, fills, order, flags, tile):  # type: ignore[no-untyped-def]
     """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it; tile[flags[c], i]: its flag,
     if flags[c] is not -1."""
     for c in range(addresses.size):
-        pointer, out = _pointer(addresses[c]), tile[order[c]]
-        if wide[c]:
-            column64 = _carray(pointer, (n,), np.float64)
-            _filled(column64, rows, first, stop, steps[c], fills[c], out)
-            if flags[c] >= 0:
-                _flagged(column64, rows, first, stop, tile[flags[c]])
+        pointer, step, fill, row, flag = _pointer(addresses[c]), steps[c], fills[c], order[c], flags[c]
+        if types[c] == 0:
+            _fill_rows(_carray(pointer, (n,), np.uint8), rows, first, stop, step, fill, row, flag, tile)
+        elif types[c] == 1:
+            _fill_rows(_carray(pointer, (n,), np.uint16), rows, first, stop, step, fill, row, flag, tile)
+        elif types[c] == 2:
+            _fill_rows(_carray(pointer, (n,), np.float32), rows, first, stop, step, fill, row, flag, tile)
         else:
-            column32 = _carray(pointer, (n,), np.float32)
-            _filled(column32, rows, first, stop, steps[c], fills[c], out)
-            if flags[c] >= 0:
-                _flagged(column32, rows, first, stop, tile[flags[c]])
+            _fill_rows(_carray(pointer, (n,), np.float64), rows, first, stop, step, fill, row, flag, tile)
 
 
 @_jit
@@ -184,6 +216,26 @@ def narrowed(column, out):  # type: ignore[no-untyped-def]
             y = np.float32(x)
             out[i] = y
             changed += (np.float64(y) != x) & (x == x)
+        if changed:
+            return False
+    return True
+
+
+@_jit
+def whole_narrowed(column, out, missing):  # type: ignore[no-untyped-def]
+    """Write the values [n] to ``out``, whole numbers of few bits whose greatest, ``missing``, stands for NaN; whether
+    each is below that and what it was, of which -0.0 is none."""
+    top = np.float64(missing)
+    for begin in range(0, column.size, 256):
+        changed = 0
+        for i in range(np.uint64(begin), np.uint64(min(begin + 256, column.size))):
+            x = np.float64(column[i])
+            absent = x != x
+            # Its bits as a whole number: of -0.0 they are negative, too.
+            fits = (x.view(np.int64) >= 0) & (x < top)
+            y = np.int32(x if fits else top)
+            out[i] = y
+            changed += (not absent) & ((not fits) | (np.float64(y) != x))
         if changed:
             return False
     return True
@@ -235,7 +287,7 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any, order: Order) -> Iterator
         tile, chosen = held[:, : stop - begin], rows[begin:stop]
         count = stretches(chosen, first, last)
         _fill_tile(
-            columns.addresses, columns.wide, columns.rows, chosen, first[:count], last[:count], steps, fills,
+            columns.addresses, columns.types, columns.rows, chosen, first[:count], last[:count], steps, fills,
             order.values, order.flags, tile,
         )  # fmt: skip
         for times, number in enumerate(order.logarithms):
@@ -277,8 +329,9 @@ def present(column, rows, out):  # type: ignore[no-untyped-def]
     """Write the values of ``rows`` that are there to the front of ``out``; how many there are."""
     count = 0
     for row in rows:
-        out[count] = column[row]
-        count += not np.isnan(column[row])
+        x = _number(column[row])
+        out[count] = x
+        count += not np.isnan(x)
     return count
 
 
@@ -290,7 +343,7 @@ def bracketed(column, rows, low, high, counts, between):  # type: ignore[no-unty
     """
     below = at_low = at_high = present = found = 0
     for i in range(rows.size):
-        x = np.float64(column[np.uint64(rows[i])]) + 0.0  # zeros of either sign are one value
+        x = _number(column[np.uint64(rows[i])]) + 0.0  # zeros of either sign are one value
         below += x < low
         at_low += x == low
         at_high += x == high
@@ -317,7 +370,7 @@ def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, b
 def digits_of(column, rows, shift, prefixes, bins):  # type: ignore[no-untyped-def]
     digit = np.uint64(shift)
     for i in range(rows.size):
-        x = np.float64(column[np.uint64(rows[i])])
+        x = _number(column[np.uint64(rows[i])])
         if np.isnan(x):
             continue
         bits = np.float64(x + 0.0).view(np.uint64)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import DIGITS, bracketed, count_digits
+from stoker.data.dense_kernels import DIGITS, bracketed, count_digits, values_of
 from stoker.ops.memory import zeros
 
 __all__ = ["Brackets", "by_digits", "select_rank"]
@@ -56,7 +56,7 @@ class Brackets:
                 strata = np.arange(each) * len(rows) // each
                 widths = np.diff(np.append(strata, len(rows)))
                 rows = rows[strata + np.random.default_rng(len(rows)).integers(0, widths)]
-            return [raw[c][rows].astype(np.float64) for c in self._columns]
+            return [values_of(raw[c][rows]) for c in self._columns]
 
         seen = list(over(look, chosen))
         for k in range(len(self._columns)):

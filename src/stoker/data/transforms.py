@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import Order, moments, narrowed, present_sums, tiles, write_tile
+from stoker.data.dense_kernels import TYPES, Order, moments, narrowed, present_sums, tiles, whole_narrowed, write_tile
 from stoker.data.exact_sums import COUNT, add_values, mean_and_deviation, no_values, room, times
 from stoker.data.medians import Brackets, by_digits
 from stoker.data.ordered import ordered_map
@@ -22,6 +22,7 @@ from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
 __all__ = ["DenseFit", "DenseSteps", "compact", "dense_values", "fit_dense"]
 
 Array = npt.NDArray[Any]
+_LOOK = 256  # values of a piece that say which type to try first
 P = TypeVar("P")
 R = TypeVar("R")
 Raw = Sequence[Array]  # D columns [n]
@@ -29,19 +30,40 @@ RowsOf = Callable[[P, Callable[[Raw, Array], R]], R]  # calls with the raw colum
 
 
 def compact(pieces: Sequence[Array], arena: Arena) -> Array:
-    """A float64 column [n], which may be in pieces, in ``arena``: as float32 if that holds all its values, as it does
-    whole numbers up to 2**24."""
-    rows, at = sum(map(len, pieces)), 0
-    half = arena.take(rows, np.float32)
-    for piece in pieces:
-        if not narrowed(piece, half[at : at + len(piece)]):
-            break
-        at += len(piece)
-    else:
-        return half
-    arena.give_back(half)
+    """A column [n] of float64 or float32, which may be in pieces, in ``arena``, as the first type that holds all its
+    values: uint8, whose 255 stands for NaN, uint16, whose 65535 does, float32 or float64."""
+    rows = sum(map(len, pieces))
+    for dtype in TYPES[_first_try(pieces) : -1]:
+        column = arena.take(rows, dtype)
+        if _narrowed(pieces, column):
+            return column
+        arena.give_back(column)
     whole = arena.take(rows, np.float64)
     return np.concatenate(pieces, out=whole)
+
+
+def _first_try(pieces: Sequence[Array]) -> int:
+    """The first type that holds some of the values, as its place among all."""
+    found = 0
+    for piece in pieces:
+        some = np.ascontiguousarray(piece[:: len(piece) // _LOOK + 1], np.float64)
+        while found < len(TYPES) - 1 and not _narrowed([some], np.empty(len(some), TYPES[found])):
+            found += 1
+    return found
+
+
+def _narrowed(pieces: Sequence[Array], column: Array) -> bool:
+    """Write pieces to a column; whether its type holds all of them, else it is written in part."""
+    at = 0
+    for piece in pieces:
+        part = column[at : at + len(piece)]
+        at += len(piece)
+        if column.dtype.kind == "u":
+            if not whole_narrowed(piece, part, np.int64(np.iinfo(column.dtype).max)):
+                return False
+        elif not narrowed(piece, part):
+            return False
+    return True
 
 
 def dense_values(
@@ -57,7 +79,7 @@ def dense_values(
 
     Args:
         columns: D of them.
-        raw: as many, float64 or float32.
+        raw: as many, of a type that :func:`compact` gives.
         fit: what columns learned; needed where one is fitted.
         rows: which rows, m; None: all.
         out, at: write to rows ``at`` and on of this array instead.
