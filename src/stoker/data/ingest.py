@@ -92,8 +92,7 @@ class Source:
     def stretches(self, block_bytes: int, threads: int) -> Iterator[Stretch]:
         """What is read at a time, on so many threads."""
         if self.kind == "parquet":
-            most = min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1))
-            found = parquet_groups(self.path, most, threads)
+            found = self._groups(threads)
             per_row = self.path.stat().st_size / max(sum(rows for one in found for _, rows in one.cuts), 1)
             number = 0
             for one in found:
@@ -103,6 +102,13 @@ class Source:
             return
         for block in line_blocks(self.path, block_bytes=block_bytes):
             yield Stretch(self, [(block.number, block.size)], _TextReader(self, block))
+
+    def waits(self, threads: int) -> bool:
+        """Whether Polars reads it, on threads of its own, for which one of ours then waits."""
+        return self.kind == "parquet" and any(one.footer is None for one in self._groups(threads))
+
+    def _groups(self, threads: int) -> list[RowGroups]:
+        return parquet_groups(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)), threads)
 
     def read_text(self, block: LineBlock) -> Block:
         """Rows and bad lines of a block of text."""
@@ -232,8 +238,7 @@ def ingest(
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
     stretches = (one for source in sources for one in source.stretches(block_bytes, threads))
-    # Polars reads on threads of its own, for which one of ours then waits.
-    more = any(source.kind == "parquet" for source in sources)
+    more = any(source.waits(threads) for source in sources)
     with arrow_memory():
         for job, record in chain.from_iterable(ordered_map(work, stretches, threads + more)):
             number = job.source.number
