@@ -124,7 +124,7 @@ def test_row_groups_are_read_as_polars_reads_them(
     table, fields = made
     path = tmp_path_factory.mktemp("groups") / "rows.parquet"
     pq.write_table(table, path, row_group_size=group, use_dictionary=not plain)
-    by_group, by_cut = parquet_groups(path, most, 0), parquet_groups(path, most, 1000)
+    by_group, by_cut = parquet_groups(path, most, 1, 0), parquet_groups(path, most, 1, 1000)
     assert [cut for one in by_group for cut in one.cuts] == [cut for one in by_cut for cut in one.cuts]
     assert all(one.footer is not None for one in by_group)
     assert all(one.footer is None and len(one.cuts) == 1 for one in by_cut)
@@ -132,11 +132,25 @@ def test_row_groups_are_read_as_polars_reads_them(
     assert read(by_group, fields, Store(numbers)) == read(by_cut, fields)
 
 
+def test_row_groups_are_not_read_whole_where_threads_had_nothing_to_do_or_memory_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"a": np.arange(80)}), path, row_group_size=20)
+
+    def whole(columns: int, threads: int) -> bool:
+        return all(one.footer is not None for one in parquet_groups(path, 10, columns, threads))
+
+    assert whole(10, 2)
+    assert not whole(10, 3)  # four row groups
+    assert not whole(2**26, 1)
+    assert whole(2**22, 1)
+    assert not whole(2**22, 2)
+
+
 def test_only_the_wanted_parts_of_a_group(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"a": [f"{_LONG} {row // 3}" for row in range(20)]}), path, row_group_size=10)
     fields = [Field(column="a", kind="string")]
-    (first, second) = parquet_groups(path, 4, 1)
+    (first, second) = parquet_groups(path, 4, 1, 1)
     assert first.cuts == ((0, 5), (5, 5))
     assert second.cuts == ((10, 5), (15, 5))
     (block,) = second.blocks(fields, [1])
@@ -147,7 +161,7 @@ def test_two_entries_of_a_dictionary_may_be_one_text(tmp_path: Path) -> None:
     """Parts of several row groups have as many dictionaries."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"a": ["x", "y", "y", "z", "x", None]}), path, row_group_size=2)
-    (whole,) = parquet_groups(path, 6, 0)
+    (whole,) = parquet_groups(path, 6, 1, 0)
     (block,) = whole.blocks([Field(column="a", kind="string")], [0])
     (column,) = block.columns.values()
     assert column.codes is not None

@@ -108,7 +108,8 @@ class Source:
         return self.kind == "parquet" and any(one.footer is None for one in self._groups(threads))
 
     def _groups(self, threads: int) -> list[RowGroups]:
-        return parquet_groups(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)), threads)
+        columns = max(len(self.fields), 1)
+        return parquet_groups(self.path, min(PARQUET_ROWS, PARQUET_VALUES // columns), columns, threads)
 
     def read_text(self, block: LineBlock) -> Block:
         """Rows and bad lines of a block of text."""

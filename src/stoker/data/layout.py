@@ -31,8 +31,8 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
-    float64 or float32 (NaN where missing); ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n] of
+    the type that :func:`stoker.data.transforms.compact` gives it; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
     and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
     dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
     for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; and for groups

@@ -30,7 +30,8 @@ from stoker.errors import DataError
 
 __all__ = ["Room", "RowGroups", "arrow_memory", "parquet_columns", "parquet_groups", "parquet_rows"]
 
-_GROUP_ROWS, _GROUP_BYTES = 2**21, 2**28  # of a row group that is read column by column; bytes of a column
+_GROUP_BYTES = 2**28  # of a column that is read at once
+_VALUES = 2**27  # of all columns that are read at a time by all threads: a gibibyte, as parts have most narrower
 
 
 class Room(Protocol):
@@ -108,10 +109,10 @@ class RowGroups:
             yield from _Reading(self, fields, [self.cuts[number] for number in wanted], room).blocks()
 
 
-def parquet_groups(path: Path, most: int, threads: int) -> list[RowGroups]:
+def parquet_groups(path: Path, most: int, columns: int, threads: int) -> list[RowGroups]:
     """How to read a file on some threads: in parts of about ``most`` rows at most, cut at row groups where possible.
 
-    Which parts there are does not depend on the threads.
+    Which parts there are depends neither on the threads nor on how many columns are read.
     """
     try:
         footer = pq.read_metadata(path)
@@ -137,16 +138,19 @@ def parquet_groups(path: Path, most: int, threads: int) -> list[RowGroups]:
     if held:
         add(footer.num_row_groups)
     few = len(found) < 2 * threads
-    return [one for whole in found for one in (_by_cut(whole) if few or _huge(whole) else [whole])]
+    return [one for whole in found for one in (_by_cut(whole) if few or _huge(whole, columns * threads) else [whole])]
 
 
-def _huge(whole: RowGroups) -> bool:
-    """Whether a column of some row groups may not fit the memory that reading is to take."""
+def _huge(whole: RowGroups, columns: int) -> bool:
+    """Whether some row groups may not fit the memory that reading is to take, with the columns of all threads."""
     groups = [whole.footer.row_group(number) for number in whole.numbers]
-    if sum(group.num_rows for group in groups) > _GROUP_ROWS:
+    if columns * sum(group.num_rows for group in groups) > _VALUES:
         return True
-    columns = ((group.column(n) for n in range(group.num_columns)) for group in groups)
-    return any(column.total_uncompressed_size > _GROUP_BYTES for group in columns for column in group)
+    return any(
+        group.column(number).total_uncompressed_size > _GROUP_BYTES
+        for group in groups
+        for number in range(group.num_columns)
+    )
 
 
 def _by_cut(whole: RowGroups) -> list[RowGroups]:
