@@ -25,6 +25,7 @@ __all__ = [
     "Columns",
     "Order",
     "bracketed",
+    "column_at",
     "count_digits",
     "finite",
     "moments",
@@ -33,6 +34,7 @@ __all__ = [
     "tiles",
     "values_of",
     "whole_narrowed",
+    "write_missing",
     "write_stripe",
     "write_tile",
 ]
@@ -96,6 +98,12 @@ def _number_of(x):  # type: ignore[no-untyped-def]
         return lambda x: np.float64(x)
     missing = x.maxval
     return lambda x: np.nan if x == missing else np.float64(x)
+
+
+@_jit
+def column_at(address, n, dtype):  # type: ignore[no-untyped-def]
+    """The column [n] of a type at an address."""
+    return _carray(_pointer(address), (n,), dtype)
 
 
 @_jit
@@ -168,15 +176,34 @@ def _fill_tile(addresses, types, n, rows, first, stop, steps, fills, order, flag
     """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it; tile[flags[c], i]: its flag,
     if flags[c] is not -1."""
     for c in range(addresses.size):
-        pointer, step, fill, row, flag = _pointer(addresses[c]), steps[c], fills[c], order[c], flags[c]
+        address, step, fill, row, flag = addresses[c], steps[c], fills[c], order[c], flags[c]
         if types[c] == 0:
-            _fill_rows(_carray(pointer, (n,), np.uint8), rows, first, stop, step, fill, row, flag, tile)
+            _fill_rows(column_at(address, n, np.uint8), rows, first, stop, step, fill, row, flag, tile)
         elif types[c] == 1:
-            _fill_rows(_carray(pointer, (n,), np.uint16), rows, first, stop, step, fill, row, flag, tile)
+            _fill_rows(column_at(address, n, np.uint16), rows, first, stop, step, fill, row, flag, tile)
         elif types[c] == 2:
-            _fill_rows(_carray(pointer, (n,), np.float32), rows, first, stop, step, fill, row, flag, tile)
+            _fill_rows(column_at(address, n, np.float32), rows, first, stop, step, fill, row, flag, tile)
         else:
-            _fill_rows(_carray(pointer, (n,), np.float64), rows, first, stop, step, fill, row, flag, tile)
+            _fill_rows(column_at(address, n, np.float64), rows, first, stop, step, fill, row, flag, tile)
+
+
+@_jit
+def _write_missing(column, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    for i in range(first, last):
+        out[np.uint64(at + i), np.uint64(place)] = np.isnan(_number(column[np.uint64(rows[np.uint64(i)])]))
+
+
+@_jit
+def write_missing(address, kind, n, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    """out[at + i, place] = 1 where ``rows[i]`` of a column is missing, else 0, for i from ``first`` to ``last``."""
+    if kind == 0:
+        _write_missing(column_at(address, n, np.uint8), rows, first, last, out, at, place)
+    elif kind == 1:
+        _write_missing(column_at(address, n, np.uint16), rows, first, last, out, at, place)
+    elif kind == 2:
+        _write_missing(column_at(address, n, np.float32), rows, first, last, out, at, place)
+    else:
+        _write_missing(column_at(address, n, np.float64), rows, first, last, out, at, place)
 
 
 @_jit

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from stoker.data.dictionary_kernels import count_codes
 from stoker.data.encode_kernels import gather, gather_bags, write_rows
 from stoker.data.layout import Layout, feature_codes, raw_columns
-from stoker.data.memory import empty_rows
 from stoker.data.part_store import Arena, padded
 from stoker.data.parts import Part, PartFile
 from stoker.data.schema import CategoricalColumn
@@ -175,18 +174,15 @@ class Encoder:
         Args:
             slices: the pieces.
             rows_of: gives the rows of a part that belong to the split, in order.
-            memory: gives bytes for them; all that a row has lies together then, where every row has as many ids.
+            memory: gives bytes for them.
         """
         n = sum(piece.end - piece.begin for piece in slices)
         bags, width = bool(self.layout.sequences), len(self.layout.features)
-        room = memory if memory is not None and bags else _fresh
+        room = memory if memory is not None else _fresh
         shapes = ((n, len(self.layout.schema.dense_names)), n, (n if bags else 0, width))
         dense, labels, lengths = _arrays(room, zip(shapes, (np.float32, np.float32, np.int32), strict=True))
         lengths.fill(1)
         ids: Array = np.empty((0 if bags else n, width), self._id_type)
-        if memory is not None and not bags:
-            # Of the others not a page was touched.
-            ids, dense, labels = empty_rows(n, ids, dense, labels, memory=memory)
         flat: list[Array] = []
         zeros = np.zeros(width, np.int64)
         stop = 0

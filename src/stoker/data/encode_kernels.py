@@ -12,22 +12,28 @@ import numpy as np
 
 from stoker.data.dense_kernels import STRIPE, write_stripe
 
-__all__ = ["gather", "gather_bags", "write_rows"]
+__all__ = ["gather", "gather_bags", "gather_feature", "write_rows"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
 @_jit
+def gather_feature(codes, lut, base, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    """out[at + i, place] = lut[base + codes[rows[i]]], for i from ``first`` to ``last``; how many of them are 0."""
+    # Unsigned: no look at whether a place counts from the end.
+    unsigned_base, column = np.uint64(base), np.uint64(place)
+    unknown = 0
+    for i in range(first, last):
+        found = lut[unsigned_base + np.uint64(codes[np.uint64(rows[np.uint64(i)])])]
+        out[np.uint64(at + i), column] = found
+        unknown += found == 0
+    return unknown
+
+
+@_jit
 def _gather_stripe(codes, lut, bases, rows, first, last, out, at, zeros):  # type: ignore[no-untyped-def]
     for f in range(codes.shape[0]):
-        # Unsigned: no look at whether a place counts from the end.
-        feature, base = np.uint64(f), np.uint64(bases[f])
-        unknown = 0
-        for i in range(first, last):
-            found = lut[base + np.uint64(codes[feature, np.uint64(rows[np.uint64(i)])])]
-            out[np.uint64(at + i), feature] = found
-            unknown += found == 0
-        zeros[f] += unknown
+        zeros[f] += gather_feature(codes[f], lut, bases[f], rows, first, last, out, at, f)
 
 
 @_jit

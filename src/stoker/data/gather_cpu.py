@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from stoker.ops.llvm_memory import fetch_add
 from stoker.ops.native import Kernel, arguments
 
-__all__ = ["bag_offsets", "copy_bags", "copy_rows"]
+__all__ = ["bag_offsets", "copy_bags", "copy_rows", "prefetch_at", "shard_of", "word_at"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -46,7 +46,7 @@ def _copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic
-def _prefetch(typingctx: Any, address: Any) -> Any:
+def prefetch_at(typingctx: Any, address: Any) -> Any:
     """Start loading the cache line at an address, for one read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -71,7 +71,7 @@ def _int32_at(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _int64_at(typingctx: Any, address: Any) -> Any:
+def word_at(typingctx: Any, address: Any) -> Any:
     """An int64 pointer from an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -81,7 +81,7 @@ def _int64_at(typingctx: Any, address: Any) -> Any:
 
 
 @njit(nogil=True, inline="always")
-def _shard_of(row: int, starts: Int64, mean: int) -> Any:
+def shard_of(row: int, starts: Int64, mean: int) -> Any:
     """Which shard a row is in: a guess, and as many steps from there as sizes differ; without a mean a search."""
     if mean == 0:
         shard, behind = 0, len(starts) - 1
@@ -110,7 +110,7 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
         stop = min(begin + block, len(rows))
         for i in range(begin, stop):
             row = rows[i]
-            shard = _shard_of(row, starts, mean)
+            shard = shard_of(row, starts, mean)
             for kind in range(kinds):
                 scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * strides[kind]
         for i in range(begin, stop):
@@ -118,8 +118,8 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
                 for kind in range(kinds):
                     source = scratch[kind, i + _AHEAD]
                     for line in range(0, widths[kind], _LINE):
-                        _prefetch(source + line)
-                    _prefetch(source + widths[kind] - 1)
+                        prefetch_at(source + line)
+                    prefetch_at(source + widths[kind] - 1)
             for kind in range(kinds):
                 _copy(targets[kind] + i * widths[kind], scratch[kind, i], widths[kind])
 
@@ -166,17 +166,17 @@ def bag_offsets(
     offsets[0] = 0
     for i in range(len(rows)):
         row = rows[i]
-        shard = _shard_of(row, starts, mean)
+        shard = shard_of(row, starts, mean)
         if i + _AHEAD < len(rows):
             later = rows[i + _AHEAD]
-            other = _shard_of(later, starts, mean)
+            other = shard_of(later, starts, mean)
             later -= starts[other]
-            _prefetch(lengths[other] + later * features * 4)
-            _prefetch(lengths[other] + (later + 1) * features * 4 - 1)
-            _prefetch(row_offsets[other] + later * 8)
+            prefetch_at(lengths[other] + later * features * 4)
+            prefetch_at(lengths[other] + (later + 1) * features * 4 - 1)
+            prefetch_at(row_offsets[other] + later * 8)
         local = row - starts[shard]
         bags = _int32_at(lengths[shard] + local * features * 4)
-        ends = _int64_at(row_offsets[shard] + local * 8)
+        ends = word_at(row_offsets[shard] + local * 8)
         before = total
         for f in range(features):
             if bags[f] < 0:
@@ -199,7 +199,7 @@ def copy_bags(scratch: Int64, id_width: int, target: int) -> None:
         if i + _AHEAD < count:
             source = scratch[0, i + _AHEAD]
             for line in range(0, scratch[1, i + _AHEAD] * id_width, _LINE):
-                _prefetch(source + line)
+                prefetch_at(source + line)
         size = scratch[1, i] * id_width
         _copy(target, scratch[0, i], size)
         target += size

@@ -9,7 +9,7 @@ Legend: B rows of a batch, n rows held, F features, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,13 @@ def bytes_held(split: Split, rows: int, device: torch.device | None = None) -> i
     if split.in_memory and (device is None or device.type == "cpu"):
         return 0
     if split.shards and split.shards[0].lengths is None:
-        return rows * row_bytes(*_columns(split.shards[0]))[1]
+        return rows * row_bytes(*_columns(split.shards[0]))[1]  # as they are without being packed
     return -(-split.bytes * rows // max(1, len(split)))
 
 
-def _columns(shard: Shard) -> tuple[npt.NDArray[np.generic], ...]:
+def _columns(shard: Shard) -> tuple[Any, ...]:
     """What a row has, the widest type first."""
-    return shard.ids, shard.dense, shard.labels
+    return shard.tensor("ids"), shard.tensor("dense"), shard.tensor("labels")
 
 
 def hold(split: Split, rows: int, device: torch.device, *, threads: int = 1) -> Gather:
@@ -77,9 +77,9 @@ class HeldTensors:
 
     def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._device = device
-        self._dense = self._joined([shard.dense for shard in shards])
-        self._labels = self._joined([shard.labels for shard in shards])
-        self._ids = self._joined([shard.ids for shard in shards])
+        self._dense, self._labels, self._ids = (
+            self._joined([shard.tensor(name) for shard in shards]) for name in ("dense", "labels", "ids")
+        )
         self._lengths: Tensor | None = None
         if shards[0].lengths is not None:
             self._lengths = self._joined([shard.lengths for shard in shards if shard.lengths is not None])
@@ -90,12 +90,12 @@ class HeldTensors:
         for shard in shards:
             shard.release()
 
-    def _joined(self, parts: list[npt.NDArray[np.generic]]) -> Tensor:
+    def _joined(self, parts: list[Any]) -> Tensor:
         kind = torch.from_numpy(np.empty(0, parts[0].dtype)).dtype
         made = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=kind, device=self._device)
         at = 0
         for part in parts:
-            made[at : at + len(part)].copy_(torch.from_numpy(np.array(part)))
+            made[at : at + len(part)].copy_(torch.from_numpy(np.array(part[:])))
             at += len(part)
         return made
 

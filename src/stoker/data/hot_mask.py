@@ -77,15 +77,16 @@ class NumpyHotMask:
     def __call__(self, shard: Shard) -> Mask:
         """See :class:`HotMask`."""
         mask = np.empty(shard.rows, np.bool_)
-        step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
+        ids = shard.tensor("ids")
+        step = max(1, _IDS * shard.rows // max(1, ids.size))  # rows
         for start in range(0, shard.rows, step):
             stop = min(start + step, shard.rows)
             if shard.lengths is None or shard.row_offsets is None:
-                mask[start:stop] = (shard.ids[start:stop] < self._limits).all(axis=1)
+                mask[start:stop] = (ids[start:stop] < self._limits).all(axis=1)
                 continue
             ends = shard.row_offsets[start : stop + 1]
             limits = np.repeat(np.tile(self._limits, stop - start), shard.lengths[start:stop].reshape(-1))
-            cold = np.concatenate(([0], np.cumsum(shard.ids[ends[0] : ends[-1]] >= limits)))  # up to each id
+            cold = np.concatenate(([0], np.cumsum(ids[ends[0] : ends[-1]] >= limits)))  # up to each id
             mask[start:stop] = np.diff(cold[ends - ends[0]]) == 0
         return mask
 

@@ -103,14 +103,15 @@ def table_ids(shard: Shard, schema: FeatureSpec, table: str) -> Iterator[tuple[n
         Ids [L] and their rows in the shard [L].
     """
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
-    step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
+    ids = shard.tensor("ids")
+    step = max(1, _IDS * shard.rows // max(1, ids.size))  # rows
     for start in range(0, shard.rows, step):
         stop = min(start + step, shard.rows)
         if shard.lengths is None or shard.row_offsets is None:
-            yield shard.ids[start:stop, places].reshape(-1), np.repeat(np.arange(start, stop), len(places))
+            yield ids[start:stop][:, places].reshape(-1), np.repeat(np.arange(start, stop), len(places))
             continue
         lengths = shard.lengths[start:stop]
         feature = np.repeat(np.tile(np.arange(lengths.shape[1], dtype=np.int16), stop - start), lengths.reshape(-1))
         mine = np.isin(feature, places)
         row = np.repeat(np.arange(start, stop), lengths.sum(axis=1, dtype=np.int64))
-        yield shard.ids[shard.row_offsets[start] : shard.row_offsets[stop]][mine], row[mine]
+        yield ids[shard.row_offsets[start] : shard.row_offsets[stop]][mine], row[mine]

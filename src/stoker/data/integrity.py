@@ -131,9 +131,10 @@ def check_ids(shard: Shard, schema: FeatureSpec) -> None:
         return
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
     # Read as unsigned numbers, negative ids are too large as well: one comparison finds both.
-    unsigned = np.dtype(f"u{shard.ids.itemsize}")
+    held = shard.tensor("ids")
+    unsigned = np.dtype(f"u{held.itemsize}")
     bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
-    step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
+    step = max(1, _IDS * shard.rows // max(1, held.size))  # rows
     for start in range(0, shard.rows, step):
         outside = _first_outside(shard, start, min(start + step, shard.rows), bounds)
         if outside is not None:
@@ -151,11 +152,12 @@ def _first_outside(
 ) -> tuple[int, int, int] | None:
     """Row, feature and value of the first id of rows [start, stop) that reaches its feature's bound."""
     if shard.lengths is None or shard.row_offsets is None:
-        ids = shard.ids[start:stop].view(bounds.dtype)
+        found = shard.tensor("ids")[start:stop]
+        ids = found.view(bounds.dtype)
         if (ids.max(axis=0) < bounds).all():
             return None
         row, column = np.argwhere(ids >= bounds)[0].tolist()
-        return start + row, column, int(shard.ids[start + row, column])
+        return start + row, column, int(found[row, column])
     _check_lengths(shard, start, stop)
     first = int(shard.row_offsets[start])
     ids = shard.ids[first : shard.row_offsets[stop]].view(bounds.dtype)

@@ -31,12 +31,12 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n] of
-    the type that :func:`stoker.data.transforms.compact` gives it; ``codes`` [F1, n] uint32 of the one-hot features; ``codes.<i>`` [L]
-    and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and ``ends.<i>``, its
-    dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and have none);
-    for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary; and for groups
-    ``codes.group`` [n] with its dictionary (0: none).
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n]
+    of the type that :func:`stoker.data.transforms.compact` gives it; ``codes`` [F1, n] uint32 of the one-hot
+    features; ``codes.<i>`` [L] and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and
+    ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and
+    have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary;
+    and for groups ``codes.group`` [n] with its dictionary (0: none).
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:

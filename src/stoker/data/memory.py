@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -21,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.files import PASSING
+from stoker.data.packed import PackedShard, Packing, padded
 from stoker.data.shards import Shard, ShardFile
 from stoker.errors import DataError
 
-__all__ = ["Home", "empty_rows", "home_of", "padded", "row_bytes"]
+__all__ = ["Home", "empty_rows", "home_of", "row_bytes"]
 
 _PREFIX, _LOCK = "stoker-dataset-", ".lock"
-_ALIGN = 32  # bytes; rows held together begin at multiples of it
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 
 
@@ -61,9 +60,15 @@ class Home:
             array.flags.writeable = False
         self.pieces.setdefault(split, []).append(Shard(path=self.path / split, rows=len(arrays["labels"]), **arrays))
 
+    def keep_packed(self, split: str, packing: Packing, records: npt.NDArray[np.uint8]) -> None:
+        """Take the next rows of a split, packed."""
+        records.flags.writeable = False
+        piece = PackedShard(path=self.path / split, packing=packing, records=records)
+        self.pieces.setdefault(split, []).append(piece)
+
     def file(self, split: str, first: int, rows: int) -> ShardFile:
         """The file of a shard with the rows [first, first + rows) of a split."""
-        found: dict[str, list[npt.NDArray[Any]]] = {}
+        found: dict[str, list[Any]] = {}
         start = 0
         for piece in self.pieces[split]:
             begin, end = max(first - start, 0), min(first + rows - start, piece.rows)
@@ -77,8 +82,11 @@ class Home:
         return ShardFile(found)
 
 
-def _cut(piece: Shard, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:
+def _cut(piece: Shard, begin: int, end: int) -> dict[str, Any]:
     """The tensors of the rows [begin, end) of a piece, without its ``row_offsets``."""
+    if isinstance(piece, PackedShard):
+        some = piece.cut(begin, end)
+        return {name: some.tensor(name) for name in ("dense", "ids", "labels")}
     found = {name: array[begin:end] for name, array in piece.arrays.items()}
     if piece.row_offsets is not None:
         del found["row_offsets"]
@@ -135,21 +143,13 @@ def row_bytes(*arrays: npt.NDArray[Any]) -> tuple[list[int], int]:
     return widths, padded(sum(widths))
 
 
-def padded(size: int) -> int:
-    """Bytes that a row takes with others, of which it needs ``size``."""
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def empty_rows(
-    rows: int, *like: npt.NDArray[Any], memory: Callable[[int], npt.NDArray[np.uint8]] | None = None
-) -> list[npt.NDArray[Any]]:
+def empty_rows(rows: int, *like: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     """Arrays [rows, ...] of the types and widths of others, in which all that a row has lies together.
 
-    Scattered rows then touch half as many cache lines. Give the widest type first. ``memory`` gives bytes.
+    Scattered rows then touch half as many cache lines. Give the widest type first.
     """
     widths, size = row_bytes(*like)
-    block = np.empty(rows * size, np.uint8) if memory is None else memory(rows * size)
-    records, at = block.reshape(rows, size), 0
+    records, at = np.empty((rows, size), np.uint8), 0
     made = []
     for array, width in zip(like, widths, strict=True):
         column = records[:, at : at + width].view(array.dtype)

@@ -20,8 +20,9 @@ from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.layout import Layout
 from stoker.data.like import FEATURES
-from stoker.data.memory import Home, padded
+from stoker.data.memory import Home
 from stoker.data.ordered import ordered_map
+from stoker.data.pack import Packer
 from stoker.data.parquet import parquet_rows
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
@@ -74,12 +75,19 @@ class _Publisher:
     def run(self) -> dict[str, Any]:
         encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
         counts = self._table_counts(encoder)
-        self._check_room()
+        home = self.task.home
+        packer = None
+        if home is not None and not self.layout.sequences:
+            packer = Packer(
+                encoder, self.fitting.parts, self.fitting.open, self.fitting.dense,
+                {name: record["rows"] for name, record in self.fitting.tables.items()}, wide=self._wide,
+                threads=self.task.threads,
+            )  # fmt: skip
+        self._check_room(packer)
         with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
             # One thread has to look at all rows for the groups; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
-            home = self.task.home
-            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, home)
+            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, packer, home)
             return self._finish(counts, found, groups.result() if groups is not None else None)
 
     def _write_shards(self, encoder: Encoder) -> _Written:
@@ -107,23 +115,30 @@ class _Publisher:
             self._report(found.rows)
         return found
 
-    def _keep_rows(self, encoder: Encoder, home: Home) -> _Written:
+    def _keep_rows(self, encoder: Encoder, packer: Packer | None, home: Home) -> _Written:
         """Encode all rows into memory, that of the parts as far as it goes: a part's rows take no more than it did."""
         parts = self.task.parts
+
+        def encode(part: PartRows, split: int, rows: int) -> tuple[Any, int, list[list[int]]]:
+            if packer is not None:
+                return packer.pack(part, self._rows_of(split)(part), parts.memory)
+            return encoder.encode([Slice(part=part, begin=0, end=rows)], self._rows_of(split), memory=parts.memory)
 
         def work(part: PartRows) -> list[tuple[int, int, Any]]:
             made = []
             for split in range(3):
                 if rows := int(self.fitting.sizes[part.index, split]):
-                    piece = Slice(part=part, begin=0, end=rows)
-                    made.append((split, rows, encoder.encode([piece], self._rows_of(split), memory=parts.memory)))
+                    made.append((split, rows, encode(part, split, rows)))
             parts.release(self.fitting.blocks[part.index].path)
             return made
 
         found = _Written(self.layout)
         for made in ordered_map(work, self.fitting.parts, self.task.threads):
             for split, rows, (arrays, positives, unknown) in made:
-                home.keep(SPLITS[split], arrays)
+                if packer is not None:
+                    home.keep_packed(SPLITS[split], packer.packing, arrays)
+                else:
+                    home.keep(SPLITS[split], arrays)
                 found.add(SPLITS[split], rows, positives, unknown)
             self._report(found.rows)
         for split, name in enumerate(SPLITS):
@@ -175,13 +190,13 @@ class _Publisher:
             rows //= 2
         return rows
 
-    def _check_room(self) -> None:
+    def _check_room(self, packer: Packer | None) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
         per_row = self._row_bytes()
         whole = int(rows * per_row) + self._group_bytes(rows)
         if self.task.home is not None:
-            if not self.layout.sequences:
-                whole = rows * padded(int(per_row))
+            if packer is not None:
+                whole = rows * packer.packing.size
             free_memory = available_memory()
             if free_memory is not None and whole > free_memory:
                 raise DataError(

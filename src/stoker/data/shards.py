@@ -95,10 +95,10 @@ class ShardFile:
     """The file of a shard.
 
     Args:
-        tensors: by name, each in pieces that follow each other.
+        tensors: by name, each in pieces that follow each other: arrays, or what gives arrays of some of its rows.
     """
 
-    def __init__(self, tensors: Mapping[str, Sequence[npt.NDArray[Any]]]) -> None:
+    def __init__(self, tensors: Mapping[str, Sequence[Any]]) -> None:
         # Wide types first keeps every tensor aligned without gaps, which the format forbids.
         order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
         self._tensors = [tensors[name] for name in order]
@@ -182,6 +182,10 @@ class Shard:
         """The tensors by name."""
         found = {name: getattr(self, name) for name in ("dense", "ids", "labels", "lengths", "row_offsets")}
         return {name: array for name, array in found.items() if array is not None}
+
+    def tensor(self, name: str) -> Any:
+        """A tensor by name: an array, or what makes one of those of its rows that are asked for."""
+        return getattr(self, name)
 
     def will_need(self, start: int, stop: int) -> None:
         """Nothing: the rows are there."""

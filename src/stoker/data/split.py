@@ -212,9 +212,10 @@ class Split:
         row %= self.rows
         number = bisect.bisect_right(self.starts, row) - 1
         shard, local = self.shards[number], row - self.starts[number]
-        item = {"dense": torch.tensor(shard.dense[local]), "labels": torch.tensor(shard.labels[local])}
+        here = slice(local, local + 1)
+        item = {name: torch.tensor(shard.tensor(name)[here][0]) for name in ("dense", "labels")}
         if shard.lengths is None or shard.row_offsets is None:
-            return item | {"ids": torch.tensor(shard.ids[local])}
+            return item | {"ids": torch.tensor(shard.tensor("ids")[here][0])}
         begin, end = shard.row_offsets[local : local + 2]
         return item | {
             "ids": torch.tensor(shard.ids[begin:end]),

@@ -144,6 +144,7 @@ class AccessLog:
         self._limits = self.sizes[self.tables]
         self._one_hot = schema.one_hot
         self._kernels = kernels()
+        self._ids: npt.NDArray[np.integer] | None = None  # of the shard that is being counted
 
     def strata(self, sample: Sample, advance: Advance = _silent) -> Int64:
         """Accesses by group, table and stratum of :func:`strata_edges`, [G, Z, J].
@@ -230,10 +231,13 @@ class AccessLog:
                 done += int(sizes[end - 1]) - before
                 first = end
                 advance(done, sample.rows)
+            self._ids = None
             shard.release()
 
     def _count(self, shard: Shard, kernel: Callable[..., int], arguments: list[tuple[Any, ...]]) -> None:
-        data = (shard.ids,) if self._one_hot else (shard.ids, shard.lengths, shard.row_offsets)
+        if self._ids is None:  # which may have to be unpacked
+            self._ids = shard.ids
+        data = (self._ids,) if self._one_hot else (self._ids, shard.lengths, shard.row_offsets)
         if any(row >= 0 for row in team(len(arguments)).run(kernel, [data + rest for rest in arguments])):
             self._split.check_ids()  # names the shard, the row, the feature and the id
             raise DataError(f"{shard.path} changed while it was read. Run the command again.")
