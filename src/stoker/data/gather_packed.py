@@ -66,9 +66,8 @@ class PackedGather:
         for name in self._names:
             row, dtype = self._packing.kind(name)
             tensors[name] = allocate(name, (count, *row), torch_type(dtype))
-        nothing = np.empty((0, 0), np.float32)
-        dense = tensors["dense"].numpy() if "dense" in tensors else nothing
-        labels = tensors["labels"].numpy() if "labels" in tensors else nothing[0:0, 0]
+        dense = tensors["dense"].numpy() if "dense" in tensors else np.empty((0, 0), np.float32)
+        labels = tensors["labels"].numpy() if "labels" in tensors else np.empty(0, np.float32)
         scratch = np.empty((max(1, self._threads), STRIPE, self._packing.size), np.uint8)
         views = [scratch.view(dtype) for dtype in (np.uint8, np.uint16, np.int32, np.int64, np.float32)]
         unpack_rows.run(

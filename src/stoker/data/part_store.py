@@ -63,6 +63,13 @@ def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+def _aligned(size: int) -> Array:
+    """So many bytes, not cleared, that begin where a line of cache does: rows of one then lie in one."""
+    block = np.empty(size + ALIGN, np.uint8)
+    begin = -block.ctypes.data % ALIGN
+    return block[begin : begin + size]
+
+
 class _HeldPart(Part):
     """A part in memory."""
 
@@ -117,7 +124,7 @@ class PartStore:
                 if len(block) >= size:
                     return Arena(self._arenas.pop(place))
             self._arenas.clear()  # too small: no more memory than there are threads
-        return Arena(np.empty(size, np.uint8))
+        return Arena(_aligned(size))
 
     def write(self, path: Path, arrays: Mapping[str, Array], arena: Arena) -> dict[str, Any]:
         """Keep arrays as the part ``path``; returns what its step's record must say of it."""
@@ -155,7 +162,7 @@ class PartStore:
         with self._lock:
             place = bisect_left(self._free, size, key=len)
             if place == len(self._free):
-                return np.empty(size, np.uint8)
+                return _aligned(size)
             block = self._free.pop(place)
             rest = block[padded(size) :]
             if len(rest):
