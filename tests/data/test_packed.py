@@ -36,7 +36,8 @@ STEPS = [(), ("log1p",), ("log1p", "log1p"), ("zscore",), ("log1p", "zscore"), (
 def logs(draw: Any) -> tuple[Schema, pl.DataFrame]:
     """A schema, and a log whose columns are of other types in other parts of it."""
     rows = draw(st.integers(3, 120))
-    dense, data = [], {"label": draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))}
+    labels = st.sampled_from(draw(st.sampled_from([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0, -0.0]])))
+    dense, data = [], {"label": draw(st.lists(labels, min_size=rows, max_size=rows))}
     data["split"] = [
         "train",
         *draw(st.lists(st.sampled_from(["train", "valid"]), min_size=rows - 1, max_size=rows - 1)),
