@@ -116,7 +116,7 @@ class _Publisher:
         return found
 
     def _keep_rows(self, encoder: Encoder, packer: Packer | None, home: Home) -> _Written:
-        """Encode all rows into memory, that of the parts as far as it goes: a part's rows mostly take less than it did."""
+        """Encode all rows into memory, that of the parts as far as it goes: its rows mostly take less."""
         parts = self.task.parts
 
         def encode(part: PartRows, split: int, rows: int) -> tuple[Any, int, list[list[int]]]:
