@@ -16,10 +16,10 @@ from prepared import digests
 import stoker
 from stoker.data import publish
 from stoker.data.gather import NumbaGather, NumpyGather, make_gather
-from stoker.data.gather_packed import PackedGather
+from stoker.data.gather_packed import PackedGather, QuickTensor
 from stoker.data.held import HeldTensors, bytes_held
 from stoker.data.memory import home_of
-from stoker.data.packed import Field, PackedShard, Packing
+from stoker.data.packed import TENSORS, Field, PackedShard, PackedTensor, Packing
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
 from stoker.data.shards import Shard
 from stoker.errors import DataError
@@ -162,8 +162,14 @@ def test_every_record_is_read_by_its_definition(
     wanted = draw.integers(0, rows, batch)
     for only in (False, True):
         theirs = NumbaGather(plain, starts, ids_only=only)(wanted, fresh)
-        same_bits(PackedGather(shards, starts, ids_only=only, threads=threads)(wanted, fresh), theirs)
+        names = ("ids",) if only else TENSORS
+        same_bits(PackedGather(packing, pieces, starts, names=names, threads=threads)(wanted, fresh), theirs)
         same_bits(NumpyGather(shards, starts, ids_only=only)(wanted, fresh), theirs)
+    for name in TENSORS:
+        quick, slow = QuickTensor(packing, records, name), PackedTensor(packing, records, name)
+        assert (len(quick), quick.shape, quick.dtype) == (rows, slow[:].shape, slow[:].dtype)
+        for some in (slice(*cut), slice(None), slice(rows, None), slice(0, rows, 3), wanted):
+            np.testing.assert_array_equal(quick[some], slow[some])
 
 
 def test_what_a_record_takes(tmp_path: Path) -> None:

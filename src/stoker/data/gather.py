@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.data.packed import PackedShard
+from stoker.data.packed import TENSORS, PackedShard
 from stoker.data.shards import Shard
 from stoker.errors import DataError
 
@@ -47,8 +47,9 @@ def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = 
     except ImportError:
         return NumpyGather(shards, starts, ids_only=ids_only)
     packed = [shard for shard in shards if isinstance(shard, PackedShard)]
-    if len(packed) == len(shards):
-        return PackedGather(packed, starts, ids_only=ids_only, threads=threads)
+    if packed:  # then all are
+        records, names = [shard.records for shard in packed], ("ids",) if ids_only else TENSORS
+        return PackedGather(packed[0].packing, records, starts, names=names, threads=threads)
     return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)
 
 

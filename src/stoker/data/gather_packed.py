@@ -12,13 +12,14 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from stoker.data.gather import Allocate, Int64, mean_rows, torch_type
 from stoker.data.gather_packed_cpu import BLOCK, STRIPE, unpack_rows
-from stoker.data.packed import Field, PackedShard
+from stoker.data.packed import TENSORS, Array, Field, PackedTensor, Packing, Records
 
-__all__ = ["PackedGather"]
+__all__ = ["PackedGather", "QuickTensor"]
 
 _TYPES = (np.uint8, np.uint16, np.int32, np.int64)
 
@@ -27,20 +28,21 @@ class PackedGather:
     """A :class:`stoker.data.gather.Gather` of packed rows; releases the interpreter lock while it unpacks.
 
     Args:
-        shards: whose records are alike.
+        packing: of the records.
+        shards: the records [n, R] of each.
         starts: [S + 1] first row of each.
-        ids_only: without dense columns and labels.
+        names: of the tensors that are wanted.
         threads: torch's, where they are more than one.
     """
 
     def __init__(
-        self, shards: Sequence[PackedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1
-    ) -> None:
-        self._shards, self._starts, self._threads = shards, np.asarray(starts, np.int64), threads
+        self, packing: Packing, shards: Sequence[Records], starts: Sequence[int], *, names: Sequence[str] = TENSORS,
+        threads: int = 1,
+    ) -> None:  # fmt: skip
+        self._packing, self._shards, self._names, self._threads = packing, shards, names, threads
+        self._starts = np.asarray(starts, np.int64)
         self._mean = mean_rows(self._starts)
-        self._sources = np.array([shard.records.ctypes.data for shard in shards], np.int64)
-        self._packing = packing = shards[0].packing
-        self._names = ("ids",) if ids_only else ("dense", "ids", "labels")
+        self._sources = np.array([records.ctypes.data for records in shards], np.int64)
         fields = [field for field in packing.fields if field.tensor in self._names]
         tables = [field.table for field in fields if field.table is not None]
         begins = dict(zip(map(id, tables), accumulate(map(len, tables), initial=0), strict=False))
@@ -66,16 +68,34 @@ class PackedGather:
         for name in self._names:
             row, dtype = self._packing.kind(name)
             tensors[name] = allocate(name, (count, *row), torch_type(dtype))
-        dense = tensors["dense"].numpy() if "dense" in tensors else np.empty((0, 0), np.float32)
-        labels = tensors["labels"].numpy() if "labels" in tensors else np.empty(0, np.float32)
+        # Of a tensor that is not wanted, no field is either.
+        dense, ids, labels = (
+            tensors[name].numpy() if name in tensors else np.empty([0] * axes, self._packing.kind(name)[1])
+            for name, axes in (("dense", 2), ("ids", 2), ("labels", 1))
+        )
         scratch = np.empty((max(1, self._threads), STRIPE, self._packing.size), np.uint8)
         views = [scratch.view(dtype) for dtype in (np.uint8, np.uint16, np.int32, np.int64, np.float32)]
         unpack_rows.run(
             np.ascontiguousarray(rows), self._starts, self._mean, self._sources, self._packing.size, self._tables,
-            *self._fields, dense, tensors["ids"].numpy(), labels, *views, np.empty(count, np.int64),
+            *self._fields, dense, ids, labels, *views, np.empty(count, np.int64),
             np.zeros(1, np.int64), BLOCK, threads=max(1, min(self._threads, count // BLOCK)),
         )  # fmt: skip
         return tensors
+
+
+class QuickTensor(PackedTensor):
+    """A :class:`stoker.data.packed.PackedTensor` that unpacks rows which follow each other by Numba."""
+
+    def __getitem__(self, rows: slice | Array) -> Array:
+        if not isinstance(rows, slice):
+            return super().__getitem__(rows)
+        gather = PackedGather(self.packing, [self.records], [0, len(self)], names=[self.name])
+        found: Array = gather(np.arange(*rows.indices(len(self))), _fresh)[self.name].numpy()
+        return found
+
+
+def _fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _numbers(found: Sequence[tuple[int, ...]], width: int) -> Int64:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.files import PASSING
-from stoker.data.packed import PackedShard, Packing, padded
+from stoker.data.packed import TENSORS, PackedShard, Packing, padded
 from stoker.data.shards import Shard, ShardFile
 from stoker.errors import DataError
 
@@ -85,8 +85,9 @@ class Home:
 def _cut(piece: Shard, begin: int, end: int) -> dict[str, Any]:
     """The tensors of the rows [begin, end) of a piece, without its ``row_offsets``."""
     if isinstance(piece, PackedShard):
-        some = piece.cut(begin, end)
-        return {name: some.tensor(name) for name in ("dense", "ids", "labels")}
+        from stoker.data.gather_packed import QuickTensor  # needs Numba, as the preparation that made the rows does
+
+        return {name: QuickTensor(piece.packing, piece.records[begin:end], name) for name in TENSORS}
     found = {name: array[begin:end] for name, array in piece.arrays.items()}
     if piece.row_offsets is not None:
         del found["row_offsets"]

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from stoker.data.shards import Shard
 
-__all__ = ["Field", "PackedShard", "PackedTensor", "Packing", "padded"]
+__all__ = ["TENSORS", "Field", "PackedShard", "PackedTensor", "Packing", "padded"]
 
 Array = npt.NDArray[Any]
 Records = npt.NDArray[np.uint8]  # [n, R]
+TENSORS = ("dense", "ids", "labels")
 _ALIGN = 32  # bytes; records, and rows held together, begin at multiples of it
 
 
@@ -102,7 +103,7 @@ class PackedTensor:
     """
 
     def __init__(self, packing: Packing, records: Records, name: str) -> None:
-        self._packing, self._records, self._name = packing, records, name
+        self.packing, self.records, self.name = packing, records, name
         row, self.dtype = packing.kind(name)
         self.shape = (len(records), *row)
         self.size = prod(self.shape)
@@ -113,7 +114,7 @@ class PackedTensor:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | Array) -> Array:
-        return self._packing.unpack(self._records[rows], self._name)
+        return self.packing.unpack(self.records[rows], self.name)
 
 
 class PackedShard(Shard):
@@ -152,7 +153,3 @@ class PackedShard(Shard):
     def tensor(self, name: str) -> Any:
         """A tensor by name, of which nothing is made yet."""
         return PackedTensor(self.packing, self.records, name)
-
-    def cut(self, begin: int, end: int) -> PackedShard:
-        """The rows [begin, end)."""
-        return PackedShard(path=self.path, packing=self.packing, records=self.records[begin:end])
