@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from stoker.data import dictionaries
 from stoker.data.columns import Field, RawColumn, split_list
 from stoker.data.dictionaries import list_column, number_ints, number_texts, text_column
+from stoker.data.frames import parquet_cuts
 from stoker.data.group_writer import GroupWriter
-from stoker.data.parquet import parquet_groups
 from stoker.errors import DataError
 
 TEXTS = st.one_of(
@@ -101,7 +101,7 @@ def test_parquet_files_are_cut_at_row_groups(
     with pq.ParquetWriter(path, pa.schema([("a", pa.int64())])) as writer:
         for size in sizes:
             writer.write_table(pa.table({"a": list(range(size))}), row_group_size=size)
-    cuts = [cut for one in parquet_groups(path, most, 1, 1) for cut in one.cuts]
+    cuts = parquet_cuts(path, most)
     assert [start for start, _ in cuts] == [sum(rows for _, rows in cuts[:n]) for n in range(len(cuts))]
     assert sum(rows for _, rows in cuts) == sum(sizes)
     assert all(0 < rows <= 1.5 * most for _, rows in cuts)
@@ -115,7 +115,7 @@ def test_parquet_files_are_cut_at_row_groups(
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(DataError, match="cannot be read as Parquet"):
-        parquet_groups(tmp_path / "rows.parquet", 10, 1, 1)
+        parquet_cuts(tmp_path / "rows.parquet", 10)
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60), cut=st.integers(1, 20))

@@ -6,16 +6,13 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.data import text_kernels as kernels
 from stoker.units import plural
-
-if TYPE_CHECKING:
-    from stoker.data.part_store import Arena
 
 __all__ = [
     "TEXT_CUT",
@@ -62,7 +59,6 @@ class RawColumn:
 
     values: Array | None = None  # [n] float64 (NaN where missing) or int64 (hex: the bits of a uint64)
     pieces: list[Array] | None = None  # float64 values as their file has them, until :meth:`numbers` is asked for
-    narrow: Array | None = None  # or as a part keeps them (:func:`stoker.data.transforms.compact`)
     missing: npt.NDArray[np.bool_] | None = None  # [n] for int64 values
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]
@@ -80,8 +76,6 @@ class RawColumn:
         def cut(array: Array | None) -> Array | None:
             return None if array is None else array[each]
 
-        if self.narrow is not None:
-            return RawColumn(narrow=cut(self.narrow))
         return RawColumn(
             values=None if self.textual else cut(self.numbers()),
             missing=cut(self.missing),
@@ -95,7 +89,7 @@ class RawColumn:
         """n: of lists, their items."""
         if self.pieces is not None:
             return sum(map(len, self.pieces))
-        return len(next(one for one in (self.codes, self.starts, self.values, self.narrow) if one is not None))
+        return len(next(one for one in (self.codes, self.starts, self.values) if one is not None))
 
     @property
     def textual(self) -> bool:
@@ -152,7 +146,6 @@ class Block:
     row_line: npt.NDArray[np.int64]  # [rows] line within the block
     row_at: npt.NDArray[np.int64]  # [rows] what ``text_at`` knows each row by
     text_at: Callable[[int], str]  # the text of a row, for the quarantine
-    arena: Arena | None = None  # the part's memory, in which columns were made that it keeps narrow
     bad: list[BadLine] = field(default_factory=list)
 
     def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:

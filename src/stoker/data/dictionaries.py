@@ -2,15 +2,12 @@
 
 Texts of a Polars column are 16-byte views: up to 12 bytes lie in the view itself, of longer ones it says where they
 lie. Equal views are equal texts, and a reader of Parquet gives most equal texts equal views; so rows are numbered by
-their views, and only the distinct ones are looked at as texts. Of what a reader gives as entries of a dictionary, so
-are only the entries that rows have.
+their views, and only the distinct ones are looked at as texts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,17 +18,7 @@ from stoker.data import dictionary_kernels as kernels
 from stoker.data.columns import Field, RawColumn, split_list
 from stoker.data.text_kernels import hash_spans
 
-__all__ = [
-    "WIDE",
-    "DictionaryPiece",
-    "dictionary_column",
-    "list_column",
-    "number_ints",
-    "number_texts",
-    "text_column",
-    "text_hashes",
-    "views_of",
-]
+__all__ = ["WIDE", "list_column", "number_ints", "number_texts", "text_column", "text_hashes", "views_of"]
 
 Array = npt.NDArray[Any]
 #: Whole numbers that int64 does not hold; older versions of Polars lack some.
@@ -141,73 +128,16 @@ def text_column(series: pl.Series) -> RawColumn:
         return found
 
     distinct = _number(number, len(series), words=2)
+    found = len(distinct)
     data, ends = _texts(distinct, buffers)
-    longest = int(np.diff(ends).max(initial=0))
-    return _once(data, ends, codes) if longest > _INLINE else RawColumn(data=data, codes=codes, ends=ends)
-
-
-def _once(data: Array, ends: Array, codes: Array) -> RawColumn:
-    """Numbered texts of which two may be the same one, from two places."""
-    again = np.empty(len(ends) - 1, np.uint32)
-    each = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))
-    kept, kept_ends = number_texts(each, again)
-    if len(kept_ends) == len(ends):
-        return RawColumn(data=data, codes=codes, ends=ends)
-    return RawColumn(data=kept, codes=np.concatenate([np.zeros(1, np.uint32), again])[codes], ends=kept_ends)
-
-
-@dataclass(frozen=True)
-class DictionaryPiece:
-    """Rows whose texts are entries of one dictionary."""
-
-    entries: npt.NDArray[np.int32]  # [n]; of missing texts, anything
-    absent: npt.NDArray[np.bool_]  # [n], or empty: none is missing
-    data: npt.NDArray[np.uint8]  # bytes of the entries
-    ends: npt.NDArray[np.int64]  # [D + 1] where each begins and ends
-
-    @classmethod
-    def of(cls, array: Any) -> DictionaryPiece:
-        """An array of Arrow: a dictionary of texts with entries of int32, and no text is missing of the dictionary."""
-        import pyarrow as pa
-
-        texts, n = array.dictionary.cast(pa.large_string()), len(array)
-        _, ends, data = texts.buffers()
-        places = np.frombuffer(ends, np.int64)[texts.offset : texts.offset + len(texts) + 1] if len(texts) else (
-            np.zeros(1, np.int64)
-        )  # fmt: skip
-        held = array.indices
-        return cls(
-            entries=np.frombuffer(held.buffers()[1], np.int32)[held.offset : held.offset + n] if n else (
-                np.empty(0, np.int32)
-            ),
-            absent=held.is_null().to_numpy(zero_copy_only=False) if held.null_count else _NONE,
-            data=np.frombuffer(data, np.uint8) if places[-1] else np.empty(0, np.uint8),
-            ends=places,
-        )  # fmt: skip
-
-
-def dictionary_column(pieces: Sequence[DictionaryPiece], begin: int, rows: int) -> RawColumn:
-    """The texts of the rows [begin, begin + rows) of all pieces, numbered as :func:`text_column` does."""
-    codes = np.empty(rows, np.uint32)
-    starts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-    data, base, at, found = [], 0, 0, 0
-    for piece in pieces:
-        first, last = max(begin, 0), min(begin + rows, len(piece.entries))
-        begin -= len(piece.entries)
-        if first >= last:
-            continue
-        distinct = _scratch("distinct", last - first, np.int64)
-        count = kernels.block_codes(
-            piece.entries[first:last], piece.absent[first:last], np.zeros(len(piece.ends) - 1, np.uint32),
-            codes[at : at + last - first], distinct, found,
-        )  # fmt: skip
-        some = distinct[: count - found]
-        starts.append(piece.ends[some] + base)
-        lengths.append((piece.ends[some + 1] - piece.ends[some]).astype(np.int32))
-        data.append(piece.data)
-        base, at, found = base + len(piece.data), at + last - first, count
-    held = data[0] if len(data) == 1 else np.concatenate([np.empty(0, np.uint8), *data])
-    return _once(*_gathered(held, np.concatenate(starts), np.concatenate(lengths)), codes)
+    if found and int(np.diff(ends).max()) > _INLINE:  # two places may hold the same text
+        again = np.empty(found, np.uint32)
+        once = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))
+        kept, kept_ends = number_texts(once, again)
+        if len(kept_ends) < len(ends):
+            data, ends = kept, kept_ends
+            codes = np.concatenate([np.zeros(1, np.uint32), again])[codes]
+    return RawColumn(data=data, codes=codes, ends=ends)
 
 
 def _texts(views: Array, buffers: list[Any]) -> tuple[Array, Array]:

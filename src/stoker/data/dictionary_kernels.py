@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "block_codes",
     "block_ints",
     "block_texts",
     "block_views",
@@ -192,30 +191,6 @@ def block_views(views, base, absent, codes, distinct, table, found):  # type: ig
                 break
             at = (at + np.uint64(1)) & mask
         before, beside, code = a, b, np.uint32(entry + 1)
-        codes[i] = code
-    return found
-
-
-@_jit
-def block_codes(entries, absent, known, codes, distinct, found):  # type: ignore[no-untyped-def]
-    """Number the entries of a dictionary by first occurrence, from ``found`` + 1; how many there are then.
-
-    ``known`` [D]: the number of each entry that has one, else 0. ``absent`` [n], or empty: none is missing.
-    ``distinct`` takes the entries that get a number.
-    """
-    some = absent.size > 0
-    first = found
-    for i in range(np.uint64(entries.size)):
-        if some and absent[i]:
-            codes[i] = 0
-            continue
-        entry = np.uint64(entries[i])
-        code = known[entry]
-        if code == 0:
-            distinct[np.uint64(found - first)] = entry
-            found += 1
-            code = np.uint32(found)
-            known[entry] = code
         codes[i] = code
     return found
 

@@ -1,9 +1,10 @@
-"""Typed columns from dataframes, and back into frames."""
+"""Typed columns from dataframes: Parquet row ranges, and typed raw lines back into frames."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ __all__ = [
     "block_frame",
     "check_columns",
     "column_series",
-    "field_column",
     "frame_block",
-    "merge_wrong",
+    "parquet_block",
+    "parquet_columns",
+    "parquet_cuts",
+    "parquet_rows",
 ]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
@@ -33,6 +36,64 @@ _WORDS = {
     "hex": "hexadecimal (up to 16 digits)",
     "string": "text",
 }
+
+
+def parquet_rows(path: Path) -> int:
+    """Rows of a Parquet file."""
+    try:
+        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
+    """First row and number of rows of stretches of about ``most`` rows at most, by row groups where that is possible.
+
+    A stretch that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
+    pieces.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+    cuts: list[tuple[int, int]] = []
+    start = held = 0
+    for number in range(footer.num_row_groups):
+        rows = footer.row_group(number).num_rows
+        if held and held + rows > most:
+            cuts.append((start, held))
+            start, held = start + held, 0
+        held += rows
+        if held > most:
+            pieces = round(held / most)
+            bounds = [start + held * piece // pieces for piece in range(pieces + 1)]
+            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
+            start, held = start + held, 0
+    return [*cuts, (start, held)] if held else cuts
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Column names of a Parquet file."""
+    try:
+        return pl.scan_parquet(path).collect_schema().names()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
+    """Rows [start, start + rows) of a Parquet file."""
+    names = list(dict.fromkeys(item.column for item in fields))
+    try:
+        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+    try:
+        return frame_block(frame, fields)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
@@ -46,36 +107,11 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
         rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
         text_at=lambda row: str(frame.row(row))[:TEXT_CUT],
     )  # fmt: skip
-    wrongs = []
-    for item in fields:
-        wrong: dict[int, str] = {}
-        block.columns[item] = field_column(frame.get_column(item.column), item, wrong)
-        wrongs.append(wrong)
-    merge_wrong(block, wrongs)
-    return block
-
-
-def merge_wrong(block: Block, wrongs: Sequence[Mapping[int, str]]) -> None:
-    """Move rows to the bad lines of a block: why, by row, for each of its fields. The first reason counts."""
     wrong: dict[int, str] = {}
-    for some in wrongs:
-        wrong = {**some, **wrong}
-    if wrong:
-        marked = np.zeros(block.rows, np.bool_)
-        marked[list(wrong)] = True
-        block.drop(marked, wrong.__getitem__)
-
-
-def field_column(source: pl.Series | RawColumn, item: Field, wrong: dict[int, str]) -> RawColumn:
-    """A column, or texts that are numbered, as a field; rows that do not fit are noted in ``wrong``, with the reason.
-
-    Raises:
-        DataError: its type cannot be read as the field's.
-    """
-    if isinstance(source, RawColumn):
-        column = list_column(source, item, wrong) if item.separator is not None else _of_texts(source, item, wrong)
-    else:
-        series = _decoded(source, item, wrong) if source.dtype == pl.Binary else source
+    for item in fields:
+        series = frame.get_column(item.column)
+        if series.dtype == pl.Binary:
+            series = _decoded(series, item, wrong)
         try:
             if isinstance(series.dtype, pl.List | pl.Array):
                 column = _list_column(series, item, wrong)
@@ -88,10 +124,15 @@ def field_column(source: pl.Series | RawColumn, item: Field, wrong: dict[int, st
                 f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
                 f"({str(error).strip().splitlines()[0]}). Convert it, or leave it out of the schema."
             ) from error
-    if item.required:
-        for row in np.flatnonzero(column.absent()).tolist():
-            wrong.setdefault(row, f"column {item.column}: missing value")
-    return column
+        if item.required:
+            for row in np.flatnonzero(column.absent()).tolist():
+                wrong.setdefault(row, f"column {item.column}: missing value")
+        block.columns[item] = column
+    if wrong:
+        marked = np.zeros(frame.height, np.bool_)
+        marked[list(wrong)] = True
+        block.drop(marked, wrong.__getitem__)
+    return block
 
 
 def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
@@ -124,7 +165,10 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
             series = series.dt.to_string("iso")
         return text_column(series)
     if series.dtype == pl.String:
-        return _of_texts(text_column(series), item, wrong)
+        typed, failed = type_spans(text_column(series), item.kind)
+        for row, text in failed.items():
+            wrong.setdefault(row, _reason(item, text.decode("utf-8", "replace")))
+        return typed
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.cast(pl.Datetime("us")).to_physical()
     values = series.cast(_TYPES[item.kind], strict=False)
@@ -139,15 +183,6 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
         return RawColumn(values=values.fill_null(float("nan")).to_numpy())
     missing = values.is_null().to_numpy()
     return RawColumn(values=values.fill_null(0).to_numpy().view(np.int64), missing=missing)
-
-
-def _of_texts(texts: RawColumn, item: Field, wrong: dict[int, str]) -> RawColumn:
-    if item.kind in ("string", "datetime"):
-        return texts
-    typed, failed = type_spans(texts, item.kind)
-    for row, text in failed.items():
-        wrong.setdefault(row, _reason(item, text.decode("utf-8", "replace")))
-    return typed
 
 
 def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:

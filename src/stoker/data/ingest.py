@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stoker.data.columns import BadLine, Block, Field, TextParser
-from stoker.data.frames import check_columns
+from stoker.data.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.data.json_lines import first_keys, json_block
 from stoker.data.leftovers import UnusableInput
 from stoker.data.ordered import ordered_map
-from stoker.data.parquet import Room, RowGroups, arrow_memory, parquet_columns, parquet_groups
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit, write_bad_lines
 from stoker.data.schema import SourceFormat
 from stoker.data.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
 from stoker.features.base import Derivation, column_taken
 
-__all__ = ["IngestedBlock", "Source", "Stretch", "ingest"]
+__all__ = ["IngestedBlock", "Source", "ingest"]
 
 PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
 PARQUET_VALUES = 2**23
@@ -39,7 +37,6 @@ class Source:
     format: SourceFormat
     name: str = ""  # for messages and the quarantine; empty: the path as it was given
     features: Sequence[Derivation] = ()  # which may make no column that the file has
-    room: Room | None = None  # of the parts that are made of it
     kind: str = ""  # csv | parquet | jsonl
     _parser: TextParser | None = None
     _header: bool = False
@@ -89,27 +86,16 @@ class Source:
                 if column in present:
                     raise column_taken(feature, column, f"the lines of {self.name}")
 
-    def stretches(self, block_bytes: int, threads: int) -> Iterator[Stretch]:
-        """What is read at a time, on so many threads."""
+    def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
+        """Number, size for the progress and reader of every block."""
         if self.kind == "parquet":
-            found = self._groups(threads)
-            per_row = self.path.stat().st_size / max(sum(rows for one in found for _, rows in one.cuts), 1)
-            number = 0
-            for one in found:
-                sizes = [(number + place, int(rows * per_row)) for place, (_, rows) in enumerate(one.cuts)]
-                number += len(sizes)
-                yield Stretch(self, sizes, _ParquetReader(self, one))
+            cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
+            per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
+            for number, (start, rows) in enumerate(cuts):
+                yield number, int(rows * per_row), _ParquetReader(self, start, rows)
             return
         for block in line_blocks(self.path, block_bytes=block_bytes):
-            yield Stretch(self, [(block.number, block.size)], _TextReader(self, block))
-
-    def waits(self, threads: int) -> bool:
-        """Whether Polars reads it, on threads of its own, for which one of ours then waits."""
-        return self.kind == "parquet" and any(one.footer is None for one in self._groups(threads))
-
-    def _groups(self, threads: int) -> list[RowGroups]:
-        columns = max(len(self.fields), 1)
-        return parquet_groups(self.path, min(PARQUET_ROWS, PARQUET_VALUES // columns), columns, threads)
+            yield block.number, block.size, _TextReader(self, block)
 
     def read_text(self, block: LineBlock) -> Block:
         """Rows and bad lines of a block of text."""
@@ -134,21 +120,13 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Lines that are read together, and the blocks that they make."""
-
-    source: Source
-    sizes: Sequence[tuple[int, int]]  # of each block: its number, and its size for the progress
-    read: Callable[[Sequence[int]], Iterator[Block]]  # some of them, by their places here
-
-
-@dataclass(frozen=True)
 class _ParquetReader:
     source: Source
-    stretch: RowGroups
+    start: int
+    rows: int
 
-    def __call__(self, wanted: Sequence[int]) -> Iterator[Block]:
-        return self.stretch.blocks(self.source.fields, wanted, self.source.room)
+    def __call__(self) -> Block:
+        return parquet_block(self.source.path, self.source.fields, self.start, self.rows)
 
 
 @dataclass(frozen=True)
@@ -156,8 +134,8 @@ class _TextReader:
     source: Source
     block: LineBlock
 
-    def __call__(self, wanted: Sequence[int]) -> Iterator[Block]:
-        yield self.source.read_text(self.block)
+    def __call__(self) -> Block:
+        return self.source.read_text(self.block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +159,7 @@ class _Job:
     path: Path
     bad_path: Path
     size: int
+    read: Callable[[], Block]
     reused: bool = field(default=False)
 
 
@@ -206,66 +185,57 @@ def ingest(
     for source in sources:
         source.open()
 
-    def jobs(stretch: Stretch) -> Iterator[_Job]:
-        for number, size in stretch.sizes:
-            name = f"{stretch.source.number:05d}.{number:06d}"
-            yield _Job(
-                step=f"{directory.name}/{name}", source=stretch.source, path=directory / f"{name}{suffix}",
-                bad_path=directory / f"{name}.bad", size=size,
-            )  # fmt: skip
+    def jobs() -> Iterator[_Job]:
+        for source in sources:
+            for number, size, read in source.blocks(block_bytes):
+                name = f"{source.number:05d}.{number:06d}"
+                yield _Job(
+                    step=f"{directory.name}/{name}", source=source, path=directory / f"{name}{suffix}",
+                    bad_path=directory / f"{name}.bad", size=size, read=read,
+                )  # fmt: skip
 
-    def work(stretch: Stretch) -> list[tuple[_Job, Mapping[str, Any]]]:
-        found: list[tuple[_Job, Mapping[str, Any]]] = []
-        left = []
-        for place, job in enumerate(jobs(stretch)):
-            done = journal.finished(job.step, job.path)
-            job.reused = done is not None and (not done["bad"] or job.bad_path.exists())
-            found.append((job, done or {}))
-            if not job.reused:
-                left.append(place)
-        for place, block in zip(left, stretch.read(left) if left else (), strict=True):
-            job = found[place][0]
-            found[place] = job, made(job, block)
-        return found
-
-    def made(job: _Job, block: Block) -> Mapping[str, Any]:
+    def work(job: _Job) -> tuple[_Job, Mapping[str, Any]]:
+        done = journal.finished(job.step, job.path)
+        if done is not None and (not done["bad"] or job.bad_path.exists()):
+            job.reused = True
+            return job, done
+        block = job.read()
         record = sink(block, job.source.name, job.path)
         if block.bad:
             write_bad_lines(job.bad_path, block.bad)
         found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
         labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
-        return {**record, **found, "labels": labels, "broken": broken}
+        return job, {**record, **found, "labels": labels, "broken": broken}
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
-    stretches = (one for source in sources for one in source.stretches(block_bytes, threads))
-    more = any(source.waits(threads) for source in sources)
-    with arrow_memory():
-        for job, record in chain.from_iterable(ordered_map(work, stretches, threads + more)):
-            number = job.source.number
-            if job.reused:
-                reused += 1
-            else:
-                record = journal.add(job.step, record)
-            kept = job.bad_path if record["bad"] else None
-            limit.add(
-                job.source.name, before[number], record["lines"], record["bad"], kept,
-                labels=record["labels"], broken=record["broken"],
-            )  # fmt: skip
-            finished.append(
-                IngestedBlock(
-                    source=job.source,
-                    path=job.path,
-                    bad_path=job.bad_path,
-                    rows=record["rows"],
-                    lines=record["lines"],
-                    bad=record["bad"],
-                    lines_before=before[number],
-                    broken=record["broken"],
-                )
+    # Polars reads on threads of its own, for which one of ours then waits.
+    more = any(source.kind == "parquet" for source in sources)
+    for job, record in ordered_map(work, jobs(), threads + more):
+        number = job.source.number
+        if job.reused:
+            reused += 1
+        else:
+            record = journal.add(job.step, record)
+        kept = job.bad_path if record["bad"] else None
+        limit.add(
+            job.source.name, before[number], record["lines"], record["bad"], kept,
+            labels=record["labels"], broken=record["broken"],
+        )  # fmt: skip
+        finished.append(
+            IngestedBlock(
+                source=job.source,
+                path=job.path,
+                bad_path=job.bad_path,
+                rows=record["rows"],
+                lines=record["lines"],
+                bad=record["bad"],
+                lines_before=before[number],
+                broken=record["broken"],
             )
-            before[number] += record["lines"]
-            progress(job.size)
+        )
+        before[number] += record["lines"]
+        progress(job.size)
     limit.check()
     if not any(block.rows for block in finished):
         which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"

@@ -31,9 +31,9 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n]
-    of the type that :func:`stoker.data.transforms.compact` gives it; ``codes`` [F1, n] uint32 of the one-hot
-    features; ``codes.<i>`` [L] and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
+    as :func:`stoker.data.transforms.compact` narrows it; ``codes`` [F1, n] uint32 of the one-hot features;
+    ``codes.<i>`` [L] and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and
     ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and
     have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary;
     and for groups ``codes.group`` [n] with its dictionary (0: none).
@@ -77,14 +77,6 @@ class Layout:
         """Raw columns that must be there."""
         return list(dict.fromkeys(item.column for item in self.fields))
 
-    @property
-    def narrowed(self) -> frozenset[Field]:
-        """Fields that are nothing but dense columns of a schema that fits some: parts keep their narrowest values."""
-        if not self.fitted:
-            return frozenset()
-        others = {self.label, *self.feature_fields, self.time, self.split, self.group}
-        return frozenset(self.dense).difference(item for item in others if item is not None)
-
     def most(self, rows: int) -> int:
         """Bytes that a part of so many rows takes of an arena, at most."""
         widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
@@ -108,7 +100,7 @@ class Layout:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
         if self.fitted:
-            out |= {f"raw.{i}": _narrow(column, arena) for i, column in enumerate(columns)}
+            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()], arena) for i, column in enumerate(columns)}
         else:
             values = [column.numbers() for column in columns]
             dense = arena.take((block.rows, self.dense_width), np.float32)
@@ -195,10 +187,6 @@ class Layout:
             )
         lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
         out["split"] = lookup[codes]
-
-
-def _narrow(column: RawColumn, arena: Arena) -> Array:
-    return compact(column.pieces or [column.numbers()], arena) if column.narrow is None else column.narrow
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:

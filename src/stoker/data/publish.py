@@ -16,6 +16,7 @@ from stoker.data import dataset as stored
 from stoker.data.encode import Encoder, Slice
 from stoker.data.features import FeatureSpec
 from stoker.data.fitting import Fitting, same_file
+from stoker.data.frames import parquet_rows
 from stoker.data.group_numbers import Groups, write_groups
 from stoker.data.integrity import written
 from stoker.data.layout import Layout
@@ -23,7 +24,6 @@ from stoker.data.like import FEATURES
 from stoker.data.memory import Home
 from stoker.data.ordered import ordered_map
 from stoker.data.pack import Packer
-from stoker.data.parquet import parquet_rows
 from stoker.data.parts import PartFile
 from stoker.data.quarantine import collect_quarantine
 from stoker.data.raw_rows import Rows
@@ -116,7 +116,7 @@ class _Publisher:
         return found
 
     def _keep_rows(self, encoder: Encoder, packer: Packer | None, home: Home) -> _Written:
-        """Encode all rows into memory, that of the parts as far as it goes: its rows mostly take less."""
+        """Encode all rows into memory, that of the parts as far as it goes: rows mostly take less than parts."""
         parts = self.task.parts
 
         def encode(part: PartRows, split: int, rows: int) -> tuple[Any, int, list[list[int]]]:

@@ -46,7 +46,7 @@ def read_rows(task: Task) -> Rows:
     fields = task.layout.fields
     if task.recipe.derive is None:
         sources = [
-            Source(number=number, path=path, fields=fields, format=task.schema.source, room=task)
+            Source(number=number, path=path, fields=fields, format=task.schema.source)
             for number, path in enumerate(task.files)
         ]
         blocks = ingest_sources(task, sources, "parts", _PartSink(task), task.limit)
@@ -54,7 +54,7 @@ def read_rows(task: Task) -> Rows:
     raw: list[IngestedBlock] = []
     made = Source(
         number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
-        name=f"rows that recipe {task.recipe.name} derives", room=task,
+        name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import stoker
-from stoker.data.columns import Block, Field
+from stoker.data.columns import Block
 from stoker.data.layout import Layout
 from stoker.data.memory import Home, home_of
-from stoker.data.part_store import Arena, PartStore
+from stoker.data.part_store import PartStore
 from stoker.data.parts import Journal
 from stoker.data.quarantine import BadLineLimit
 from stoker.data.recipe import Recipe
@@ -100,18 +100,9 @@ class Task:
         if not self.journal.done:
             self._remove(keep=(".work",))
 
-    @property
-    def narrowed(self) -> frozenset[Field]:
-        """Of :class:`stoker.data.parquet.Room`."""
-        return self.layout.narrowed
-
-    def arena(self, rows: int) -> Arena:
-        """Of :class:`stoker.data.parquet.Room`."""
-        return self.parts.arena(self.layout.most(rows))
-
     def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
         """Make the part ``path`` of a block; what its step's record must say of it."""
-        arena = block.arena or self.arena(block.rows)
+        arena = self.parts.arena(self.layout.most(block.rows))
         return self.parts.write(path, self.layout.arrays(block, file, arena), arena)
 
     def save(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from stoker.data.columns import Block, Field
-    from stoker.data.ingest import Source, Stretch
+    from stoker.data.ingest import Source
     from stoker.data.schema import SourceFormat
 
 __all__ = ["open_table", "read_table"]
@@ -65,7 +64,7 @@ def read_table(
     # Blocks of a small file are small, so that every thread has some.
     size = min(_BLOCK_BYTES, max(2**16, path.stat().st_size // (4 * threads)))
     whole = _Whole(path.stat().st_size)
-    for number, made, block in chain.from_iterable(ordered_map(_parts, _jobs(source, size, threads), threads)):
+    for number, (made, block) in enumerate(ordered_map(_part, enumerate(source.blocks(size)), threads)):
         if block.bad:
             bad = block.bad[0]
             raise DataError(f"{path}:{whole.lines + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
@@ -73,32 +72,22 @@ def read_table(
     return pl.DataFrame([whole.column(item).alias(item.column) for item in source.fields])
 
 
-def _jobs(source: Source, size: int, threads: int) -> Iterator[tuple[int, Stretch]]:
-    """What is read at a time, and how many blocks were before it."""
-    number = 0
-    for stretch in source.stretches(size, threads):
-        yield number, stretch
-        number += len(stretch.sizes)
-
-
-def _parts(job: tuple[int, Stretch]) -> list[tuple[int, dict[Field, tuple[Any, ...]], Block]]:
-    """The number of each block; its columns in memory of their own, as the next block of this thread takes that of this
-    one: of each the values, or the views of texts, where they are missing, and the long texts; and the block."""
+def _part(job: tuple[int, tuple[int, int, Callable[[], Block]]]) -> tuple[dict[Field, tuple[Any, ...]], Block]:
+    """A block's columns in memory of their own: the next block of this thread takes that of this one. Of each the
+    values, or the views of texts; where they are missing; and the long texts."""
     from stoker.features.text_views import views_of_spans
 
-    before, stretch = job
-    found = []
-    for number, block in enumerate(stretch.read(range(len(stretch.sizes))), before):
-        made: dict[Field, tuple[Any, ...]] = {}
-        for item, column in block.columns.items():
-            if column.textual:
-                starts, lengths = column.spans()
-                views, held = views_of_spans(column.data, starts, lengths, number)
-                made[item] = (views, lengths < 0, held)
-            else:
-                made[item] = (np.array(column.numbers()), column.absent().copy(), None)
-        found.append((number, made, block))
-    return found
+    number, (_, _, read) = job
+    block = read()
+    made: dict[Field, tuple[Any, ...]] = {}
+    for item, column in block.columns.items():
+        if column.textual:
+            starts, lengths = column.spans()
+            views, held = views_of_spans(column.data, starts, lengths, number)
+            made[item] = (views, lengths < 0, held)
+        else:
+            made[item] = (np.array(column.numbers()), column.absent().copy(), None)
+    return made, block
 
 
 class _Whole:
