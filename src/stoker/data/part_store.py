@@ -6,6 +6,7 @@ need of a part is made in one stretch of it (:class:`Arena`), which later takes 
 
 from __future__ import annotations
 
+import mmap
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Mapping
@@ -60,11 +61,27 @@ def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _aligned(size: int) -> Array:
-    """So many bytes, not cleared, that begin where a line of cache does: rows of one then lie in one."""
-    block = np.empty(size + ALIGN, np.uint8)
-    begin = -block.ctypes.data % ALIGN
-    return block[begin : begin + size]
+def _small_pages(size: int) -> Array:
+    """So many bytes, not cleared, in pages of the usual size: rows of a cache line lie in one.
+
+    Fresh huge pages are what a virtual machine has to get back from its host, five times as dear as the small ones that
+    it still has. Those that rows stay in may become huge, which the system does beside whatever runs for minutes.
+    """
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.empty(size, np.uint8)
+    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint8)[:size]
+
+
+def _may_be_huge(block: Array) -> None:
+    """Let the system put pages together that are there."""
+    pages: Any = block
+    while isinstance(pages, np.ndarray):
+        pages = pages.base
+    if isinstance(pages, memoryview):
+        pages = pages.obj
+    if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 class _HeldPart(Part):
@@ -121,7 +138,7 @@ class PartStore:
                 if len(block) >= size:
                     return Arena(self._arenas.pop(place))
             self._arenas.clear()  # too small: no more memory than there are threads
-        return Arena(_aligned(size))
+        return Arena(_small_pages(size))
 
     def write(self, path: Path, arrays: Mapping[str, Array], arena: Arena) -> dict[str, Any]:
         """Keep arrays as the part ``path``; returns what its step's record must say of it."""
@@ -148,6 +165,7 @@ class PartStore:
         part = self._held.get(str(path))
         if part is not None:
             block = part.release()
+            _may_be_huge(block)
             with self._lock:
                 insort(self._free, block, key=len)
 
@@ -159,7 +177,7 @@ class PartStore:
         with self._lock:
             place = bisect_left(self._free, size, key=len)
             if place == len(self._free):
-                return _aligned(size)
+                return _small_pages(size)
             block = self._free.pop(place)
             rest = block[padded(size) :]
             if len(rest):
