@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stoker.data.gather_packed import PackedGather, QuickTensor
 from stoker.data.held import HeldTensors, bytes_held
 from stoker.data.memory import home_of
 from stoker.data.packed import TENSORS, Field, PackedShard, PackedTensor, Packing
+from stoker.data.part_store import PartStore
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
 from stoker.data.shards import Shard
 from stoker.errors import DataError
@@ -220,3 +222,29 @@ def test_room_is_asked_for_packed_rows(tmp_path: Path, monkeypatch: pytest.Monke
         stoker.prepare(schema, tmp_path / "r.parquet")
     monkeypatch.setattr(publish, "available_memory", lambda: 3200)
     assert stoker.prepare(schema, tmp_path / "r.parquet").in_memory
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_only_memory_that_rows_stay_in_may_become_huge() -> None:
+    """Fresh huge pages are dear, so parts are made in small ones."""
+
+    def huge(array: np.ndarray) -> bool:
+        flags, inside = "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) <= array.ctypes.data < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags"):
+                flags = line
+        assert flags
+        return " hg" in flags
+
+    store = PartStore(2**30)
+    arena = store.arena(2**24)
+    codes = arena.take((1, 2**20), np.uint32)
+    codes[:] = 1
+    store.write(Path("part"), {"codes": codes}, arena)
+    assert not huge(codes)
+    store.release(Path("part"))
+    rows = store.memory(2**20)
+    assert np.shares_memory(rows, codes)
+    assert huge(rows)

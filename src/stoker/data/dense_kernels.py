@@ -89,7 +89,7 @@ def values_of(column: Any) -> Any:
 
 def _number(x: Any) -> Any:
     """An element of a column as float64, NaN where missing."""
-    raise NotImplementedError
+    raise TypeError("this is for compiled loops; values_of does it for whole columns")
 
 
 @overload(_number)
