@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stoker.data import exact_sums
-from stoker.data.exact_sums import add_values, mean_and_deviation, no_values, room, times
+from stoker.data.exact_sums import add_values, counted_sums, mean_and_deviation, no_values, room, times
 
 Floats = npt.NDArray[np.float64]
 HUGE, TINY = float(np.finfo(np.float64).max), 5e-324
@@ -33,6 +33,10 @@ def summed(*parts: Floats) -> npt.NDArray[np.int64]:
     assert not held.any()
     found: npt.NDArray[np.int64] = total[0]
     return found
+
+
+def carried(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return times(sums, 1)
 
 
 def check(values: Floats, sums: npt.NDArray[np.int64]) -> tuple[float, float]:
@@ -107,6 +111,28 @@ def drawn(kind: str, count: int) -> Floats:
         "below normal": draw.integers(-(2**52), 2**52, count) * TINY,
     }
     return np.array(made[kind], np.float64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pairs=st.lists(
+        st.tuples(st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 65534).map(float),
+                  st.integers(0, 40)),
+        max_size=20,
+    ),
+)  # fmt: skip
+def test_counted_values_are_values_one_by_one(pairs: list[tuple[float, int]]) -> None:
+    values, counts = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs], np.int64)
+    np.testing.assert_array_equal(carried(counted_sums(values, counts)), carried(summed(np.repeat(values, counts))))
+
+
+def test_many_of_a_counted_value() -> None:
+    values, counts = np.array([-HUGE, TINY, HUGE, 3.0, np.inf]), np.array([2**33 + 1, 2**40 - 1, 2**33, 5, 0])
+    sums = counted_sums(values, counts)
+    total = sum((Fraction(v) * c for v, c in zip(values[:4].tolist(), counts[:4].tolist(), strict=True)), Fraction())
+    assert Fraction(exact_sums._number(sums[exact_sums._SUM : exact_sums._SQUARES]), 2**1074) == total
+    assert sums[exact_sums.COUNT] == counts.sum()
+    assert mean_and_deviation(counted_sums(values, counts + 1))[0] == np.inf
 
 
 @pytest.mark.parametrize(

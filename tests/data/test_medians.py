@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import transforms
+from stoker.data import dense_fit
+from stoker.data.dense_fit import fit_dense
 from stoker.data.medians import Brackets, by_digits
 from stoker.data.schema import DenseColumn
-from stoker.data.transforms import DenseFit, fit_dense
+from stoker.data.transforms import DenseFit
 
 Array = npt.NDArray[Any]
 Part = tuple[list[Array], Array]  # raw columns and training rows
@@ -125,7 +126,7 @@ def test_fits_do_not_depend_on_what_the_sample_says(sample: int, most: int, monk
         return fit_dense(columns, parts, lambda part, look: look(*part), 2)
 
     expected = fits()
-    monkeypatch.setattr(transforms, "Brackets", partial(Brackets, sample=sample, most=most))
+    monkeypatch.setattr(dense_fit, "Brackets", partial(Brackets, sample=sample, most=most))
     found = fits()
     assert found == expected
     for fit, values, column in zip(found, filled, columns, strict=True):

@@ -20,7 +20,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COUNT", "add_values", "mean_and_deviation", "no_values", "room", "times"]
+__all__ = ["COUNT", "add_values", "counted_sums", "mean_and_deviation", "no_values", "room", "times"]
 
 Sums = npt.NDArray[np.int64]
 
@@ -186,13 +186,23 @@ def add_values(values, sums, held):  # type: ignore[no-untyped-def]
 
 
 def times(sums: Sums, count: int) -> Sums:
-    """[L] the sums of ``count`` times the values of a row ``sums`` [L], fresh from :func:`add_values`."""
+    """[L] the sums of ``count`` times the values of a row ``sums`` [L], fresh from :func:`add_values` or from here."""
     most, done = 2**31 - 1, np.zeros_like(sums)  # limbs of 32 bits, so many times, are less than an int64 holds
     for number in (most,) * (count // most) + (count % most,):
         done += sums * number
         _carried(done, _SUM, _SQUARES)
         _carried(done, _SQUARES, _LENGTH)
     return done
+
+
+def counted_sums(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> Sums:
+    """[L] the sums of ``values`` [n], each as often as ``counts`` [n] says: digit by digit of the counts."""
+    sums: Sums = no_values(1)[0]
+    held = room()
+    for bit in reversed(range(int(counts.max(initial=0)).bit_length())):
+        sums = times(sums, 2)
+        add_values(values[(counts >> bit & 1).astype(np.bool_)], sums, held)
+    return sums
 
 
 def mean_and_deviation(sums: Sums) -> tuple[float, float]:

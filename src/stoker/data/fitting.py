@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from stoker.data.build_tables import build_table, look_up_table
 from stoker.data.dataset import describe_file
+from stoker.data.dense_fit import fit_dense
 from stoker.data.files import hash_file
 from stoker.data.ingest import IngestedBlock
 from stoker.data.layout import SPLIT_CODES, raw_columns
@@ -21,7 +22,7 @@ from stoker.data.ordered import ordered_map
 from stoker.data.parts import Part
 from stoker.data.split_rules import PartRows, Splitter
 from stoker.data.task import Progress, Task
-from stoker.data.transforms import DenseFit, fit_dense
+from stoker.data.transforms import DenseFit
 
 __all__ = ["Fitting", "same_file"]
 

@@ -7,7 +7,6 @@ Where they do not (parts unlike those that were sampled), or too much lies betwe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.dense_kernels import DIGITS, bracketed, count_digits, values_of
-from stoker.ops.memory import zeros
+from stoker.data.value_counts import Counters
 
-__all__ = ["Brackets", "by_digits", "select_rank"]
+__all__ = ["Brackets", "by_digits", "middle_of_counts", "select_rank"]
 
 Array = npt.NDArray[Any]
 Raw = Sequence[Array]  # D columns [n]
@@ -126,23 +125,13 @@ def _mean_of(middles: Array) -> list[float]:
     return found
 
 
-class _Counters:
-    """int64 counters of ``shape``, which every thread has for itself: to clear and add them for each part took longer
-    than to count."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape, self._local = shape, threading.local()
-        self._all: list[Array] = []
-
-    def mine(self) -> Array:
-        if not hasattr(self._local, "counters"):
-            self._local.counters = zeros(self._shape, np.int64)
-            self._all.append(self._local.counters)
-        found: Array = self._local.counters
-        return found
-
-    def sum(self) -> Array:
-        return sum(self._all, zeros(self._shape, np.int64))
+def middle_of_counts(values: Array, counts: Array) -> float:
+    """The median of ``values`` [m], rising, of which each is there so often; 0 of none."""
+    sums = np.cumsum(counts)
+    if not len(sums):
+        return 0.0
+    ranks = ((sums[-1] - 1) // 2, sums[-1] // 2)
+    return _mean_of(values[np.searchsorted(sums, ranks, side="right")][None])[0]
 
 
 def by_digits(columns: Array, over: Callable[[Callable[[Raw, Array], Any]], Iterator[Any]]) -> list[float]:
@@ -154,9 +143,9 @@ def by_digits(columns: Array, over: Callable[[Callable[[Raw, Array], Any]], Iter
     ranks = np.zeros((len(columns), 2), np.int64)
     counts = np.zeros(len(columns), np.int64)
     for shift in (48, 32, 16, 0):
-        counters = _Counters((len(columns), 2, DIGITS))
+        counters = Counters((len(columns), 2, DIGITS))
 
-        def look(raw: Raw, rows: Array, shift: int = shift, counters: _Counters = counters) -> None:
+        def look(raw: Raw, rows: Array, shift: int = shift, counters: Counters = counters) -> None:
             count_digits(raw, rows, columns, shift, prefixes, counters.mine())
 
         for _ in over(look):

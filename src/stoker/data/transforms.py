@@ -1,32 +1,26 @@
-"""Dense columns: fill, clip, transform; and what zscore, minmax, mean and median learn from training rows.
+"""Dense columns: how their values are kept until they are fitted (:mod:`dense_fit`); then fill, clip, transform.
 
 The rules are those of the public DLRM scripts ("log1p": log(max(x, 0) + 1)) and of NVTabular ("zscore").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import TYPES, Order, moments, narrowed, present_sums, tiles, whole_narrowed, write_tile
-from stoker.data.exact_sums import COUNT, add_values, mean_and_deviation, no_values, room, times
-from stoker.data.medians import Brackets, by_digits
-from stoker.data.ordered import ordered_map
+from stoker.data.dense_kernels import TYPES, Order, narrowed, tiles, whole_narrowed, write_tile
 from stoker.data.part_store import Arena
-from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
+from stoker.data.schema import DenseColumn
 
-__all__ = ["DenseFit", "DenseSteps", "compact", "dense_values", "fit_dense"]
+__all__ = ["DenseFit", "DenseSteps", "clips_and_logarithms", "compact", "dense_values"]
 
 Array = npt.NDArray[Any]
 _LOOK = 256  # values of a piece that say which type to try first
-P = TypeVar("P")
-R = TypeVar("R")
 Raw = Sequence[Array]  # D columns [n]
-RowsOf = Callable[[P, Callable[[Raw, Array], R]], R]  # calls with the raw columns of a part and its training rows [m]
 
 
 def compact(pieces: Sequence[Array], arena: Arena) -> Array:
@@ -105,7 +99,7 @@ class DenseSteps:
         found = fit if fit is not None else [DenseFit.of(column) for column in columns]
         flags = np.array([column.null_flag for column in columns], np.bool_)
         self.width = sum(widths)  # D', with the flags of missing values
-        self._steps, self._fills = _steps(columns), np.array([one.fill for one in found])
+        self._steps, self._fills = clips_and_logarithms(columns), np.array([one.fill for one in found])
         self._order = Order(self._steps, flags)
         begins = np.cumsum([0, *widths[:-1]]).astype(np.int64)
         #: [D'] where each row of a tile goes, and [D', 2] its shift and scale.
@@ -125,7 +119,7 @@ class DenseSteps:
             write_tile(tile, self.scales, self.places, out, at + begin)
 
 
-def _steps(columns: Sequence[DenseColumn]) -> Array:
+def clips_and_logarithms(columns: Sequence[DenseColumn]) -> Array:
     """[D, 3] least and greatest value, and how often the logarithm is taken."""
     return np.array(
         [
@@ -151,100 +145,3 @@ class DenseFit:
     def of(cls, column: DenseColumn) -> DenseFit:
         """The fit of a column that learns nothing."""
         return cls(fill=float(column.fill))
-
-
-def fit_dense(
-    columns: Sequence[DenseColumn], parts: Sequence[P], rows_of: RowsOf[P, Any], threads: int = 1
-) -> list[DenseFit]:
-    """Fit every column on training rows, in one pass over the parts but for medians that a sample did not find.
-
-    Args:
-        columns: D of them.
-        parts: those that have training rows.
-        rows_of: calls a function with the raw columns [n] of a part and the numbers of its training rows.
-        threads: parts that are looked at at a time.
-
-    The result depends on nothing but the values of the training rows: sums over them are exact (:mod:`exact_sums`), so
-    it matters neither how they are cut into parts nor in which order they come. So do fills that are learned not have
-    to be known beforehand: what was summed up with another one is corrected, exactly.
-    """
-
-    def over(look: Callable[[Raw, Array], R], some: Sequence[P] = parts) -> Iterator[R]:
-        return ordered_map(lambda part: rows_of(part, look), some, threads)
-
-    fills = np.array([float(c.fill) if not isinstance(c.fill, str) else 0.0 for c in columns])
-    by_mean, by_median = (
-        np.array([index for index, column in enumerate(columns) if column.fill == kind], np.int64)
-        for kind in ("mean", "median")
-    )
-    wanted = [c.transforms[-1] if c.transforms and c.transforms[-1] in FITTED_TRANSFORMS else "" for c in columns]
-    summed, ranged = (np.array([kind == one for kind in wanted]) for one in ("zscore", "minmax"))
-    steps, brackets, learned = _steps(columns), Brackets(by_median), np.concatenate([by_mean, by_median])
-    if len(by_median):
-        brackets.guess(parts, over)
-    given = fills.copy()
-    given[by_median] = brackets.guesses
-    given[learned[ranged[learned]]] = np.nan  # no least value can be corrected: such values are left out
-    means, sums = no_values(len(by_mean)), no_values(len(columns))
-    low, high, rows = np.full(len(columns), np.inf), np.full(len(columns), -np.inf), 0
-
-    def look(raw: Raw, chosen: Array) -> tuple[Any, ...]:
-        found = moments(raw, chosen, steps, given, summed, ranged) if any(wanted) else (sums[:0], low, high)
-        return found, present_sums(raw, chosen, by_mean), brackets.look(raw, chosen), len(chosen)
-
-    if len(learned) or any(wanted):
-        for found, present, bracket, count in over(look):
-            if any(wanted):
-                sums += found[0]
-                low, high = np.minimum(low, found[1]), np.maximum(high, found[2])
-            means += present
-            brackets.add(bracket)
-            rows += count
-    fills[by_mean] = [mean_and_deviation(one)[0] for one in means]
-    fills[by_median] = _medians(brackets, by_median, over)
-    missing = rows - np.concatenate([means[:, COUNT], brackets.present])
-    for index, absent in zip(learned.tolist(), missing.tolist(), strict=True):
-        if absent and wanted[index]:
-            true, other = (_after(steps[index], fill) for fill in (fills[index], given[index]))
-            if summed[index]:
-                sums[index] += times(_sum_of(true), absent) - times(_sum_of(other), absent)
-            low[index], high[index] = min(low[index], true), max(high[index], true)
-    fitted = []
-    for index, kind in enumerate(wanted):
-        shift, scale = 0.0, 1.0
-        if kind == "zscore":
-            shift, deviation = mean_and_deviation(sums[index])
-            scale = _inverse(deviation)
-        elif kind == "minmax" and not low[index] > high[index]:
-            shift = float(low[index]) + 0.0  # which of 0 and -0 is the least depends on their order
-            scale = _inverse(float(high[index]) - shift)
-        fitted.append(DenseFit(fill=float(fills[index]), shift=shift, scale=scale))
-    return fitted
-
-
-def _medians(brackets: Brackets, columns: Array, over: Any) -> list[float]:
-    found = brackets.medians()
-    open_ = [k for k, value in enumerate(found) if value is None]
-    if open_:
-        for k, value in zip(open_, by_digits(columns[open_], over), strict=True):
-            found[k] = value
-    return [value for value in found if value is not None]
-
-
-def _after(step: Array, fill: float) -> float:
-    """A fill as its column's steps leave it."""
-    value, steps = np.array([fill]), step[None]
-    ((_, _, tile),) = tiles([value], np.zeros(1, np.int64), steps, value, Order(steps))
-    return float(tile[0, 0])
-
-
-def _sum_of(value: float) -> Array:
-    sums = no_values(1)
-    add_values(np.array([value]), sums[0], room())
-    found: Array = sums[0]
-    return found
-
-
-def _inverse(width: float) -> float:
-    """1 / width; 1 where the values do not vary, or by so little (1e-308) that this is infinite."""
-    return 1.0 / width if width > 0 and 1.0 / width < np.inf else 1.0
