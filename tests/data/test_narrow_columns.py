@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.data.columns import Field
 from stoker.data.dense_fit import fit_dense
 from stoker.data.dense_kernels import values_of
+from stoker.data.frames import frame_block
 from stoker.data.part_store import Arena
 from stoker.data.schema import DenseColumn
 from stoker.data.transforms import compact, dense_values
@@ -128,3 +132,29 @@ def test_more_columns_than_there_are_counters_for(monkeypatch: pytest.MonkeyPatc
         fits = fit_dense(dense, [raw], lambda part, look: look(part, np.arange(500)))
         assert fits == fit_dense(dense, [list(map(values_of, raw))], lambda part, look: look(part, np.arange(500)))
     assert seen[::2] == [4, 2, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(
+        st.one_of(st.none(), st.integers(0, 300), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**53 + 1, -1])),
+        max_size=40,
+    ),
+    dtype=st.sampled_from([pl.Int64, pl.Float64, pl.Int32, pl.UInt8, pl.Float32]),
+    cuts=st.lists(st.integers(0, 40), max_size=2),
+    begin=st.integers(0, 20),
+)
+def test_numbers_of_frames(values: list[int | None], dtype: Any, cuts: list[int], begin: int) -> None:
+    """With nulls or without, in pieces that begin anywhere: what Polars' cast to float64 and NumPy say."""
+    series = pl.Series("a", values, pl.Int64).cast(pl.Float64).cast(dtype, strict=False)
+    if dtype == pl.Int64:
+        series = pl.Series("a", values, pl.Int64)
+    pieces = [series[at:to] for at, to in pairwise([0, *sorted(cuts), 40])]
+    series = pl.concat(pieces, rechunk=False)[begin:]
+    field = Field(column="a", kind="float")
+    column = frame_block(pl.DataFrame({"a": series}), [field]).columns[field]
+    expected = series.cast(pl.Float64).to_numpy()
+    same_bits(values_of(packed(column.pieces or [column.numbers()])), expected)
+    same_bits(column.numbers(), expected)
+    assert column.numbers().dtype == np.float64
+    np.testing.assert_array_equal(column.absent(), np.isnan(expected))

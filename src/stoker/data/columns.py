@@ -58,7 +58,9 @@ class RawColumn:
     """
 
     values: Array | None = None  # [n] float64 (NaN where missing) or int64 (hex: the bits of a uint64)
-    pieces: list[Array] | None = None  # float64 values as their file has them, until :meth:`numbers` is asked for
+    pieces: list[Array] | None = (
+        None  # float64 or int64 as they lie, NaN where missing, until :meth:`numbers` is asked for
+    )
     missing: npt.NDArray[np.bool_] | None = None  # [n] for int64 values
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]
@@ -108,7 +110,7 @@ class RawColumn:
     def numbers(self) -> Array:
         """[n] the values, in one piece."""
         if self.pieces is not None:
-            self.values, self.pieces = np.concatenate(self.pieces), None
+            self.values, self.pieces = np.concatenate(self.pieces, dtype=np.float64), None
         assert self.values is not None
         return self.values
 

@@ -29,6 +29,7 @@ __all__ = [
     "count_digits",
     "finite",
     "moments",
+    "nan_for_null",
     "narrowed",
     "present_sums",
     "tiles",
@@ -239,7 +240,7 @@ def narrowed(column, out):  # type: ignore[no-untyped-def]
     for begin in range(0, column.size, 256):
         changed = 0  # counted, as a loop that may end at any value takes them one by one
         for i in range(np.uint64(begin), np.uint64(min(begin + 256, column.size))):
-            x = column[i]
+            x = np.float64(column[i])
             y = np.float32(x)
             out[i] = y
             changed += (np.float64(y) != x) & (x == x)
@@ -275,6 +276,16 @@ def finite(column):  # type: ignore[no-untyped-def]
     for i in range(np.uint64(column.size)):
         found += np.abs(column[i]) == np.inf
     return found == 0
+
+
+@_jit
+def nan_for_null(values, bits, offset, out):  # type: ignore[no-untyped-def]
+    """out[i] = values[i], NaN where bit ``offset + i`` of ``bits``, uint8, is not set."""
+    first = np.uint64(offset)
+    for i in range(np.uint64(values.size)):
+        at = first + i
+        there = (bits[at >> np.uint64(3)] >> (at & np.uint64(7))) & 1
+        out[i] = np.float64(values[i]) if there else np.nan
 
 
 class Order:

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from stoker.data.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
-from stoker.data.dense_kernels import finite
+from stoker.data.dense_kernels import finite, nan_for_null
 from stoker.data.dictionaries import WIDE, list_column, text_column
 from stoker.data.schema_check import near
 from stoker.errors import DataError
@@ -140,14 +140,25 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     whole = series.dtype.is_integer() and series.dtype not in WIDE
     if kind == "float" and (whole or series.dtype.is_float()):
         # Not in one piece before somebody needs it: NaN for null.
-        pieces: list[Any] = [
-            (piece if piece.dtype == pl.Float64 else piece.cast(pl.Float64)).to_numpy()
-            for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])
-        ]
+        pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
         return RawColumn(pieces=pieces) if whole or all(map(finite, pieces)) else None
     if kind == "int" and whole and not series.null_count():
         return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
     return None
+
+
+def _values(piece: pl.Series) -> Any:
+    """Numbers as they lie, int64 or float64, where none is null; else float64, NaN for null."""
+    if piece.dtype not in (pl.Int64, pl.Float64):
+        piece = piece.cast(pl.Float64)
+    if not piece.null_count():
+        return piece.to_numpy()
+    array: Any = piece.to_arrow()
+    bits, values = (np.frombuffer(buffer, np.uint8) for buffer in array.buffers())
+    given = values.view(np.int64 if piece.dtype == pl.Int64 else np.float64)[array.offset : array.offset + len(array)]
+    found = np.empty(len(array))
+    nan_for_null(given, bits, array.offset, found)
+    return found
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:

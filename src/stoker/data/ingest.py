@@ -209,9 +209,8 @@ def ingest(
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
-    # Polars reads on threads of its own, for which one of ours then waits.
-    more = any(source.kind == "parquet" for source in sources)
-    for job, record in ordered_map(work, jobs(), threads + more):
+    # No more of them, though those that wait for Polars' threads do nothing: every frame in work is memory to touch.
+    for job, record in ordered_map(work, jobs(), threads):
         number = job.source.number
         if job.reused:
             reused += 1

@@ -24,8 +24,8 @@ Raw = Sequence[Array]  # D columns [n]
 
 
 def compact(pieces: Sequence[Array], arena: Arena) -> Array:
-    """A column [n] of float64 or float32, which may be in pieces, in ``arena``, as the first type that holds all its
-    values: uint8, whose 255 stands for NaN, uint16, whose 65535 does, float32 or float64."""
+    """A column [n] of float64, float32 or int64, which may be in pieces, in ``arena``, as the first type that holds
+    all its values as float64: uint8, whose 255 stands for NaN, uint16, whose 65535 does, float32 or float64."""
     rows = sum(map(len, pieces))
     for dtype in TYPES[_first_try(pieces) : -1]:
         column = arena.take(rows, dtype)
