@@ -44,7 +44,7 @@ def taken(column: RawColumn) -> list[str | None]:
 def check(column: RawColumn, values: list[str | None]) -> None:
     assert taken(column) == values
     codes = np.full(len(values), 77, np.uint32)
-    data, ends = number_texts(column, codes)
+    codes, data, ends = number_texts(column, codes)
     expected, distinct = numbered(values)
     assert codes.tolist() == expected
     assert [data[begin:end].tobytes().decode() for begin, end in pairwise(ends.tolist())] == distinct

@@ -61,14 +61,14 @@ def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_], c
     return _number(kernels.block_ints, len(values), values, missing, codes).copy()
 
 
-def number_texts(column: RawColumn, codes: Array) -> tuple[Array, Array]:
-    """As :func:`number_ints` for the texts [n] of a column; the bytes of the distinct ones, and their D + 1 ends."""
+def number_texts(column: RawColumn, room: Array) -> tuple[Array, Array, Array]:
+    """As :func:`number_ints` for the texts [n] of a column: the numbers, which are in ``room`` unless the column has
+    them; the bytes of the distinct ones, and their D + 1 ends."""
     if column.codes is not None and column.ends is not None and column.data is not None:
-        codes[:] = column.codes
-        return column.data, column.ends
+        return column.codes, column.data, column.ends
     starts, lengths = column.spans()
-    first = _number(kernels.block_texts, len(starts), column.data, starts, lengths, codes)
-    return _gathered(column.data, starts[first], lengths[first])
+    first = _number(kernels.block_texts, len(starts), column.data, starts, lengths, room)
+    return room, *_gathered(column.data, starts[first], lengths[first])
 
 
 def text_hashes(column: RawColumn, seed: int) -> npt.NDArray[np.uint64]:
@@ -133,7 +133,7 @@ def text_column(series: pl.Series) -> RawColumn:
     if found and int(np.diff(ends).max()) > _INLINE:  # two places may hold the same text
         again = np.empty(found, np.uint32)
         once = RawColumn(data=data, starts=ends[:-1], lengths=np.diff(ends).astype(np.int32))
-        kept, kept_ends = number_texts(once, again)
+        _, kept, kept_ends = number_texts(once, again)
         if len(kept_ends) < len(ends):
             data, ends = kept, kept_ends
             codes = np.concatenate([np.zeros(1, np.uint32), again])[codes]
@@ -185,8 +185,7 @@ def list_column(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawCol
     if not pieces.textual:
         missing = None if pieces.missing is None else spread(pieces.missing)
         return RawColumn(values=spread(pieces.numbers()), missing=missing, counts=counts)
-    numbers = np.empty(len(pieces), np.uint32)
-    data, ends = number_texts(pieces, numbers)
+    numbers, data, ends = number_texts(pieces, np.empty(len(pieces), np.uint32))
     return RawColumn(data=data, codes=spread(numbers), ends=ends, counts=counts)
 
 

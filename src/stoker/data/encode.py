@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from stoker.data.dictionary_kernels import count_codes
 from stoker.data.encode_kernels import gather, gather_bags, write_rows
-from stoker.data.layout import Layout, feature_codes, raw_columns
+from stoker.data.layout import Layout, feature_codes, one_hot_codes, raw_columns
 from stoker.data.part_store import Arena, padded
 from stoker.data.parts import Part, PartFile
 from stoker.data.schema import CategoricalColumn
@@ -197,14 +197,16 @@ class Encoder:
                     labels[at:stop] = arrays["labels"][rows]
                     self._dense(arrays, rows, dense, at)
                     if not bags:
-                        gather(arrays["codes"], lut, bases, rows, ids, at, zeros)
+                        codes = one_hot_codes(arrays, self.layout)
+                        gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, ids, at, zeros)
                     continue
-                raw, codes, known = raw_columns(arrays, self.layout), arrays["codes"], arrays["labels"]
+                raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
+                known = arrays["labels"]
                 scales, places = self._steps.scales, self._steps.places
                 for begin, end, tile in self._steps.tiles(raw, rows):
                     write_rows(
-                        tile, scales, places, dense, codes, lut, bases, rows[begin:end], ids, known, labels, at + begin,
-                        zeros,
+                        tile, scales, places, dense, codes.addresses, codes.types, codes.rows, lut, bases,
+                        rows[begin:end], ids, known, labels, at + begin, zeros,
                     )  # fmt: skip
         positives = int(labels.sum(dtype=np.int64))
         unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
@@ -246,9 +248,10 @@ class Encoder:
         sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
         starts = np.concatenate([[0], sums]).astype(np.int64)
         (out,) = _arrays(room, [(int(starts[-1]), lut.dtype)])
+        one_hot = one_hot_codes(arrays, layout)
         gather_bags(
-            arrays["codes"], slots, np.concatenate(flat), np.array(flat_base), np.concatenate(bags),
-            np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
+            one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
+            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
         )  # fmt: skip
         return out
 

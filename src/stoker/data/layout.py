@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data import dictionary_kernels, text_kernels
+from stoker.data.code_columns import CodeColumns, code_type
 from stoker.data.columns import Block, Field, RawColumn, spans_to_strings
 from stoker.data.dictionaries import number_ints, number_texts, text_hashes
 from stoker.data.leftovers import UnusableInput
@@ -18,7 +19,7 @@ from stoker.data.parts import Part
 from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.data.transforms import compact, dense_values
 
-__all__ = ["Layout", "feature_codes", "raw_columns", "share_of_hash"]
+__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
@@ -32,8 +33,8 @@ class Layout:
     """What to read for a schema and where it goes in a part.
 
     Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
-    as :func:`stoker.data.transforms.compact` narrows it; ``codes`` [F1, n] uint32 of the one-hot features;
-    ``codes.<i>`` [L] and ``counts.<i>`` [n] of sequence feature i; ``values.<i>``, or ``bytes.<i>`` and
+    as :func:`stoker.data.transforms.compact` narrows it; ``codes.<i>`` [n] of feature i, uint8, uint16 or
+    uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or ``bytes.<i>`` and
     ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and
     have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary;
     and for groups ``codes.group`` [n] with its dictionary (0: none).
@@ -80,7 +81,7 @@ class Layout:
     def most(self, rows: int) -> int:
         """Bytes that a part of so many rows takes of an arena, at most."""
         widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
-        return sum(padded(width * rows) for width in [*widths, 4 * len(self.one_hot)])
+        return sum(padded(width * rows) for width in [*widths, *[4] * len(self.one_hot)])
 
     def arrays(self, block: Block, file: str, arena: Arena | None = None) -> dict[str, Array]:
         """The part of a block; what only shards need is made in ``arena``, if there is one.
@@ -105,21 +106,20 @@ class Layout:
             values = [column.numbers() for column in columns]
             dense = arena.take((block.rows, self.dense_width), np.float32)
             out["dense"] = dense_values(self.columns, values, out=dense)
-        codes = arena.take((len(self.one_hot), block.rows), np.uint32)
-        for slot, index in enumerate(self.one_hot):
-            self._encode(index, block.columns[self.feature_fields[index]], codes[slot], out)
-        out["codes"] = codes
+        spare = np.empty(block.rows, np.uint32)
+        for index in self.one_hot:
+            codes, most = self._encode(index, block.columns[self.feature_fields[index]], spare, out)
+            out[f"codes.{index}"] = narrow = arena.take(block.rows, code_type(most))
+            narrow[:] = codes
         for index in self.sequences:
             column = block.columns[self.feature_fields[index]]
             assert column.counts is not None
-            flat = np.empty(int(column.counts.sum()), np.uint32)
-            self._encode(index, column, flat, out)
+            flat, _ = self._encode(index, column, np.empty(int(column.counts.sum()), np.uint32), out)
             out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
         self._split_arrays(block, file, out)
         if self.group is not None:
-            groups = np.empty(block.rows, np.uint32)
-            out["bytes.group"], out["ends.group"] = number_texts(block.columns[self.group], groups)
-            out["codes.group"] = groups
+            groups, texts, ends = number_texts(block.columns[self.group], spare)
+            out |= {"codes.group": groups.astype(code_type(len(ends) - 1)), "bytes.group": texts, "ends.group": ends}
         return out
 
     def _labels(self, block: Block) -> npt.NDArray[np.float32]:
@@ -152,18 +152,21 @@ class Layout:
             block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time")
         return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
 
-    def _encode(self, index: int, column: RawColumn, codes: Array, out: dict[str, Array]) -> None:
+    def _encode(self, index: int, column: RawColumn, room: Array, out: dict[str, Array]) -> tuple[Array, int]:
+        """The codes of a feature, uint32, in ``room`` if they are nowhere else, and the greatest that there may be; its
+        dictionary goes to ``out``."""
         feature = self.features[index]
         if column.textual:
             column = _fill_text(column, feature)
         if feature.hash_buckets is not None:
-            codes[:] = _bucket_ids(column, feature)
-            return
+            return _bucket_ids(column, feature), feature.hash_buckets
         if column.textual:
-            out[f"bytes.{index}"], out[f"ends.{index}"] = number_texts(column, codes)
-        else:
-            values, missing = _category_values(column, feature)
-            out[f"values.{index}"] = number_ints(values, missing, codes)
+            codes, out[f"bytes.{index}"], ends = number_texts(column, room)
+            out[f"ends.{index}"] = ends
+            return codes, len(ends) - 1
+        values, missing = _category_values(column, feature)
+        out[f"values.{index}"] = distinct = number_ints(values, missing, room)
+        return room, len(distinct)
 
     def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
         if self.split is None:
@@ -172,8 +175,7 @@ class Layout:
         if rule.rule == "hash":
             out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
             return
-        codes = np.empty(block.rows, np.uint32)
-        texts, ends = number_texts(column, codes)
+        codes, texts, ends = number_texts(column, np.empty(block.rows, np.uint32))
         if rule.rule != "column":
             out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
             return
@@ -205,8 +207,7 @@ def ordered_int(values: Array) -> npt.NDArray[np.int64]:
 
 def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
     """Where a text column equals ``text``."""
-    codes = np.empty(len(column), np.uint32)
-    texts, ends = number_texts(column, codes)
+    codes, texts, ends = number_texts(column, np.empty(len(column), np.uint32))
     raw, wanted = texts.tobytes(), text.encode()
     same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends.tolist()))]
     return np.array(same, np.bool_)[codes]
@@ -281,8 +282,11 @@ def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
     return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
 
 
+def one_hot_codes(arrays: Part, layout: Layout) -> CodeColumns:
+    """The codes of a part's features that have one a row."""
+    return CodeColumns([arrays[f"codes.{index}"] for index in layout.one_hot])
+
+
 def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
     """Codes of a feature and, for a sequence, how many belong to each row."""
-    if index in layout.one_hot:
-        return arrays["codes"][layout.one_hot.index(index)], None
-    return arrays[f"codes.{index}"], arrays[f"counts.{index}"]
+    return arrays[f"codes.{index}"], None if index in layout.one_hot else arrays[f"counts.{index}"]

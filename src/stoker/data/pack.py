@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from stoker.data.dense_kernels import Columns
 from stoker.data.encode import Encoder
-from stoker.data.layout import Layout, raw_columns
+from stoker.data.layout import Layout, one_hot_codes, raw_columns
 from stoker.data.ordered import ordered_map
 from stoker.data.packed import Field, Packing
 from stoker.data.packed_kernels import greatest_code, write_records
@@ -110,12 +110,13 @@ class Packer:
             fitted = self._layout.fitted
             raw = raw_columns(arrays, self._layout) if fitted else []
             dense = _NO_DENSE if fitted else arrays["dense"]
-            codes, known, columns = arrays["codes"], arrays["labels"], Columns(raw)
+            codes, known, columns = one_hot_codes(arrays, self._layout), arrays["labels"], Columns(raw)
             for begin, end, tile in self._steps.tiles([raw[index] for index in self._floats], rows):
                 positives += write_records(
                     tile, self._steps.scales, self._places, dense, self._dense_place, columns.addresses, columns.types,
-                    columns.rows, self._coded, self._flags, codes, lut, bases, self._ids, rows[begin:end], known,
-                    self._label.dtype.itemsize, self._label.place, records, *views, begin, zeros,
+                    columns.rows, self._coded, self._flags, codes.addresses, codes.types, codes.rows, lut, bases,
+                    self._ids, rows[begin:end], known, self._label.dtype.itemsize, self._label.place, records, *views,
+                    begin, zeros,
                 )  # fmt: skip
         return records, int(positives), [zeros.tolist(), [len(rows)] * len(zeros)]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from stoker.data.code_columns import gather_feature
 from stoker.data.dense_kernels import STRIPE, column_at, write_missing, write_stripe
-from stoker.data.encode_kernels import gather_feature
 
 __all__ = ["greatest_code", "write_records"]
 
@@ -33,8 +33,8 @@ def _write_codes(column, missing, rows, first, last, out, at, place):  # type: i
 
 @_jit
 def write_records(  # type: ignore[no-untyped-def]
-    tile, scales, places, dense, dense_place, addresses, types, n, coded, flags, codes, lut, bases, ids, rows, known,
-    label_size, label_place, records, shorts, floats, words, longs, at, zeros,
+    tile, scales, places, dense, dense_place, addresses, types, n, coded, flags, codes, code_types, code_rows, lut,
+    bases, ids, rows, known, label_size, label_place, records, shorts, floats, words, longs, at, zeros,
 ):  # fmt: skip
     """Write the records ``at`` and on, [., R], of ``rows`` of a part; returns the sum of their labels.
 
@@ -46,7 +46,7 @@ def write_records(  # type: ignore[no-untyped-def]
         coded: [K, 3] a column, the bytes of its field, and its place: it has the column's value plus one, 0 where that
             is missing.
         flags: [M, 2] a column, and the place of a byte that is 1 where its value is missing, else 0.
-        codes, lut, bases, zeros: as of :func:`stoker.data.encode_kernels.gather`.
+        codes, code_types, code_rows, lut, bases, zeros: as of :func:`stoker.data.encode_kernels.gather`.
         ids: [F, 2] the bytes of each feature's field, and its place.
         known: labels of the part.
         label_size, label_place: bytes of the label's field, and its place.
@@ -71,15 +71,16 @@ def write_records(  # type: ignore[no-untyped-def]
         for k in range(flags.shape[0]):
             write_missing(addresses[flags[k, 0]], types[flags[k, 0]], n, rows, first, last, records, at, flags[k, 1])
         for f in range(ids.shape[0]):
-            size, place = ids[f]
+            size, place, kind, base = ids[f, 0], ids[f, 1], code_types[f], bases[f]
             if size == 1:
-                zeros[f] += gather_feature(codes[f], lut, bases[f], rows, first, last, records, at, place)
+                found = gather_feature(codes[f], kind, code_rows, lut, base, rows, first, last, records, at, place)
             elif size == 2:
-                zeros[f] += gather_feature(codes[f], lut, bases[f], rows, first, last, shorts, at, place)
+                found = gather_feature(codes[f], kind, code_rows, lut, base, rows, first, last, shorts, at, place)
             elif size == 4:
-                zeros[f] += gather_feature(codes[f], lut, bases[f], rows, first, last, words, at, place)
+                found = gather_feature(codes[f], kind, code_rows, lut, base, rows, first, last, words, at, place)
             else:
-                zeros[f] += gather_feature(codes[f], lut, bases[f], rows, first, last, longs, at, place)
+                found = gather_feature(codes[f], kind, code_rows, lut, base, rows, first, last, longs, at, place)
+            zeros[f] += found
         for i in range(first, last):
             label = known[np.uint64(rows[np.uint64(i)])]
             positives += label

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
-WORK_VERSION = 8  # of the parts; raise it when their content changes
+WORK_VERSION = 9  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

@@ -100,7 +100,7 @@ class _Column:
 
     def _texts(self, series: pl.Series, *, add: bool) -> Codes:
         codes = np.empty(len(series), np.uint32)
-        data, ends = number_texts(text_column(series), codes)
+        codes, data, ends = number_texts(text_column(series), codes)
         if add:
             entries: Any = self._builder.add_texts(data, ends, np.zeros(len(ends) - 1, np.int64))
         else:
