@@ -318,11 +318,12 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any, order: Order) -> Iterator
         The first row, that behind the last, and the tile [R, rows], its rows in ``order``.
     """
     columns = Columns(raw)
-    held = np.empty((order.rows, min(TILE, rows.size)))
+    held = np.empty(order.rows * min(TILE, rows.size))
     first, last = np.empty((2, min(TILE, rows.size)), np.int64)
     for begin in range(0, rows.size, TILE):
         stop = min(begin + TILE, rows.size)
-        tile, chosen = held[:, : stop - begin], rows[begin:stop]
+        chosen = rows[begin:stop]
+        tile = held[: order.rows * len(chosen)].reshape(order.rows, len(chosen))  # in one piece, for kernels
         count = stretches(chosen, first, last)
         _fill_tile(
             columns.addresses, columns.types, columns.rows, chosen, first[:count], last[:count], steps, fills,
