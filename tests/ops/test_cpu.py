@@ -55,7 +55,7 @@ def cases(draw):
     return space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     case=cases(),
     dim=st.sampled_from([1, 3, 16, 20, 100]),

@@ -1,7 +1,8 @@
 """Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
 
-Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0 and prints one JSON
-object: kernels compiled, and what in their PTX would make results differ from the reference.
+Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
+``--few`` for one, and prints one JSON object: kernels compiled, and what in their PTX would make results differ from
+the reference.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class Compiler:
         self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"])))
 
 
-def launches(*, full: bool) -> None:
+def launches(*, full: bool, few: bool) -> None:
     """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
     from stoker.ops.triton_backend import TritonBackend
 
     backend = TritonBackend(lazy=True)
-    for dim in (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else (16, 100):
+    for dim in (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else (100,) if few else (16, 100):
         for dtype in (torch.float32, torch.bfloat16):
             for index in (torch.int32, torch.int64) if full else (torch.int32,):
                 rows = 40 if index == torch.int32 else 2**31 + 5
@@ -95,15 +96,15 @@ def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, ful
             backend.update(weight, state, space, bags, grad, rule, Rounding((1, 2)))
 
 
-def main(capability: int, *, full: bool) -> None:
+def main(capability: int, *, full: bool, few: bool) -> None:
     compiler = Compiler(capability)
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    launches(full=full)
+    launches(full=full, few=few)
     names = sorted({label.split(" ")[0] for label in compiler.seen})
     inexact = {label: found for label, found in compiler.seen.items() if found}
     print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), full="--full" in sys.argv)
+    main(int(sys.argv[1]), full="--full" in sys.argv, few="--few" in sys.argv)
