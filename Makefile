@@ -38,8 +38,9 @@ demo: $(VENV)/.runtime  ## Prepare, train and evaluate a recommender on real pur
 	@$(PY) examples/demo.py
 
 test: $(VENV)/.dev  ## Run the tests
-	@# Two processes share two cores: a thread that waits must not spin on the other's.
-	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist worksteal
+	@# Two processes share two cores: a thread that waits must not spin on the other's. Tests start hundreds of
+	@# processes, which find the package compiled.
+	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
 soak: $(VENV)/.dev  ## Compare 100,000 random placed runs with resident ones, bit for bit (hours)
 	@STOKER_SOAK=$${STOKER_SOAK:-100000} $(PY) -m pytest tests/tables/test_placement_exact.py tests/tables/test_cuda_link.py --timeout=0

@@ -72,15 +72,15 @@ if not INTERPRETED:
         assert done.returncode == 0, done.stdout + done.stderr
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("capability", "least", "options"), [("80", 30, ["--few"]), ("90", 60, [])])
-    def test_machine_code(capability: str, least: int, options: list[str], tmp_path: Path) -> None:
+    @pytest.mark.parametrize("capability", ["80", "90"])
+    def test_machine_code(capability: str, tmp_path: Path) -> None:
         """Every kernel compiles for GPUs that are not there, and rounds after every operation."""
         script = Path(__file__).with_name("triton_native.py")
-        done = process(str(script), capability, *options, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+        done = process(str(script), capability, "--few", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
         assert done.returncode == 0, done.stderr[-4000:]
         found = json.loads(done.stdout.splitlines()[-1])
         assert len(found["kernels"]) == 9
-        assert found["variants"] >= least
+        assert found["variants"] >= 30
         assert found["inexact"] == {}
 
     def test_cpu_is_refused_without_interpreter() -> None:

@@ -1,8 +1,8 @@
 """Compile every kernel of the Triton back end to machine code for a GPU that need not be there.
 
 Run as a program: ``python triton_native.py 80`` compiles for compute capability 8.0, ``--full`` for all widths of rows,
-``--few`` for one, and prints one JSON object: kernels compiled, and what in their PTX would make results differ from
-the reference.
+``--few`` for one (another one for each GPU), and prints one JSON object: kernels compiled, and what in their PTX would
+make results differ from the reference.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ class Compiler:
         self.seen[label] = sorted(set(INEXACT.findall(built.asm["ptx"])))
 
 
-def launches(*, full: bool, few: bool) -> None:
+def launches(dims: Sequence[int], *, full: bool) -> None:
     """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
     from stoker.ops.triton_backend import TritonBackend
 
     backend = TritonBackend(lazy=True)
-    for dim in (1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else (100,) if few else (16, 100):
+    for dim in dims:
         for dtype in (torch.float32, torch.bfloat16):
             for index in (torch.int32, torch.int64) if full else (torch.int32,):
                 rows = 40 if index == torch.int32 else 2**31 + 5
@@ -100,7 +101,8 @@ def main(capability: int, *, full: bool, few: bool) -> None:
     compiler = Compiler(capability)
     JITFunction.run = lambda kernel, *args, **options: compiler.run(kernel, *args, **options)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    launches(full=full, few=few)
+    some = (16, 100) if not few else (100,) if capability < 90 else (16,)
+    launches((1, 4, 8, 16, 32, 64, 100, 128, 256, 384, 1024) if full else some, full=full)
     names = sorted({label.split(" ")[0] for label in compiler.seen})
     inexact = {label: found for label, found in compiler.seen.items() if found}
     print(json.dumps({"variants": len(compiler.seen), "kernels": names, "inexact": inexact}))

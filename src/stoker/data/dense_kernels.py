@@ -19,6 +19,7 @@ from stoker.data.exact_sums import add_values, no_values, room
 
 __all__ = [
     "DIGITS",
+    "SHORT",
     "STRIPE",
     "TILE",
     "TYPES",
@@ -32,6 +33,7 @@ __all__ = [
     "nan_for_null",
     "narrowed",
     "present_sums",
+    "stretches",
     "tiles",
     "values_of",
     "whole_narrowed",
@@ -42,7 +44,7 @@ __all__ = [
 
 _jit: Any = nb.njit(nogil=True, cache=True)
 STRIPE = 64  # rows written together, so that the row-major output stays in cache
-_SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
+SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 TILE = 2**13  # rows whose logarithms are taken together
 DIGITS = 2**16  # counters of one digit of a float64
 _SIGN = np.uint64(2**63)
@@ -136,7 +138,7 @@ def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-unty
     if step[2] > 0:
         low, high, more = max(low, 0.0), max(high, 0.0), 1.0
     # Unsigned, here and below: no look at whether a place counts from the end.
-    if first.size * _SHORT > rows.size:
+    if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
             out[i] = _clipped(column[np.uint64(rows[i])], fill, low, high, more)
         return
@@ -152,7 +154,7 @@ def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-unty
 @_jit
 def _flagged(column, rows, first, stop, out):  # type: ignore[no-untyped-def]
     """out[i] = 1 where column[rows[i]] is missing, else 0. As :func:`_filled`."""
-    if first.size * _SHORT > rows.size:
+    if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
             out[i] = np.isnan(_number(column[np.uint64(rows[i])]))
         return

@@ -13,7 +13,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dense_kernels import Columns, column_at, stretches
+from stoker.data.dense_kernels import SHORT, Columns, column_at, stretches
 from stoker.ops.memory import zeros
 
 __all__ = ["MOST_COUNTERS", "Counters", "ValueCounts"]
@@ -22,7 +22,6 @@ Array = npt.NDArray[Any]
 MOST_COUNTERS = 2**21  # of all columns, which each thread has for itself: 16 MiB
 _TILE = 2**15  # rows that all columns are counted of before the next ones
 _LANES = 4  # counters of a value of 8 bits: it often follows itself, and one counter would wait for its own sum
-_SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 _jit: Any = nb.njit(nogil=True, cache=True)
 
 
@@ -49,7 +48,7 @@ class Counters:
 
 @_jit
 def _count_bytes(column, rows, first, stop, lanes):  # type: ignore[no-untyped-def]
-    if first.size * _SHORT > rows.size:
+    if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
             lanes[i & np.uint64(_LANES - 1), column[np.uint64(rows[i])]] += 1
         return
@@ -60,7 +59,7 @@ def _count_bytes(column, rows, first, stop, lanes):  # type: ignore[no-untyped-d
 
 @_jit
 def _count_shorts(column, rows, first, stop, counts):  # type: ignore[no-untyped-def]
-    if first.size * _SHORT > rows.size:
+    if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
             counts[column[np.uint64(rows[i])]] += 1
         return
@@ -101,6 +100,8 @@ class ValueCounts:
 
     def look(self, raw: Sequence[Array], rows: npt.NDArray[np.int64]) -> None:
         """Count ``rows`` of the K columns of a part."""
+        if not raw:
+            return
         columns, mine = Columns(raw), self._counters.mine()
         first, stop = np.empty((2, min(_TILE, rows.size)), np.int64)
         for begin in range(0, rows.size, _TILE):
