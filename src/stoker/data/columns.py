@@ -58,9 +58,7 @@ class RawColumn:
     """
 
     values: Array | None = None  # [n] float64 (NaN where missing) or int64 (hex: the bits of a uint64)
-    pieces: list[Array] | None = (
-        None  # float64 or int64 as they lie, NaN where missing, until :meth:`numbers` is asked for
-    )
+    pieces: list[Array] | None = None  # numbers as their file has them, int64 too, until :meth:`numbers` is called
     missing: npt.NDArray[np.bool_] | None = None  # [n] for int64 values
     data: npt.NDArray[np.uint8] | None = None  # bytes of all texts
     starts: npt.NDArray[np.int64] | None = None  # [n]

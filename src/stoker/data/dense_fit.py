@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.data.dense_kernels import Order, moments, present_sums, tiles
-from stoker.data.exact_sums import COUNT, add_values, counted_sums, mean_and_deviation, no_values, room, times
+from stoker.data.exact_sums import COUNT, counted_sums, mean_and_deviation, no_values
 from stoker.data.medians import Brackets, by_digits, middle_of_counts
 from stoker.data.ordered import ordered_map
 from stoker.data.schema import FITTED_TRANSFORMS, DenseColumn
@@ -98,11 +98,7 @@ def _of_counts(column: DenseColumn, values: Array, counts: Array, missing: int) 
         fill = middle_of_counts(values, counts)
     if missing:
         values, counts = np.append(values, np.nan), np.append(counts, missing)
-    step = clips_and_logarithms([column])
-    made = np.concatenate([
-        tile[0].copy()
-        for _, _, tile in tiles([values], np.arange(len(values)), step, np.array([float(fill)]), Order(step))
-    ] or [values])  # fmt: skip
+    made = _after(clips_and_logarithms([column]), values, float(fill))
     sums, low, high = no_values(1)[0], np.inf, -np.inf
     kind = _wanted(column)
     if kind == "zscore":
@@ -188,10 +184,11 @@ class _Scan:
         missing = self._rows - np.concatenate([self._means[:, COUNT], self._brackets.present])
         for index, absent in zip(self._learned.tolist(), missing.tolist(), strict=True):
             if absent and self._wanted[index]:
-                true, other = (_after(self._steps[index], fill) for fill in (fills[index], self._given[index]))
+                step, missed = self._steps[index : index + 1], np.array([absent])
+                true, other = (_after(step, np.array([fill]), 0.0) for fill in (fills[index], self._given[index]))
                 if self._summed[index]:
-                    self._sums[index] += times(_sum_of(true), absent) - times(_sum_of(other), absent)
-                self._low[index], self._high[index] = min(self._low[index], true), max(self._high[index], true)
+                    self._sums[index] += counted_sums(true, missed) - counted_sums(other, missed)
+                self._low[index], self._high[index] = min(self._low[index], true[0]), max(self._high[index], true[0])
         found = zip(fills.tolist(), self._wanted, self._sums, self._low, self._high, strict=True)
         return [DenseFit(fill=fill, **_scaling(kind, sums, low, high)) for fill, kind, sums, low, high in found]
 
@@ -204,17 +201,11 @@ class _Scan:
         return [value for value in found if value is not None]
 
 
-def _after(step: Array, fill: float) -> float:
-    """A fill as its column's steps leave it."""
-    value, steps = np.array([fill]), step[None]
-    ((_, _, tile),) = tiles([value], np.zeros(1, np.int64), steps, value, Order(steps))
-    return float(tile[0, 0])
-
-
-def _sum_of(value: float) -> Array:
-    sums = no_values(1)
-    add_values(np.array([value]), sums[0], room())
-    found: Array = sums[0]
+def _after(step: Array, values: Array, fill: float) -> Array:
+    """Values [m] of a column as its steps [1, 3] leave them, ``fill`` for missing ones."""
+    found = np.empty(len(values))
+    for begin, end, tile in tiles([values], np.arange(len(values)), step, np.array([fill]), Order(step)):
+        found[begin:end] = tile[0]
     return found
 
 
