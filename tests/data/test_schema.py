@@ -144,6 +144,10 @@ def minimal(**changes: Any) -> dict[str, Any]:
         (minimal(categorical=[{"name": "a", "min_count": 0}]), "min_count 0 is below 1"),
         (minimal(categorical=[{"name": "a", "modulo": 5}]), "modulo needs type int or hex"),
         (
+            minimal(categorical=[{"name": "a", "hash_buckets": 2**32}]),
+            "hash_buckets 4,294,967,296 is above 4,294,967,295",
+        ),
+        (
             minimal(categorical=[{"name": "a", "hash_buckets": 5, "min_count": 2}]),
             "no effect with hash_buckets",
         ),

@@ -461,6 +461,8 @@ def _check_categorical(column: CategoricalColumn, where: str) -> None:
     positive(where, "min_count", column.min_count)
     positive(where, "modulo", column.modulo)
     positive(where, "hash_buckets", column.hash_buckets)
+    if column.hash_buckets is not None and column.hash_buckets >= 2**32:  # codes have at most 32 bits
+        fail(where, "hash_buckets", f"{column.hash_buckets:,} is above {2**32 - 1:,}, the most there may be")
     if column.modulo is not None and column.type not in ("int", "hex"):
         fail(where, "modulo", f"needs type int or hex, not {column.type}. Use hash_buckets for text")
     if column.hash_buckets is not None and column.min_count > 1:
