@@ -158,6 +158,27 @@ def both_update(
         same(tensor, expected_state[name])
 
 
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "fits"),
+    [("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.4.0", True), ("3.10.0+git1", "2.5.0rc1", True)],
+)
+def test_an_interpreter_that_cannot_run_with_this_numpy_is_refused(
+    triton_version: str, numpy_version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.ops import triton_backend
+
+    monkeypatch.setattr(triton_backend.triton, "__version__", triton_version)
+    monkeypatch.setattr(triton_backend.np, "__version__", numpy_version)
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: True)
+    if fits:
+        triton_backend.TritonBackend()
+        return
+    with pytest.raises(ConfigError, match=r"Triton 3\.6\.0 .* NumPy 2\.4\.0.*pip install 'triton>=3\.7'"):
+        triton_backend.TritonBackend()
+    monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
+    triton_backend.TritonBackend()  # compiled kernels do not care
+
+
 @on_device
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(DIMS, DTYPES, LAYOUTS, st.sampled_from([torch.int32, torch.int64]), st.integers(0, 40), st.integers(1, 5))

@@ -178,6 +178,59 @@ def test_replicas_need_a_process_group() -> None:
         Replicas()
 
 
+class _GpuOnly:
+    """A group of one rank that carries tensors of a GPU only, as nccl does; a GPU's tensors are marked CPU tensors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        to = Tensor.to
+
+        def moved(tensor: Tensor, device: Any, *rest: Any, **more: Any) -> Tensor:
+            if isinstance(device, torch.dtype) or torch.device(device).type != "cuda":
+                return to(tensor, device, *rest, **more)
+            copy = tensor.clone()
+            copy.on_gpu = True  # type: ignore[attr-defined]
+            return copy
+
+        def all_gather(found: list[Tensor], value: Tensor, group: Any = None) -> None:
+            if not hasattr(value, "on_gpu"):
+                raise RuntimeError("No backend type associated with device type cpu")
+            found[0].copy_(value)
+
+        monkeypatch.setattr(Tensor, "to", moved)
+        for name, value in (
+            ("is_initialized", True), ("get_rank", 0), ("get_world_size", 1), ("get_backend", "nccl"),
+            ("get_backend_config", "cuda:nccl"),
+        ):  # fmt: skip
+            monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+        monkeypatch.setattr(dist, "all_gather", all_gather)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_group_of_gpus_compares_rows_of_the_host(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tables(PLACEMENTS[placement], OPTIMIZERS["sgd"])
+    _GpuOnly(monkeypatch)
+    made.replicate(Replicas())
+    assert all(group.replicas is not None for group in made.groups)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none here")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_replicas_over_nccl(placement: str, tmp_path: Path) -> None:
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        made = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"]).to("cuda")
+        alone = tables(PLACEMENTS[placement], OPTIMIZERS["adagrad"]).to("cuda")
+        made.replicate(Replicas())
+        part = {name: None if t is None else t.cuda() for name, t in share(0, 0, 1, jagged=True, even=True).items()}
+        for each in (made, alone):
+            step_of(each, part)
+    finally:
+        dist.destroy_process_group()
+    expected = rows_of(alone)
+    assert all(torch.equal(value, expected[name]) for name, value in rows_of(made).items())
+
+
 def test_a_stream_of_each_rank_is_a_share_of_the_joint_batch(tmp_path: Path) -> None:
     from stoker.testing import make_dataset
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +346,33 @@ def test_scores_of_a_model_that_does_not_fit(
     assert pq.read_table(tmp_path / "placed.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))
     assert model.embeddings.groups[0].strategy.spill == "refuse"
     model.embeddings.close()
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that NumPy cannot read until it is on the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.numpy:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
+
+
+def test_scores_of_batches_whose_labels_are_on_a_gpu(
+    data: Dataset, resident: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As :func:`stoker.stage` hands them out, for a model on a GPU."""
+    import pyarrow.parquet as pq
+
+    from stoker.training import evaluation
+
+    def staged(stream: Any, *rest: Any, **more: Any) -> Any:
+        for batch in stoker.stage(stream, *rest, **more):
+            yield replace(batch, labels=batch.labels.as_subclass(_OnGpu))
+
+    model = stoker.load(resident, placement=stoker.Cached(fraction=0.9)).model
+    stoker.predict(model, data.test, tmp_path / "cpu.parquet", lookahead=8)
+    monkeypatch.setattr(evaluation, "stage", staged)
+    stoker.predict(model, data.test, tmp_path / "gpu.parquet", lookahead=8)
+    assert pq.read_table(tmp_path / "gpu.parquet").equals(pq.read_table(tmp_path / "cpu.parquet"))

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.errors import ConfigError
 from stoker.ops import triton_kernels as reading
 from stoker.ops import triton_update as writing
 from stoker.ops.backend import Backend, Bags, Rounding
@@ -41,6 +42,24 @@ _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the refe
 def interpreted() -> bool:
     """Whether Triton's interpreter runs here, as when TRITON_INTERPRET=1 was set before Triton's import."""
     return not isinstance(reading.lookup_kernel, triton.runtime.JITFunction)
+
+
+def _check_interpreter(triton_version: str, numpy_version: str) -> None:
+    """Raise if Triton's interpreter fails in every loop whose end is loaded from memory.
+
+    Triton before 3.7 turns arrays of one element into integers, which NumPy 2.4 and later refuse.
+    """
+    if _release(triton_version) < (3, 7) and _release(numpy_version) >= (2, 4):
+        raise ConfigError(
+            f"Triton {triton_version} cannot interpret kernels (TRITON_INTERPRET=1) with NumPy {numpy_version}: before "
+            "Triton 3.7 its interpreter needs NumPy below 2.4. Run: pip install 'triton>=3.7', or: pip install "
+            "'numpy<2.4'. Kernels that are compiled for a GPU are not affected: to use them, unset TRITON_INTERPRET."
+        )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 class _Place(NamedTuple):
@@ -71,11 +90,16 @@ class TritonBackend(Backend):
 
     Args:
         lazy: report bad ids at a later call rather than wait for the device in each; None means on CUDA only.
+
+    Raises:
+        ConfigError: Triton's interpreter is chosen, but cannot run the kernels with this NumPy.
     """
 
     name = "triton"
 
     def __init__(self, *, lazy: bool | None = None) -> None:
+        if interpreted():
+            _check_interpreter(triton.__version__, np.__version__)
         self._lazy = lazy
         self._watches: dict[torch.device, IdWatch] = {}
         self._places: WeakKeyDictionary[AddressSpace, dict[torch.device, _Place]] = WeakKeyDictionary()

@@ -106,11 +106,14 @@ class Replicas:
         return torch.device("cuda") if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
 
     def _gather_equal(self, value: Tensor) -> list[Tensor]:
-        """``value`` of every rank, all of one shape."""
-        value = value.contiguous()
-        found = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(found, value, group=self.group)
-        return found
+        """``value`` of every rank, all of one shape, on the device of ``value``."""
+        # The group may not carry tensors of this device: nccl carries none of the CPU, where cached rows are.
+        carried = {pair.partition(":")[0] for pair in dist.get_backend_config(self.group).split(",")}
+        through = value.device if value.device.type in carried else self._device()
+        sent = value.contiguous().to(through)
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(found, sent, group=self.group)
+        return [each.to(value.device) for each in found]
 
     def _gather(self, value: Tensor, counts: list[int]) -> list[Tensor]:
         """``value`` [n, ...] of every rank, where n is ``counts[rank]``."""

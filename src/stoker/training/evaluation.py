@@ -248,4 +248,5 @@ def _writer(file: Any, suffix: str, schema: Any) -> Any:
 
 
 def _score(model: RecModel, batch: Batch) -> tuple[Tensor | None, Tensor]:
-    return batch.labels, model.predict(batch).cpu()
+    # The labels of a staged batch are on the model's device.
+    return None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()
