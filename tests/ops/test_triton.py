@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.ops import AddressSpace, Bags, ReferenceBackend, Rounding, RowRule, get_backend
+from stoker.ops.rule import STATE
 from stoker.ops.space import make_space
 from stoker.optim import Adagrad
 from stoker.tables import EmbeddingTables, TableConfig
@@ -29,12 +30,7 @@ from stoker.tables import EmbeddingTables, TableConfig
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SOURCE = str(Path(__file__).parents[2] / "src")
-STATE = {
-    "sgd": {},
-    "adagrad": {"sum": "row"},
-    "rowwise_adagrad": {"sum": "scalar"},
-    "adam": {"exp_avg": "row", "exp_avg_sq": "row"},
-}
+SHAPES = {kind: dict.fromkeys(names, "scalar" if kind == "rowwise_adagrad" else "row") for kind, names in STATE.items()}
 DIMS = st.sampled_from([1, 3, 4, 16, 17, 64, 100, 128])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 LAYOUTS = st.sampled_from(["one", "one weighted", "sum", "mean", "weighted"])
@@ -132,7 +128,10 @@ def make_table(space: AddressSpace, dim: int, dtype: torch.dtype, g: torch.Gener
 
 def make_state(space: AddressSpace, dim: int, kind: str, g: torch.Generator) -> dict[str, torch.Tensor]:
     shapes = {"row": (space.num_rows, dim), "scalar": (space.num_rows,)}
-    return {name: torch.rand(shapes[shape], generator=g).to(DEVICE) for name, shape in STATE[kind].items()}
+    made = {name: torch.rand(shapes[shape], generator=g) for name, shape in SHAPES[kind].items()}
+    for tensor in made.values():
+        tensor[::3] = 0.0  # of rows that no batch has touched
+    return {name: tensor.to(DEVICE) for name, tensor in made.items()}
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -220,6 +219,7 @@ def test_update(
     state = make_state(space, dim, kind, g)
     for step in (1, 2):
         rule = RowRule(kind, 0.1 * step, 1e-8, 0.9, 0.999, 1 - 0.9**step, 1 - 0.999**step, **extra)
+        rule = rule._replace(keep=0.95, l1=0.3, l2=0.1)
         grad = torch.randn(batch, 3, dim, generator=g).to(DEVICE)
         both_update(weight, state, space, make_bags(space, batch, layout, torch.int32, g), grad, rule)
 

@@ -20,12 +20,12 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from stoker.ops import Bags, Rounding, RowRule
+from stoker.ops.rule import STATE
 from stoker.ops.space import make_space
 
 # A fused multiply-add, an approximate division or square root, or flushing of tiny numbers to zero.
 INEXACT = re.compile(r"\b(?:fma\.\w+(?:\.ftz)?\.f32|div\.(?:full|approx)\S*|sqrt\.approx\S*|\w+\.(?:rn\.)?ftz\.f32)")
 _TYPES = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
-_STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 
 
 class Compiler:
@@ -90,7 +90,10 @@ def launches(dims: Sequence[int], *, full: bool) -> None:
 
 def _updates(backend: Any, weight: Any, space: Any, bags: Any, grad: Any, *, full: bool) -> None:
     extras = [{"weight_decay": 0.1, "clip_value": 1.0, "clip_norm": 1.0, "cow_ratio": 1.0}]
-    for kind, names in _STATE.items():
+    # The step comes after the sums: every rule with one layout, and with the others only those that differ in shape.
+    kinds = STATE if full or bags.offsets is None else ("sgd", "rowwise_adagrad", "adam")
+    for kind in kinds:
+        names = STATE[kind]
         state = {name: torch.zeros_like(weight, dtype=torch.float32) for name in names}
         for extra in [*extras, {}] if full else extras:
             rule = RowRule(kind, 0.1, 1e-8, 0.9, 0.999, 0.1, 0.001, **extra)

@@ -128,7 +128,8 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     rules = [
         optim.SGD(lr=0.5), optim.Adagrad(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.05),
         optim.SGD(lr=0.5, weight_decay=0.1), optim.Adagrad(lr=0.1, clip_norm=0.5),
-        optim.RowWiseAdagrad(lr=0.1, clip_value=0.3),
+        optim.RowWiseAdagrad(lr=0.1, clip_value=0.3), optim.AdamW(lr=0.05, weight_decay=0.5),
+        optim.MomentumSGD(lr=0.2, nesterov=True), optim.FTRL(lr=0.1, l1=0.1),
     ]  # fmt: skip
     optimizer = optim.SGD(lr=1.0) if integers else rules[int(random.integers(4 if backend == "auto" else len(rules)))]
     limits = {name: table.num_embeddings for table in tables for name in table.features}

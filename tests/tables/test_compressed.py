@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": stoker.Adagrad(lr=0.05, eps=1e-3),
     "rowwise": stoker.RowWiseAdagrad(lr=0.05, eps=1e-3),
     "adam": stoker.Adam(lr=0.02, eps=1e-3),
+    "ftrl": stoker.FTRL(lr=0.05, l1=1e-3),
     "decay": stoker.SGD(lr=0.05, weight_decay=0.1, clip_value=0.7, schedule=stoker.StepDecay(every=2, gamma=0.3)),
     "clipped": stoker.Adagrad(lr=0.05, eps=1e-3, clip_norm=1.0),
 }

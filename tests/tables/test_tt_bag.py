@@ -30,6 +30,9 @@ OPTIMIZERS = {
     "adagrad": stoker.Adagrad(lr=0.1),
     "rowwise": stoker.RowWiseAdagrad(lr=0.1),
     "adam": stoker.Adam(lr=0.05),
+    "adamw": stoker.AdamW(lr=0.05, weight_decay=0.1),
+    "nesterov": stoker.MomentumSGD(lr=0.02, nesterov=True),
+    "ftrl": stoker.FTRL(lr=0.1, l1=0.02),
     "clipped": stoker.Adagrad(lr=0.1, clip_norm=0.5, weight_decay=0.01),
     "schedule": stoker.SGD(lr=0.02, schedule=stoker.StepDecay(every=2, gamma=0.1)),
 }

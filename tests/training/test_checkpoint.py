@@ -28,6 +28,9 @@ OPTIMIZERS = {
     "adagrad": stoker.Adagrad(lr=0.1),
     "rowwise_adagrad": stoker.RowWiseAdagrad(lr=0.1),
     "adam": stoker.Adam(lr=0.01, schedule=stoker.CosineDecay(steps=10, warmup=2)),
+    "adamw": stoker.AdamW(lr=0.01),
+    "momentum_sgd": stoker.MomentumSGD(lr=0.01, nesterov=True),
+    "ftrl": stoker.FTRL(lr=0.1, l1=0.01),
 }
 
 

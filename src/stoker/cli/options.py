@@ -85,9 +85,9 @@ TTOwn = Annotated[
     ),
 ]
 BatchSize = Annotated[int | None, option(_OPTIMIZER, "Examples. (default: 2048)")]
-RowOptimizer = Annotated[
-    str | None, option(_OPTIMIZER, "sgd, adagrad, rowwise_adagrad, adam or lamb. (default: rowwise_adagrad)")
-]
+#: Kinds of row optimizers, for help texts.
+ROW_OPTIMIZERS = "sgd, momentum_sgd, adagrad, rowwise_adagrad, adam, adamw, ftrl or lamb"
+RowOptimizer = Annotated[str | None, option(_OPTIMIZER, f"{ROW_OPTIMIZERS}. (default: rowwise_adagrad)")]
 
 _FOR = "For rows and their optimizer state, such as 4GiB"
 DeviceMemory = Annotated[str | None, option(_MEMORY, f"{_FOR}; others lie at home. (default: all)")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.bars import Bars
-from stoker.cli.options import DataArgument, OneObject, option
+from stoker.cli.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
 from stoker.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ def profile(
     budget: Annotated[str, option("Memory", "For hot rows and their optimizer state.", "--device-memory")] = "512MiB",
     dim: Annotated[int, option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim")] = 16,
     dtype: Annotated[str, option(_ROWS, "Of the tables: float32 or bfloat16.")] = "float32",
-    optimizer: Annotated[
-        str, option(_ROWS, "Its state lies with the row: sgd, adagrad, rowwise_adagrad, adam or lamb.")
-    ] = "rowwise_adagrad",
+    optimizer: Annotated[str, option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.")] = "rowwise_adagrad",
     sample: Annotated[str | None, option(_SAMPLE, "Share of the training rows to read. (default: 5%)")] = None,
     exact: Annotated[bool, option(_SAMPLE, "Take the vocabulary's counts of all rows instead.", "--exact")] = False,
     method: Annotated[

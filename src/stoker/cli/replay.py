@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.bars import Bars
-from stoker.cli.options import DataArgument, OneObject, option
+from stoker.cli.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
 from stoker.errors import ConfigError
 from stoker.units import format_count, format_size, parse_count
 
@@ -39,9 +39,7 @@ def replay(
     seed: Annotated[int, option(_TRACE, "Of the shuffled order.")] = 0,
     dim: Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim")] = 16,
     dtype: Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.")] = "float32",
-    optimizer: Annotated[
-        str, option("Rows", "Its state travels with a row: sgd, adagrad, rowwise_adagrad, adam or lamb.")
-    ] = "rowwise_adagrad",
+    optimizer: Annotated[str, option("Rows", f"Its state travels with a row: {ROW_OPTIMIZERS}.")] = "rowwise_adagrad",
     as_json: OneObject = False,
 ) -> None:
     """Replay the ids of a dataset through cache strategies, without training.

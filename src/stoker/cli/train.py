@@ -61,8 +61,18 @@ def train(
     shuffle_memory: Annotated[str | None, option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)")] = None,
     row_optimizer: options.RowOptimizer = None,
     row_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the rows.")] = None,
-    row_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of touched rows.")] = None,
-    row_l2: Annotated[float | None, option(_OPTIMIZER, "Of lamb: L2 of touched rows, through its moments.")] = None,
+    row_weight_decay: Annotated[
+        float | None, option(_OPTIMIZER, "L2 of touched rows; of adamw and lamb decoupled from the moments.")
+    ] = None,
+    row_momentum: Annotated[float | None, option(_OPTIMIZER, "Of momentum_sgd. (default: 0.9)")] = None,
+    row_nesterov: Annotated[
+        bool | None, option(_OPTIMIZER, "Of momentum_sgd: Nesterov's momentum.", "--row-nesterov/--no-row-nesterov")
+    ] = None,
+    row_beta: Annotated[float | None, option(_OPTIMIZER, "Of ftrl: smooths the first steps. (default: 1)")] = None,
+    row_l1: Annotated[float | None, option(_OPTIMIZER, "Of ftrl: the larger, the more weights are 0.")] = None,
+    row_l2: Annotated[
+        float | None, option(_OPTIMIZER, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments.")
+    ] = None,
     row_clip_value: Annotated[float | None, option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
     row_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
     row_cow_clip: Annotated[

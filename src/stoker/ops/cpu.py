@@ -15,18 +15,11 @@ from stoker.ops.arena import Arena
 from stoker.ops.backend import Backend, Bags, Rounding
 from stoker.ops.lamb import ROWS
 from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.space import AddressSpace
 
 __all__ = ["CpuBackend"]
 
-_RULES = {
-    "sgd": kernels.SGD,
-    "adagrad": kernels.ADAGRAD,
-    "rowwise_adagrad": kernels.ROWWISE_ADAGRAD,
-    "adam": kernels.ADAM,
-}
-_STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 _NO_OFFSETS = np.zeros(1, dtype=np.int64)
@@ -180,7 +173,7 @@ class CpuBackend(Backend):
         weighted = bags.weights is not None
         mean = bags.mean and bags.offsets is not None
         sums = kernels.sum_kernel(dim, bags.offsets is not None, weighted, mean, bool(flags & COW))
-        apply = kernels.apply_kernel(dim, _RULES[rule.kind], flags)
+        apply = kernels.apply_kernel(dim, CODES[rule.kind], flags)
         if bags.offsets is None:
             offsets, occurrences = _NO_OFFSETS, layout.per_table * batch
         else:
@@ -189,27 +182,8 @@ class CpuBackend(Backend):
             occurrences = np.bincount(layout.table_of, weights=lengths, minlength=len(space.rows)).astype(np.int64)
         threads = torch.get_num_threads()
         items, parts = layout.items(threads)
-        names = _STATE[rule.kind]
-        constants = np.array(
-            [
-                rule.lr,
-                rule.eps,
-                1.0 / dim,
-                rule.clip_value,
-                rule.clip_norm,
-                rule.weight_decay,
-                rule.beta1,
-                1.0 - rule.beta1,
-                rule.beta2,
-                1.0 - rule.beta2,
-                rule.lr / rule.bias1,
-                1.0 / math.sqrt(rule.bias2),
-                rule.eps,
-                rule.cow_ratio,
-                rule.cow_floor,
-            ],
-            dtype=np.float32,
-        )
+        names = STATE[rule.kind]
+        constants = np.array(rule.constants(dim), dtype=np.float32)
         with self._busy:  # one scratch for all groups: backward passes take turns
             self._scratch.fit(threads, int(occurrences.max()), dim)
             keys, slots, places, buffers, counts = self._scratch.arrays

@@ -16,8 +16,6 @@ from stoker.ops.llvm_memory import fetch_add, prefetch_lines, prefetch_row
 from stoker.ops.llvm_rows import (
     COW,
     row_accumulate,
-    row_adagrad,
-    row_adam,
     row_condition,
     row_copy,
     row_dot,
@@ -25,14 +23,12 @@ from stoker.ops.llvm_rows import (
     row_rowwise_adagrad,
     row_scale,
     row_sgd,
+    row_step,
 )
 from stoker.ops.native import Kernel, arguments, call, thread_index
+from stoker.ops.rule import CODES, Constants
 
 __all__ = [
-    "ADAGRAD",
-    "ADAM",
-    "ROWWISE_ADAGRAD",
-    "SGD",
     "apply_kernel",
     "init_kernel",
     "lookup_kernel",
@@ -40,7 +36,10 @@ __all__ = [
     "weight_gradient_kernel",
 ]
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3
+_SGD, _ROWWISE_ADAGRAD = CODES["sgd"], CODES["rowwise_adagrad"]
+_LR, _EPS, _SHARE, _CLIP_VALUE, _CLIP_NORM, _DECAY, _COW_RATIO, _COW_FLOOR = map(
+    Constants._fields.index, ("lr", "eps", "share", "clip_value", "clip_norm", "decay", "cow_ratio", "cow_floor")
+)
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
@@ -262,7 +261,6 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
             all_counts,
         ) = arguments(p)
         keys, places, buffer, counts = all_keys[me], all_places[me], all_buffers[me], all_counts[me]
-        lr, eps, share = constants[0], constants[1], constants[2]
         first = first_row[table]
         salt = rounding[table]
         for u in range(count):
@@ -284,20 +282,19 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
                     g,
                     weight,
                     at,
-                    constants[3],
-                    constants[4],
-                    constants[5],
+                    constants[_CLIP_VALUE],
+                    constants[_CLIP_NORM],
+                    constants[_DECAY],
                     occurs,
-                    constants[13],
-                    constants[14],
+                    constants[_COW_RATIO],
+                    constants[_COW_FLOOR],
                 )
-            if rule == SGD:
-                row_sgd(dim, weight, at, buffer, g, lr, salt, local * dim)
-            elif rule == ADAGRAD:
-                row_adagrad(dim, weight, at, state, buffer, g, lr, eps, salt, local * dim)
-            elif rule == ROWWISE_ADAGRAD:
+            if rule == _SGD:
+                row_sgd(dim, weight, at, buffer, g, constants[_LR], salt, local * dim)
+            elif rule == _ROWWISE_ADAGRAD:
+                lr, eps, share = constants[_LR], constants[_EPS], constants[_SHARE]
                 row_rowwise_adagrad(dim, weight, at, state, row, buffer, g, lr, eps, share, salt, local * dim)
             else:
-                row_adam(dim, weight, at, state, state2, buffer, g, constants[6:], salt, local * dim)
+                row_step(dim, rule, weight, at, state, state2, buffer, g, constants, salt, local * dim)
 
     return Kernel(apply, called=True)

@@ -15,6 +15,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from stoker.ops.llvm_steps import STEPS
+from stoker.ops.rule import CODES, STATE, Constants
+
 __all__ = [
     "CLIP_NORM",
     "CLIP_VALUE",
@@ -22,9 +25,8 @@ __all__ = [
     "DECAY",
     "L2",
     "MOVE",
+    "Vec",
     "row_accumulate",
-    "row_adagrad",
-    "row_adam",
     "row_condition",
     "row_copy",
     "row_dot",
@@ -34,6 +36,7 @@ __all__ = [
     "row_scale",
     "row_sgd",
     "row_squares",
+    "row_step",
 ]
 
 # Flags of row_condition.
@@ -46,7 +49,7 @@ _WIDEST = 64  # elements handled as one vector
 _LANES = 16  # of the fixed summation tree (reference.row_norm_squared)
 
 
-class _Vec:
+class Vec:
     """A vector value with the arithmetic of IEEE float32."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
@@ -56,29 +59,38 @@ class _Vec:
     def width(self) -> int:
         return int(self.value.type.count)
 
-    def _lift(self, other: _Vec | ir.Value) -> ir.Value:
-        return other.value if isinstance(other, _Vec) else _splat(self.b, other, self.width)
+    def _lift(self, other: Vec | ir.Value | float) -> ir.Value:
+        other = ir.Constant(_F32, other) if isinstance(other, float) else other
+        return other.value if isinstance(other, Vec) else _splat(self.b, other, self.width)
 
-    def __add__(self, other: Any) -> _Vec:
-        return _Vec(self.b, self.b.fadd(self.value, self._lift(other)))
+    def __add__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fadd(self.value, self._lift(other)))
 
-    def __sub__(self, other: Any) -> _Vec:
-        return _Vec(self.b, self.b.fsub(self.value, self._lift(other)))
+    def __sub__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fsub(self.value, self._lift(other)))
 
-    def __mul__(self, other: Any) -> _Vec:
-        return _Vec(self.b, self.b.fmul(self.value, self._lift(other)))
+    def __mul__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fmul(self.value, self._lift(other)))
 
-    def __truediv__(self, other: Any) -> _Vec:
-        return _Vec(self.b, self.b.fdiv(self.value, self._lift(other)))
+    def __truediv__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fdiv(self.value, self._lift(other)))
 
-    def sqrt(self) -> _Vec:
-        return _Vec(self.b, _sqrt(self.b, self.value))
+    def sqrt(self) -> Vec:
+        return Vec(self.b, _sqrt(self.b, self.value))
 
-    def clamp(self, limit: ir.Value) -> _Vec:
+    def compare(self, relation: str, other: Any) -> ir.Value:
+        """Compare each element; not-a-number compares as false."""
+        return self.b.fcmp_ordered(relation, self.value, self._lift(other))
+
+    def where(self, condition: ir.Value, other: Vec) -> Vec:
+        """These elements where ``condition`` holds, those of ``other`` elsewhere."""
+        return Vec(self.b, self.b.select(condition, self.value, other.value))
+
+    def clamp(self, limit: ir.Value) -> Vec:
         high = _splat(self.b, limit, self.width)
         low = self.b.fneg(high)
         value = self.b.select(self.b.fcmp_ordered(">", self.value, high), high, self.value)
-        return _Vec(self.b, self.b.select(self.b.fcmp_ordered("<", value, low), low, value))
+        return Vec(self.b, self.b.select(self.b.fcmp_ordered("<", value, low), low, value))
 
     def lanes(self, start: int, count: int, padded: int) -> ir.Value:
         """Elements start..start+count, then zeros up to ``padded``."""
@@ -129,15 +141,15 @@ class _Row:
     def _at(self, start: int, kind: ir.Type) -> ir.Value:
         return self.b.bitcast(self.b.gep(self.pointer, [ir.Constant(_I64, start)]), kind.as_pointer())
 
-    def load(self, start: int, width: int) -> _Vec:
+    def load(self, start: int, width: int) -> Vec:
         b = self.b
         if not self.half:
-            return _Vec(b, b.load(self._at(start, ir.VectorType(_F32, width)), align=4))
+            return Vec(b, b.load(self._at(start, ir.VectorType(_F32, width)), align=4))
         raw = b.zext(b.load(self._at(start, ir.VectorType(_I16, width)), align=2), ir.VectorType(_I32, width))
         raw = b.shl(raw, ir.Constant(raw.type, [16] * width))
-        return _Vec(b, b.bitcast(raw, ir.VectorType(_F32, width)))
+        return Vec(b, b.bitcast(raw, ir.VectorType(_F32, width)))
 
-    def store(self, start: int, vec: _Vec, key: ir.Value | None = None, counter: ir.Value | None = None) -> None:
+    def store(self, start: int, vec: Vec, key: ir.Value | None = None, counter: ir.Value | None = None) -> None:
         b, width = self.b, vec.width
         if not self.half:
             b.store(vec.value, self._at(start, vec.value.type), align=4)
@@ -161,7 +173,7 @@ class _Row:
         b.store(short, self._at(start, short.type), align=2)
 
 
-def _norm_squared(b: ir.IRBuilder, parts: list[_Vec]) -> ir.Value:
+def _norm_squared(b: ir.IRBuilder, parts: list[Vec]) -> ir.Value:
     """reference.row_norm_squared of the chunks of one row: a float."""
     total = ir.Constant(ir.VectorType(_F32, _LANES), [0.0] * _LANES)
     for part in parts:
@@ -169,11 +181,11 @@ def _norm_squared(b: ir.IRBuilder, parts: list[_Vec]) -> ir.Value:
         for start in range(0, part.width, _LANES):
             total = b.fadd(total, squares.lanes(start, min(_LANES, part.width - start), _LANES))
     width = _LANES
-    lanes = _Vec(b, total)
+    lanes = Vec(b, total)
     while width > 1:
         width //= 2
         low, high = lanes.lanes(0, width, width), lanes.lanes(width, width, width)
-        lanes = _Vec(b, b.fadd(low, high))
+        lanes = Vec(b, b.fadd(low, high))
     return b.extract_element(lanes.value, ir.Constant(_I32, 0))
 
 
@@ -205,7 +217,7 @@ def row_accumulate(typingctx, dim, scaled, fresh, out, out_at, row, row_at, scal
             value = source.load(start, width)
             if kinds[1].literal_value:
                 value = value * args[7]
-            zero = _Vec(b, ir.Constant(ir.VectorType(_F32, width), [0.0] * width))
+            zero = Vec(b, ir.Constant(ir.VectorType(_F32, width), [0.0] * width))
             target.store(start, (zero if kinds[2].literal_value else target.load(start, width)) + value)
         return context.get_dummy_value()
 
@@ -252,7 +264,7 @@ def _init(
 ) -> None:
     bits = _bits(b, key, counter, start, width)
     top = b.trunc(b.lshr(bits, ir.Constant(bits.type, [40] * width)), ir.VectorType(_I32, width))
-    unit = _Vec(b, b.uitofp(top, ir.VectorType(_F32, width)))
+    unit = Vec(b, b.uitofp(top, ir.VectorType(_F32, width)))
     unit = unit * ir.Constant(_F32, 2.0**-23) - ir.Constant(_F32, 1.0)
     target.store(start, unit * scale)
 
@@ -335,26 +347,6 @@ def row_sgd(typingctx, dim, row, row_at, grad, grad_at, lr, key, counter):
 
 
 @intrinsic(prefer_literal=True)
-def row_adagrad(typingctx, dim, row, row_at, total, grad, grad_at, lr, eps, key, counter):
-    """``total += grad**2; row -= lr * grad / (sqrt(total) + eps)``; ``total`` shares the row's offset."""
-    f32 = types.float32
-    signature = types.void(dim, row, types.intp, total, grad, types.intp, f32, f32, types.int64, types.int64)
-
-    def codegen(context, b, signature, args):
-        row = _Row(context, b, signature.args[1], args[1], args[2])
-        total = _Row(context, b, signature.args[3], args[3], args[2])
-        grad = _Row(context, b, signature.args[4], args[4], args[5])
-        for start, width in _chunks(signature.args[0].literal_value):
-            g = grad.load(start, width)
-            s = total.load(start, width) + g * g
-            total.store(start, s)
-            row.store(start, row.load(start, width) - (g * args[6]) / (s.sqrt() + args[7]), args[8], args[9])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic(prefer_literal=True)
 def row_rowwise_adagrad(typingctx, dim, row, row_at, total, index, grad, grad_at, lr, eps, share, key, counter):
     """``total[index] += mean(grad**2); row -= lr / (sqrt(total[index]) + eps) * grad``; ``share`` is 1/dim."""
     f32 = types.float32
@@ -379,26 +371,31 @@ def row_rowwise_adagrad(typingctx, dim, row, row_at, total, index, grad, grad_at
 
 
 @intrinsic(prefer_literal=True)
-def row_adam(typingctx, dim, row, row_at, mean, square, grad, grad_at, constants, key, counter):
-    """Adam; ``constants`` is a float32 array [beta1, 1 - beta1, beta2, 1 - beta2, lr/bias1, 1/sqrt(bias2), eps]."""
-    signature = types.void(dim, row, types.intp, mean, square, grad, types.intp, constants, types.int64, types.int64)
+def row_step(typingctx, dim, rule, row, row_at, state, state2, grad, grad_at, constants, key, counter):
+    """The step of the rule with code ``rule`` (a literal) on a row and its states; ``constants`` holds Constants."""
+    i64 = types.int64
+    signature = types.void(dim, rule, row, types.intp, state, state2, grad, types.intp, constants, i64, i64)
 
     def codegen(context, b, signature, args):
         kinds = signature.args
-        row = _Row(context, b, kinds[1], args[1], args[2])
-        mean = _Row(context, b, kinds[3], args[3], args[2])
-        square = _Row(context, b, kinds[4], args[4], args[2])
-        grad = _Row(context, b, kinds[5], args[5], args[6])
-        data = context.make_array(kinds[7])(context, b, args[7]).data
-        beta1, rest1, beta2, rest2, step, root, eps = (b.load(b.gep(data, [ir.Constant(_I64, i)])) for i in range(7))
+        kind = next(kind for kind, code in CODES.items() if code == kinds[1].literal_value)
+        row = _Row(context, b, kinds[2], args[2], args[3])
+        states = [_Row(context, b, kinds[4 + i], args[4 + i], args[3]) for i in range(len(STATE[kind]))]
+        grad = _Row(context, b, kinds[6], args[6], args[7])
+        data = context.make_array(kinds[8])(context, b, args[8]).data
+        loaded: dict[str, ir.Value] = {}
+
+        def constant(name: str) -> ir.Value:
+            if name not in loaded:
+                loaded[name] = b.load(b.gep(data, [ir.Constant(_I64, Constants._fields.index(name))]))
+            return loaded[name]
+
         for start, width in _chunks(kinds[0].literal_value):
-            g = grad.load(start, width)
-            m = mean.load(start, width) * beta1 + g * rest1
-            v = square.load(start, width) * beta2 + (g * g) * rest2
-            mean.store(start, m)
-            square.store(start, v)
-            value = row.load(start, width) - (m * step) / (v.sqrt() * root + eps)
-            row.store(start, value, args[8], args[9])
+            parts = (part.load(start, width) for part in (row, grad, *states))
+            value, *moved = STEPS[kind](constant, *parts)
+            for target, part in zip(states, moved, strict=True):
+                target.store(start, part)
+            row.store(start, value, args[9], args[10])
         return context.get_dummy_value()
 
     return signature, codegen

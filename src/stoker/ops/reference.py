@@ -264,7 +264,22 @@ def update_rows(
         state["exp_avg"][rows] = m
         state["exp_avg_sq"][rows] = v
         step = f32(rule.lr / rule.bias1)
-        w = w - (m * step) / (exact_sqrt(v) * f32(1.0 / math.sqrt(rule.bias2)) + eps)
+        w = w * f32(rule.keep) - (m * step) / (exact_sqrt(v) * f32(1.0 / math.sqrt(rule.bias2)) + eps)
+    elif rule.kind in ("momentum", "nesterov"):
+        buffer = state["momentum_buffer"][rows] * f32(rule.beta1) + g
+        state["momentum_buffer"][rows] = buffer
+        w = w - (buffer if rule.kind == "momentum" else g + buffer * f32(rule.beta1)) * lr
+    elif rule.kind == "ftrl":
+        before, linear = state["sum"][rows], state["linear"][rows]
+        total = before + g * g
+        root = exact_sqrt(total)
+        linear = torch.where((before == 0) & (linear == 0), w * eps, linear)  # a fresh weight is its own centre
+        linear = linear + (root - exact_sqrt(before)) * w - g * lr
+        state["sum"][rows] = total
+        state["linear"][rows] = linear
+        l1, scale = f32(rule.l1), root + eps + f32(rule.l2)
+        shrunk = torch.where(linear > l1, linear - l1, torch.where(linear < -l1, linear + l1, linear * 0.0))
+        w = torch.where(scale == 0, w, shrunk / scale)
     elif rule.kind == "lamb":
         raise ValueError("a row's step under lamb depends on its whole table: see stoker.ops.lamb")
     else:

@@ -5,19 +5,55 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["RowRule"]
+import numpy as np
+
+__all__ = ["CODES", "STATE", "Constants", "RowRule"]
+
+#: kind of a rule that compiled kernels know -> names of its state tensors, in the order in which kernels take them
+STATE: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("sum",),
+    "rowwise_adagrad": ("sum",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "momentum": ("momentum_buffer",),
+    "nesterov": ("momentum_buffer",),
+    "ftrl": ("sum", "linear"),
+}
+#: kind -> the number by which kernels are specialised
+CODES = {kind: code for code, kind in enumerate(STATE)}
+
+
+class Constants(NamedTuple):
+    """The numbers that kernels read, each rounded to float32: see :meth:`RowRule.constants`."""
+
+    lr: float  # of adam divided by bias1
+    eps: float
+    share: float  # 1 / D
+    beta1: float
+    rest1: float  # 1 - beta1
+    beta2: float
+    rest2: float
+    unbias: float  # 1 / sqrt(bias2)
+    keep: float
+    l1: float
+    l2: float
+    clip_value: float
+    clip_norm: float
+    decay: float
+    cow_ratio: float
+    cow_floor: float
 
 
 class RowRule(NamedTuple):
     """One update's constants. Every back end rounds each to float32 before use.
 
-    ``kind`` is one of "sgd", "adagrad", "rowwise_adagrad", "adam", "lamb" (:mod:`stoker.ops.lamb`).
+    ``kind`` is a key of :data:`STATE`, or "lamb" (:mod:`stoker.ops.lamb`).
     """
 
     kind: str
     lr: float
-    eps: float = 0.0
-    beta1: float = 0.0
+    eps: float = 0.0  # added to the root in the denominator; FTRL's beta
+    beta1: float = 0.0  # also the momentum
     beta2: float = 0.0
     bias1: float = 1.0  # 1 - beta1 ** steps
     bias2: float = 1.0  # 1 - beta2 ** steps
@@ -28,4 +64,28 @@ class RowRule(NamedTuple):
     cow_floor: float = 0.0  # and zeta
     min_trust: float = 0.0  # of lamb
     max_trust: float = math.inf
-    l2: float = 0.0  # and weight decay that goes through the moments
+    l1: float = 0.0  # of ftrl: times the learning rate
+    l2: float = 0.0  # of ftrl: times the learning rate; of lamb: weight decay that goes through the moments
+    keep: float = 1.0  # of adam: factor on the row before the step, for decoupled weight decay
+
+    def constants(self, dim: int) -> Constants:
+        """Return the numbers for rows of ``dim`` columns."""
+        values = Constants(
+            lr=self.lr / self.bias1 if self.kind == "adam" else self.lr,
+            eps=self.eps,
+            share=1.0 / dim,
+            beta1=self.beta1,
+            rest1=1.0 - self.beta1,
+            beta2=self.beta2,
+            rest2=1.0 - self.beta2,
+            unbias=1.0 / math.sqrt(self.bias2),
+            keep=self.keep,
+            l1=self.l1,
+            l2=self.l2,
+            clip_value=self.clip_value,
+            clip_norm=self.clip_norm,
+            decay=self.weight_decay,
+            cow_ratio=self.cow_ratio,
+            cow_floor=self.cow_floor,
+        )
+        return Constants(*np.array(values, np.float32).tolist())

@@ -21,19 +21,12 @@ from stoker.ops import triton_kernels as reading
 from stoker.ops import triton_update as writing
 from stoker.ops.backend import Backend, Bags, Rounding
 from stoker.ops.reference import bag_lengths
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.space import AddressSpace
 from stoker.ops.triton_watch import IdWatch
 
 __all__ = ["TritonBackend", "interpreted"]
 
-_RULES = {
-    "sgd": writing.SGD,
-    "adagrad": writing.ADAGRAD,
-    "rowwise_adagrad": writing.ROWWISE_ADAGRAD,
-    "adam": writing.ADAM,
-}
-_STATE = {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}
 _TILE = 1024  # elements of a tile: 8 a thread
 _LONG = 64  # a row with more occurrences than this is summed by programs of its own
 _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does
@@ -185,7 +178,7 @@ class TritonBackend(Backend):
             return
         bf16 = weight.dtype == torch.bfloat16
         grad = grad.to(torch.float32).contiguous()
-        states = [state[name] for name in _STATE[rule.kind]]
+        states = [state[name] for name in STATE[rule.kind]]
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
         with _on(device):
@@ -230,10 +223,10 @@ class TritonBackend(Backend):
                 _or(rounding.rows, place.first_row),
                 count,
                 space.num_rows,
-                *_constants(rule, dim),
+                *(0.0 if value == math.inf else value for value in rule.constants(dim)),
                 F=features,
                 D=dim,
-                RULE=_RULES[rule.kind],
+                RULE=CODES[rule.kind],
                 BF16=bf16,
                 SLOTTED=rounding.rows is not None,
                 SCALED=found.scales is not None,
@@ -355,27 +348,6 @@ class TritonBackend(Backend):
             assert bag_of is not None
             scales = (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of[order]]
         return _Segments(rows, segments, starts, order if bag_of is None else bag_of[order], scales)
-
-
-def _constants(rule: RowRule, dim: int) -> tuple[float, ...]:
-    """The rule's numbers in the kernel's order, rounded to float32 as the reference does."""
-    adam = rule.kind == "adam"
-    values = (
-        0.0 if rule.clip_value == math.inf else rule.clip_value,
-        0.0 if rule.clip_norm == math.inf else rule.clip_norm,
-        rule.weight_decay,
-        rule.lr / rule.bias1 if adam else rule.lr,
-        rule.eps,
-        1.0 / dim,
-        rule.beta1,
-        1.0 - rule.beta1,
-        rule.beta2,
-        1.0 - rule.beta2,
-        1.0 / math.sqrt(rule.bias2) if adam else 1.0,
-        0.0 if rule.cow_ratio == math.inf else rule.cow_ratio,
-        rule.cow_floor,
-    )
-    return tuple(float(np.float32(value)) for value in values)
 
 
 def _bag_of(bags: Bags) -> Tensor | None:

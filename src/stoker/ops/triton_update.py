@@ -14,26 +14,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.ops.rule import CODES
 from stoker.ops.triton_kernels import NO_ERROR, counter_bits, read_rows
 
 __all__ = [
-    "ADAGRAD",
-    "ADAM",
-    "ROWWISE_ADAGRAD",
-    "SGD",
     "mark_kernel",
     "starts_kernel",
     "sum_long_kernel",
     "update_kernel",
 ]
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
-
 _NONE = tl.constexpr(NO_ERROR)
-_SGD = tl.constexpr(SGD)
-_ADAGRAD = tl.constexpr(ADAGRAD)
-_ROWWISE_ADAGRAD = tl.constexpr(ROWWISE_ADAGRAD)
-_ADAM = tl.constexpr(ADAM)
+_SGD = tl.constexpr(CODES["sgd"])
+_ADAGRAD = tl.constexpr(CODES["adagrad"])
+_ROWWISE_ADAGRAD = tl.constexpr(CODES["rowwise_adagrad"])
+_ADAM = tl.constexpr(CODES["adam"])
+_MOMENTUM = tl.constexpr(CODES["momentum"])
+_NESTEROV = tl.constexpr(CODES["nesterov"])
+_FTRL = tl.constexpr(CODES["ftrl"])
 
 
 @triton.jit
@@ -155,9 +153,6 @@ def update_kernel(
     row_in_slot,
     count,
     missing,
-    clip_value,
-    clip_norm,
-    decay,
     lr,
     eps,
     share,
@@ -166,6 +161,12 @@ def update_kernel(
     beta2,
     rest2,
     unbias,
+    keep,
+    l1,
+    l2,
+    clip_value,
+    clip_norm,
+    decay,
     cow_ratio,
     cow_floor,
     F: tl.constexpr,
@@ -245,12 +246,31 @@ def update_kernel(
         sums = tl.load(state1 + row, mask=live, other=1.0) + _norm_squared(g, ROWS, BLOCK) * share
         tl.store(state1 + row, sums, mask=live)
         w = w - g * tl.div_rn(lr, tl.sqrt_rn(sums) + eps)[:, None]
+    elif RULE == _FTRL:
+        before = tl.load(state1 + at, mask=mask, other=1.0)
+        linear = tl.load(state2 + at, mask=mask, other=1.0)
+        total = before + g * g
+        root = tl.sqrt_rn(total)
+        linear = tl.where((before == 0) & (linear == 0), w * eps, linear)
+        linear = linear + (root - tl.sqrt_rn(before)) * w - g * lr
+        tl.store(state1 + at, total, mask=mask)
+        tl.store(state2 + at, linear, mask=mask)
+        scale = root + eps + l2
+        shrunk = tl.where(linear > l1, linear - l1, tl.where(linear < -l1, linear + l1, linear * 0.0))
+        w = tl.where(scale == 0, w, tl.div_rn(shrunk, tl.where(scale == 0, 1.0, scale)))
+    elif (RULE == _MOMENTUM) | (RULE == _NESTEROV):
+        buffer = tl.load(state1 + at, mask=mask, other=0.0) * beta1 + g
+        tl.store(state1 + at, buffer, mask=mask)
+        if RULE == _NESTEROV:
+            buffer = g + buffer * beta1
+        w = w - buffer * lr
     else:
+        tl.static_assert(RULE == _ADAM)
         m = tl.load(state1 + at, mask=mask, other=0.0) * beta1 + g * rest1
         v = tl.load(state2 + at, mask=mask, other=1.0) * beta2 + (g * g) * rest2
         tl.store(state1 + at, m, mask=mask)
         tl.store(state2 + at, v, mask=mask)
-        w = w - tl.div_rn(m * lr, tl.sqrt_rn(v) * unbias + eps)
+        w = w * keep - tl.div_rn(m * lr, tl.sqrt_rn(v) * unbias + eps)
     if BF16:
         table = tl.load(table_of + place % F)
         key = tl.load(keys + table)

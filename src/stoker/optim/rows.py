@@ -15,7 +15,18 @@ from stoker.ops.rule import RowRule
 from stoker.optim.lamb_options import check_lamb
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
-__all__ = ["LAMB", "ROW_OPTIMIZERS", "SGD", "Adagrad", "Adam", "RowOptimizer", "RowWiseAdagrad"]
+__all__ = [
+    "FTRL",
+    "LAMB",
+    "ROW_OPTIMIZERS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "MomentumSGD",
+    "RowOptimizer",
+    "RowWiseAdagrad",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +100,43 @@ class RowOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(RowOptimizer):
-    """``w -= lr * G``; no momentum, so untouched rows stand still."""
+    """``w -= lr * G`` for touched rows; for momentum see :class:`MomentumSGD`."""
 
     kind: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumSGD(RowOptimizer):
+    """SGD with momentum whose buffer moves only in the steps that touch the row.
+
+    ``m = momentum * m + G; w -= lr * m``; with ``nesterov``, ``w -= lr * (G + momentum * m)``. A row that every batch
+    touches gets the steps of ``torch.optim.SGD`` with dampening 0. That optimizer keeps moving a row along its buffer
+    in steps that do not touch it; here such a row and its buffer stand still, so each placement updates the same rows.
+
+    Raises:
+        ConfigError: a momentum outside [0, 1).
+
+    >>> import stoker, torch
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.MomentumSGD(lr=1.0, momentum=0.5))
+    >>> for ids in ([0], [0], [1]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t").tolist()
+    [[-2.5], [-1.0]]
+    """
+
+    kind: ClassVar[str] = "momentum_sgd"
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"momentum_buffer": "row"}
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.momentum < 1.0:
+            raise ConfigError(f"MomentumSGD(momentum={self.momentum}) must lie in [0, 1), such as 0.9.")
+
+    def rule(self, tick: int) -> RowRule:
+        return super().rule(tick)._replace(kind="nesterov" if self.nesterov else "momentum", beta1=self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +178,7 @@ class Adam(RowOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"Adam(betas={self.betas}): both must lie in [0, 1).")
+            raise ConfigError(f"{type(self).__name__}(betas={self.betas}): both must lie in [0, 1).")
 
     def rule(self, tick: int) -> RowRule:
         beta1, beta2 = self.betas
@@ -148,6 +193,91 @@ class Adam(RowOptimizer):
                 bias2=1.0 - beta2 ** (tick + 1),
             )
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), for touched rows: ``w *= 1 - lr * weight_decay``.
+
+    The decay does not enter the moments, and the step of :class:`Adam` follows. A row that every batch touches gets the
+    steps of ``torch.optim.AdamW``; a row that a batch does not touch does not decay in that step. ``lr`` is the rate
+    after the schedule.
+
+    Raises:
+        ConfigError: ``lr * weight_decay`` above 1, which would turn the sign of every weight.
+
+    >>> import stoker, torch
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.AdamW(lr=0.5, weight_decay=0.5))
+    >>> for ids in ([0], [0]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t").tolist()
+    [[-0.875], [0.0]]
+    """
+
+    kind: ClassVar[str] = "adamw"
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lr * self.weight_decay > 1.0:
+            raise ConfigError(
+                f"AdamW(lr={self.lr}, weight_decay={self.weight_decay}): their product is "
+                f"{self.lr * self.weight_decay:g}, so that decay would turn the sign of every weight. Lower one of "
+                "them until the product is at most 1."
+            )
+
+    def rule(self, tick: int) -> RowRule:
+        rule = super().rule(tick)
+        return rule._replace(kind="adam", weight_decay=0.0, keep=1.0 - rule.lr * rule.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FTRL(RowOptimizer):
+    """FTRL-Proximal (McMahan et al. 2013, Algorithm 1), for each element of a touched row.
+
+    With n the sum of squared gradients and z the sum that the paper keeps, ``lr`` is its alpha::
+
+        n' = n + G * G;  z += G - (sqrt(n') - sqrt(n)) / lr * w
+        w = 0 where |z| <= l1, else -(z - sign(z) * l1) / ((beta + sqrt(n')) / lr + l2)
+
+    The paper begins with w = 0. Here the beta term of the denominator pulls towards the weight that the row began with,
+    so that embeddings do not all fall to 0 at their first step; rows that begin with zeros (``init_scale=0``) follow
+    the paper. The state is ``sum`` = n and ``linear`` = -lr * z, so a rate that changes does not rescale the weights. A
+    schedule acts on the gradient's term; l1 and l2 always go with ``lr``.
+
+    Args:
+        beta: smooths the first steps; 1 in the paper.
+        l1: the larger, the more weights are exactly 0.
+        l2: pulls weights towards 0.
+
+    Raises:
+        ConfigError: a value that is negative or not finite.
+
+    >>> import stoker, torch
+    >>> table = stoker.TableConfig(name="t", num_embeddings=2, embedding_dim=1, init_scale=0.0)
+    >>> tables = stoker.EmbeddingTables([table], optimizer=stoker.FTRL(lr=1.0, l1=2.0, l2=1.0))
+    >>> for ids in ([0], [0], [0], [0], [1]):
+    ...     tables(torch.tensor([ids])).sum().backward()
+    >>> tables.rows("t")
+    tensor([[-0.5179],
+            [-0.0000]])
+    """
+
+    kind: ClassVar[str] = "ftrl"
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "row", "linear": "row"}
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta", "l1", "l2"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ConfigError(f"FTRL({name}={getattr(self, name)}) must be finite and not negative.")
+
+    def rule(self, tick: int) -> RowRule:
+        return super().rule(tick)._replace(eps=self.beta, l1=self.lr * self.l1, l2=self.lr * self.l2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,4 +324,6 @@ class LAMB(RowOptimizer):
 
 
 #: by kind
-ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {each.kind: each for each in (SGD, Adagrad, RowWiseAdagrad, Adam, LAMB)}
+ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    each.kind: each for each in (SGD, MomentumSGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL, LAMB)
+}

@@ -34,7 +34,7 @@ from stoker.training.model_options import check_options, own_options
 from stoker.training.scaling import RULES, Scaling
 from stoker.units import parse_size
 
-__all__ = ["RESUMABLE", "TrainConfig"]
+__all__ = ["RESUMABLE", "ROW_OPTIONS", "TrainConfig"]
 
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -42,7 +42,16 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "lamb": DenseLAMB,
 }
-_ROW_LR = {"sgd": 0.1, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3, "lamb": 0.02}
+_ROW_LR = {
+    "sgd": 0.1, "momentum_sgd": 0.01, "adagrad": 0.05, "rowwise_adagrad": 0.05, "adam": 1e-3, "adamw": 1e-3,
+    "ftrl": 0.1, "lamb": 0.02,
+}  # fmt: skip
+#: row optimizer -> what it alone takes -> the field that holds it
+ROW_OPTIONS: dict[str, dict[str, str]] = {
+    "momentum_sgd": {"momentum": "row_momentum", "nesterov": "row_nesterov"},
+    "ftrl": {"beta": "row_beta", "l1": "row_l1", "l2": "row_l2"},
+    "lamb": {"min_trust": "min_trust", "max_trust": "max_trust", "l2": "row_l2"},
+}
 _DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
 _SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "one-cycle")
 
@@ -83,11 +92,18 @@ class TrainConfig:
     swap_rate: float = 50.0  # of that schedule at the start, R in percent of a kind's batches
     schedule_rows: int = 8192  # first validation rows whose loss drives it
 
-    row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lamb"] = "rowwise_adagrad"
-    # None means 0.1 for sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam, 0.02 for lamb.
+    row_optimizer: Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"] = (
+        "rowwise_adagrad"
+    )
+    # None means 0.1 for sgd and ftrl, 0.01 for momentum_sgd, 0.05 for adagrad and rowwise_adagrad, 1e-3 for adam and
+    # adamw, 0.02 for lamb.
     row_lr: float | None = None
-    row_weight_decay: float = 0.0  # L2, on touched rows; of lamb decoupled from its moments
-    row_l2: float = 0.0  # of lamb: L2 on touched rows, through its moments
+    row_weight_decay: float = 0.0  # L2, on touched rows; of adamw and lamb decoupled from the moments
+    row_momentum: float = 0.9  # of momentum_sgd
+    row_nesterov: bool = False  # of momentum_sgd: Nesterov's momentum
+    row_beta: float = 1.0  # of ftrl: smooths the first steps
+    row_l1: float = 0.0  # of ftrl: the larger, the more weights are exactly 0
+    row_l2: float = 0.0  # of ftrl: L2 of the weights; of lamb: L2 on touched rows, through its moments
     row_clip_value: float | None = None  # largest absolute value in a row's gradient
     row_clip_norm: float | None = None  # largest norm of a row's gradient
     row_cow_clip: tuple[float, float] | None = None  # CowClip's (r, zeta), such as (1.0, 1e-5)
@@ -238,6 +254,8 @@ class TrainConfig:
             "row_lr",
             "dense_lr",
             "row_weight_decay",
+            "row_beta",
+            "row_l1",
             "row_l2",
             "dense_weight_decay",
             "dense_clip_norm",
@@ -251,7 +269,8 @@ class TrainConfig:
         try:
             self.make_row_optimizer(Constant())
         except ConfigError as error:
-            raise ConfigError(f"row_optimizer: {error}", settings=("row_optimizer", "row_cow_clip")) from error
+            settings = ("row_optimizer", "row_cow_clip", *ROW_OPTIONS.get(self.row_optimizer, {}).values())
+            raise ConfigError(f"row_optimizer: {error}", settings=settings) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -313,11 +332,8 @@ class TrainConfig:
         """The row optimizer, its rate scaled to the batch size."""
         scaling = self.scaling
         lr = _ROW_LR[self.row_optimizer] if self.row_lr is None else self.row_lr
-        more: dict[str, Any] = (
-            {"min_trust": self.min_trust, "max_trust": self.max_trust, "l2": self.row_l2}
-            if self.row_optimizer == "lamb"
-            else {}
-        )
+        own = ROW_OPTIONS.get(self.row_optimizer, {})
+        more: dict[str, Any] = {option: getattr(self, setting) for option, setting in own.items()}
         return ROW_OPTIMIZERS[self.row_optimizer](
             lr=lr * scaling.row_lr,
             schedule=schedule,

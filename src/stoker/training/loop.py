@@ -25,7 +25,7 @@ from stoker.tables import Stage
 from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
-from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.config import RESUMABLE, ROW_OPTIONS, TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.evaluation import dataset_identity, evaluate, finite
 from stoker.training.finish import TrainResult, finish
@@ -415,8 +415,10 @@ def _without_effect(
         said := _ignored(config, "min_trust", "max_trust")
     ):
         yield f"{said}: only lamb has a trust ratio"
-    if config.row_optimizer != "lamb" and (said := _ignored(config, "row_l2")):
-        yield f"{said}: of row optimizers other than lamb, row_weight_decay is L2"
+    used = ROW_OPTIONS.get(config.row_optimizer, {}).values()
+    own = {name for options in ROW_OPTIONS.values() for name in options.values() if name.startswith("row_")}
+    if said := _ignored(config, *sorted(own.difference(used))):
+        yield f"{said}: row optimizer {config.row_optimizer} does not have that"
     if (warmup := max(config.warmup, config.dense_warmup)) >= total:
         yield (
             f"the warm-up of {plural(warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
