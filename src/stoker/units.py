@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from decimal import Decimal
 
 from stoker.errors import ConfigError
 
-__all__ = ["format_count", "format_duration", "format_size", "parse_count", "parse_share", "parse_size", "plural"]
+__all__ = [
+    "format_count",
+    "format_duration",
+    "format_size",
+    "parse_count",
+    "parse_share",
+    "parse_size",
+    "plural",
+    "quoted",
+]
 
 _BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
@@ -86,6 +97,11 @@ def format_count(count: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``"1 step"``, ``"1,200 steps"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a shell takes it, for the commands in messages: ``'my runs/a'``, ``runs/a``."""
+    return shlex.quote(os.fspath(path))
 
 
 def format_duration(seconds: float) -> str:

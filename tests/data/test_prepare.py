@@ -19,10 +19,11 @@ import numpy as np
 import polars as pl
 import pytest
 from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabulary
+from recipe_logs import generated
 
 import stoker
 from stoker.cli.wording import message_of
-from stoker.data.prepare import run_prepare
+from stoker.data.prepare import Progress, run_prepare
 from stoker.data.recipe import RawInput, Recipe
 from stoker.data.recipes.criteo import CATEGORICAL, COLUMNS, DENSE, criteo
 from stoker.data.schema import (
@@ -232,6 +233,44 @@ def test_a_file_named_twice_is_read_once_and_said(tmp_path: Path, monkeypatch: p
     assert report.lines == 2
     assert report.warnings == [f"{raw} was named more than once; it is read once."]
     assert run_prepare(shop(), "log.csv", out="once").warnings == []
+
+
+def test_files_of_a_pattern_are_read_in_the_order_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    days = [1, 2, 9, 10, 11, 100]
+    for day in days:
+        write(tmp_path / f"day_{day}.csv", [HEAD, f"{day % 2},u,a,{day},0,mo"])
+
+    def order(files: Any) -> tuple[list[int], list[str]]:
+        report = run_prepare(shop(), files, out="out", overwrite=True)
+        sources = json.loads(Path("out/manifest.json").read_text())["sources"]
+        return [int(source["file"].removeprefix("day_").removesuffix(".csv")) for source in sources], report.warnings
+
+    assert order("day_*.csv") == (days, [])
+    assert order(["day_1?*.csv", "day_?.csv"]) == ([10, 11, 100, 1, 2, 9], []), "patterns keep the order given"
+    backwards = [f"day_{day}.csv" for day in reversed(days)]
+    assert order(backwards) == (days[::-1], []), "a list keeps the order given"
+    as_a_shell = sorted(backwards)
+    found, (warning,) = order(as_a_shell)
+    assert found == [1, 10, 100, 11, 2, 9]
+    assert "day_100.csv before day_11.csv" in warning
+    assert "quote the pattern" in warning
+    assert order(["day_1.csv", "day_2.csv", "day_10.csv"])[1] == []
+
+
+@pytest.mark.parametrize("recipe", ["movielens", "trivago", "criteo"])
+def test_progress_never_falls_within_a_stage(tmp_path: Path, recipe: str) -> None:
+    seen: dict[str, list[Progress]] = {}
+    raw = generated(tmp_path, recipe, 3000)
+    stoker.prepare(recipe, raw, out=tmp_path / "out", progress=lambda one: seen.setdefault(one.stage, []).append(one))
+    assert {"read", "fit", "write"} <= seen.keys()
+    for steps in seen.values():
+        assert len({(one.total, one.unit) for one in steps}) == 1
+        done = [one.done for one in steps]
+        assert done == sorted(done)
+        assert done[-1] == pytest.approx(steps[0].total, rel=0.02), "a bar ends full"
 
 
 def test_damaged_gzip_is_reported(tmp_path: Path) -> None:
@@ -641,7 +680,7 @@ def test_two_runs_into_one_directory(tmp_path: Path) -> None:
 
 _MEASURE = """
 import resource, sys
-from stoker.data.prepare import run_prepare
+from stoker.data.prepare import Progress, run_prepare
 run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=2**20, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from stoker.data.dataset import Dataset, write_manifest
 from stoker.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
-from stoker.training.display import make_display
+from stoker.training.display import Display, make_display
 from stoker.training.log import RunLog
+from stoker.training.progress import SaveTimer
 from stoker.training.rundir import RunDirectory
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
@@ -257,6 +259,62 @@ def test_a_signal_during_evaluation_loses_nothing(
     stoker.train(resume=tmp_path / "run", display="quiet")
     assert [line["step"] for line in records(tmp_path / "run", "valid")] == [20, 40, 60]
     assert files(tmp_path / "run" / "checkpoints") == files(tmp_path / "whole" / "checkpoints")
+
+
+class Killed(Exception):
+    """A run ends here, at once."""
+
+
+class Minutes(Display):
+    """A clock on which every step takes 20 seconds; the run is killed at a step."""
+
+    def __init__(self, killed: int = 0) -> None:
+        self.seconds, self.killed, self.notes = 0.0, killed, list[str]()
+
+    def step(self, done: int) -> None:
+        self.seconds += 20.0
+        if done == self.killed:
+            raise Killed
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("device_memory", [None, "8KiB"])
+def test_a_checkpoint_every_few_minutes_costs_a_killed_run_no_epoch(
+    data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_memory: str | None
+) -> None:
+    def train(shown: Display, **given: Any) -> None:
+        if isinstance(shown, Minutes):
+            monkeypatch.setattr("stoker.training.loop.SaveTimer", partial(SaveTimer, now=lambda: shown.seconds))
+        stoker.train(display=shown, **given)
+
+    settings = {**SMALL, "epochs": 3, "row_optimizer": "adam", "device_memory": device_memory}
+    del settings["display"]
+    run = RunDirectory(tmp_path / "killed")
+    train(Display(), dataset=data, out=tmp_path / "whole", **settings)
+    with pytest.raises(Killed):
+        train(Minutes(killed=40), dataset=data, out=run.path, **settings)
+    assert run.steps() == [30], "every five minutes, one at a time"
+    again = Minutes(killed=90)
+    with pytest.raises(Killed):
+        train(again, resume=run.path)
+    assert any(note.startswith(f"resuming from {run.checkpoint(30)}") for note in again.notes)
+    assert run.steps() == [50, 80], "the one at 45 has gone, that of the epoch stays"
+    train(Minutes(), resume=run.path)
+    assert files(run.checkpoints) == files(tmp_path / "whole" / "checkpoints")
+    assert_same_run(run.path, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(Minutes(killed=40), dataset=data, out=tmp_path / "never", checkpoint_minutes=0, **settings)
+    assert RunDirectory(tmp_path / "never").steps() == []
+
+
+def test_checkpoints_by_the_clock_take_little_of_the_time() -> None:
+    seconds = iter([0.0, 299.0, 300.0, 330.0, 630.0, 1330.0]).__next__
+    timer = SaveTimer(5, now=seconds)
+    assert [timer.due, timer.due] == [False, True]
+    timer.saved(30.0)  # next in 1,000 seconds, of which it then takes 3 %
+    assert [timer.due, timer.due] == [False, True]
 
 
 def test_records_of_a_killed_run_are_cut_to_its_checkpoint(tmp_path: Path) -> None:

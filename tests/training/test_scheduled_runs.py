@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -279,6 +281,27 @@ def test_the_clock_does_not_count_the_test_loss(data: Dataset, tmp_path: Path, m
     swaps = len(decisions(tmp_path / "run"))
     assert swaps > 20
     assert 2 * len(data.train) / result.samples_per_second < passed - 0.2 * swaps
+
+
+@pytest.mark.parametrize("rate", [1, 50])
+def test_the_schedule_prints_ten_lines_an_epoch_at_most(
+    data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    if rate == 1:
+        monkeypatch.setattr(loop, "swap_loss", lambda *_, **__: 0.7)  # never falls: the rate stays the lowest
+    settings = {**SETTINGS, "swap_rate": rate, "batch_size": 16 if rate == 1 else 32, "display": "plain"}
+    stoker.train(data, out=tmp_path / "run", **settings)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  schedule  " in line]
+    swaps = decisions(tmp_path / "run")
+    epochs = [sum(math.ceil(one["epoch"]) == number for one in swaps) for number in (1, 2)]
+    if rate == 50:
+        assert len(lines) == len(swaps), "few swaps are all shown"
+        return
+    assert min(epochs) > 40
+    assert 10 <= len(lines) <= 20
+    assert int(lines[0].split()[1].replace(",", "")) == swaps[0]["step"], "the first is shown"
+    left_out = sum(int(found[1]) for line in lines if (found := re.search(r"\((\d+) swaps? before", line)))
+    assert len(swaps) - 10 <= len(lines) + left_out <= len(swaps), "a line tells how many there were since the last"
 
 
 def test_a_classified_dataset_may_be_shuffled(data: Dataset, tmp_path: Path) -> None:

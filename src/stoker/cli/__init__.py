@@ -117,7 +117,7 @@ def _root(
     """Trains recommendation models from raw click logs.
 
     \b
-    stoker prepare criteo day_*.gz --out data/criteo
+    stoker prepare criteo 'day_*.gz' --out data/criteo
     stoker train data/criteo --model dlrm --out runs/a
     stoker evaluate runs/a
     """

@@ -61,7 +61,7 @@ def classify(
     from stoker.placement.classify import run_classify
     from stoker.placement.hot_profile import HotProfile
     from stoker.placement.popularity import profile as run_profile
-    from stoker.units import format_duration, format_size
+    from stoker.units import format_duration, format_size, quoted
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
@@ -77,4 +77,4 @@ def classify(
     typer.echo(f"by profile {found.hash[:16]}, whose hot rows take {format_size(found.hot_bytes)}")
     for kind, count in (("hot", report.hot), ("cold", report.cold)):
         typer.echo(f"{kind:>5}: {count:,} rows ({count / max(1, rows):.2%})")
-    typer.echo(f"next: stoker train {out} --out RUN")
+    typer.echo(f"next: stoker train {quoted(out)} --out RUN")

@@ -26,7 +26,7 @@ _WITHOUT = frozenset(
     {
         "dataset", "out", "resume", "batch_size", "epochs", "steps", "batch_order", "swap_rate", "schedule_rows",
         "ranking_k", "schedule", "cycle_rise", "warmup", "dense_warmup", "decay_steps", "eval_every", "valid_rows",
-        "metric", "patience", "save_every", "keep_last", "log_every", "tensorboard", "json_lines",
+        "metric", "patience", "save_every", "checkpoint_minutes", "keep_last", "log_every", "tensorboard", "json_lines",
     }
 )  # fmt: skip
 

@@ -27,7 +27,8 @@ _HELP = """Prepare raw click logs for training.
 
 RECIPE is the name of a known log (stoker prepare --list shows them) or
 your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
-JSON lines; text may be .gz or .zst. Patterns are expanded.
+JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
+order of their numbers, day_2 before day_10; other files are read as given.
 
 An interrupted run goes on where it stopped when the same command is given
 again. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
@@ -36,7 +37,7 @@ reason. A label that is a number but neither 0 nor 1 stops the run, unless
 breaks off is named in the summary; with --max-bad or --strict it stops the run.
 
 \b
-stoker prepare criteo day_*.gz --out data/criteo
+stoker prepare criteo 'day_*.gz' --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 stoker prepare globo clicks.parquet --reorder --out data/globo
@@ -45,7 +46,7 @@ stoker prepare --like data/shop new.csv --out data/new
 """
 _QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 _STAGES = {
-    "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "reading features",
+    "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
     "fit": "counting", "write": "writing",
     "look": "reading again", "order": "ordering ids", "replace": "replacing ids",
 }  # fmt: skip

@@ -74,7 +74,7 @@ def reorder(
     }  # fmt: skip
     from stoker.data.id_order import Reordering
     from stoker.data.reorder import BLOCK_IDS, run_reorder
-    from stoker.units import format_duration
+    from stoker.units import format_duration, quoted
 
     how = Reordering(**{name: value for name, value in asked.items() if value is not None})
     with Bars(quiet=as_json) as bars:
@@ -90,7 +90,7 @@ def reorder(
         log = _change(one.log_before, one.log_after)
         shuffled = _change(one.shuffled_before, one.shuffled_after)
         typer.echo(f"  {name} ({one.rows:,} rows): in order of the log {log}; shuffled {shuffled}")
-    typer.echo(f"next: stoker train {out} --out RUN")
+    typer.echo(f"next: stoker train {quoted(out)} --out RUN")
 
 
 def _change(before: float, after: float) -> str:

@@ -113,6 +113,9 @@ def train(
     ranking_k: Annotated[int | None, option(_RUN, "Places of a list that ndcg and hr look at. (default: 10)")] = None,
     patience: Annotated[int | None, option(_RUN, "Evaluations without a better metric before stopping.")] = None,
     save_every: Annotated[int | None, option(_RUN, "Steps between checkpoints. (default: eval-every)")] = None,
+    checkpoint_minutes: Annotated[
+        float | None, option(_RUN, "Minutes between checkpoints besides those; 0: none by time. (default: 5)")
+    ] = None,
     keep_last: Annotated[int | None, option(_RUN, "Checkpoints kept beside the best. (default: 2)")] = None,
     log_every: Annotated[int | None, option(_RUN, "Steps between lines of metrics.jsonl. (default: 50)")] = None,
     tensorboard: Annotated[
@@ -216,9 +219,12 @@ def _show_result(result: TrainResult) -> None:
 
 def _next(result: TrainResult) -> list[str]:
     """Commands worth trying after a run."""
-    commands = [f"stoker predict {result.run} --out scores.parquet"]
+    from stoker.units import quoted
+
+    scored = "" if result.test else " --split valid" if result.valid else " --split train"  # predict takes test unasked
+    commands = [f"stoker predict {quoted(result.run)}{scored} --out scores.parquet"]
     if not result.stopped_early and result.best_step in (None, result.step):  # longer training may still help
-        commands.append(f"stoker train --resume {result.run} --epochs {int(result.epochs) + 1}")
+        commands.append(f"stoker train --resume {quoted(result.run)} --epochs {int(result.epochs) + 1}")
     if (events := result.run / "tensorboard").is_dir():
-        commands.append(f"tensorboard --logdir {events}")
+        commands.append(f"tensorboard --logdir {quoted(events)}")
     return commands

@@ -27,6 +27,7 @@ from stoker.data.ordered import ordered_map
 from stoker.data.shards import ShardInfo, write_shard
 from stoker.data.split import MadeBy, Split
 from stoker.errors import DataError, SchemaError
+from stoker.units import quoted
 
 __all__ = [
     "BESIDE",
@@ -115,7 +116,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     path = directory / _MANIFEST
     if not directory.is_dir():
         raise DataError(
-            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {directory}"
+            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {quoted(directory)}"
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -278,7 +279,9 @@ class Dataset:
             DataError: the dataset is not reordered, or the file is damaged.
         """
         if self.reordered is None:
-            raise DataError(f"{self.path} is not reordered. Do so with: stoker reorder {self.path} --out DIRECTORY")
+            raise DataError(
+                f"{self.path} is not reordered. Do so with: stoker reorder {quoted(self.path)} --out DIRECTORY"
+            )
         path = self.path / NEW_IDS
         try:
             found: dict[str, Tensor] = load_file(path)
@@ -314,7 +317,7 @@ class Dataset:
         if known is None:
             raise DataError(
                 f"the training rows of {self.path} are not classified into hot and cold ones. Classify them with: "
-                f"stoker classify {self.path} --device-memory SIZE --out DIRECTORY"
+                f"stoker classify {quoted(self.path)} --device-memory SIZE --out DIRECTORY"
             )
         try:
             shards, rows, positives = (

@@ -38,7 +38,7 @@ from stoker.data.raw_rows import read_rows
 from stoker.data.rebuild import check_out
 from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
-from stoker.data.sources import BLOCK_BYTES, expand
+from stoker.data.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, Progress, Task
 from stoker.device import give_back_memory, return_freed_memory
@@ -88,7 +88,8 @@ def prepare(
     Args:
         recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. With ``like``, only where a
             recipe of your own derived the rows.
-        files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst.
+        files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
+            read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
         out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
             :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
             here to the batches without a disk in between.
@@ -186,6 +187,7 @@ def run_prepare(
     try:
         report = _run(task, target, resume=resume)
         report.warnings += [f"{path} was named more than once; it is read once." for path in again]
+        report.warnings += filter(None, [text_order_warning(sources)])
         return report
     except OSError as error:
         if error.errno in NO_ROOM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -58,7 +58,7 @@ def read_rows(task: Task) -> Rows:
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
-    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task), limit), raw=raw)
+    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task), limit, stage="encode"), raw=raw)
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,18 @@ def ingest_sources(
     limit: BadLineLimit,
     *,
     suffix: str = ".part",
+    stage: str = "read",
+    total: int | None = None,
 ) -> list[IngestedBlock]:
-    """Every block of the sources to a file ``name``/... of the work directory, by ``sink``."""
-    total = sum(source.path.stat().st_size for source in sources)
-    done = 0
+    """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``.
+
+    ``total`` is the bytes of the stage, where these sources are not all of it.
+    """
+    total = _bytes_of(source.path for source in sources) if total is None else total
 
     def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        task.report(Progress(stage="read", done=done, total=total, unit="bytes"))
+        task.read[stage] += size
+        task.report(Progress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
 
     blocks, reused = ingest(
         sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
@@ -95,13 +98,19 @@ def ingest_sources(
     return blocks
 
 
+def _bytes_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
 def derivation(task: Task, raw: list[IngestedBlock]) -> pl.LazyFrame:
     """Check and type the raw lines of every input, which join ``raw``; and how the recipe makes the rows of them."""
     assert task.recipe.derive is not None
     frames: dict[str, pl.LazyFrame] = {}
-    for name, spec, paths in _match_inputs(task.recipe, task.files):
+    inputs = list(_match_inputs(task.recipe, task.files))
+    total = _bytes_of(path for _, spec, paths in inputs for path in paths if not _is_parquet(path, spec))
+    for name, spec, paths in inputs:
         if paths:
-            frames[name] = _raw_frame(task, raw, name, spec, paths)
+            frames[name] = _raw_frame(task, raw, name, spec, paths, total)
     with explained(task):
         return task.recipe.derive(frames, task.schema)
 
@@ -136,8 +145,15 @@ def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
     return path
 
 
-def _raw_frame(task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path]) -> pl.LazyFrame:
-    parquet = [path for path in paths if source_kind(path, raw.format.kind) == "parquet"]
+def _is_parquet(path: Path, raw: RawInput) -> bool:
+    return source_kind(path, raw.format.kind) == "parquet"
+
+
+def _raw_frame(
+    task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path], total: int
+) -> pl.LazyFrame:
+    """Return one input of a recipe; ``total``: bytes of all inputs that are text."""
+    parquet = [path for path in paths if _is_parquet(path, raw)]
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
@@ -145,7 +161,7 @@ def _raw_frame(task: Task, done: list[IngestedBlock], name: str, raw: RawInput, 
     fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
     sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
     labels = [item for item in fields if item.column in raw.labels]
-    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet")
+    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet", total=total)
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
 

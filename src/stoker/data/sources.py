@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from stoker.errors import DataError, DependencyError
 from stoker.units import format_size
 
-__all__ = ["BLOCK_BYTES", "LineBlock", "expand", "first_line", "line_blocks", "source_kind"]
+__all__ = ["BLOCK_BYTES", "LineBlock", "expand", "first_line", "line_blocks", "source_kind", "text_order_warning"]
 
 BLOCK_BYTES = 2**24
 _MAX_LINE = 2**26  # a longer line means that this is no text log
@@ -54,15 +56,18 @@ class _Inflater(Protocol):
 
 
 def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list[Path]]:
-    """Existing files for names and glob patterns, in the order given and sorted within a pattern, each once; and those
-    that were named again."""
+    """Return the files for names and glob patterns, each once, and those that were named again.
+
+    Names keep the order given; the files of one pattern are sorted by name, with numbers by value (day_2 before
+    day_10).
+    """
     files: dict[Path, Path] = {}
     again: dict[Path, Path] = {}
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
             raise DataError(f"{path} is a directory. Name its files, for example '{path}/*'.")
-        found = [path] if path.exists() else sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+        found = [path] if path.exists() else _sorted(glob.glob(str(pattern), recursive=True))
         found = [item for item in found if not item.is_dir()]
         if not found:
             raise DataError(f"there is no file {str(pattern)!r}. Check the path or the pattern.")
@@ -71,6 +76,32 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
     if not files:
         raise DataError("no input file was given.")
     return list(files.values()), list(again.values())
+
+
+def _sorted(names: Iterable[str]) -> list[Path]:
+    """Sort file names, with the numbers in them by value."""
+    return sorted(map(Path, names), key=_number_order)
+
+
+def _number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
+    pieces = re.split(r"([0-9]+)", str(path))  # text, number, text, ..., text
+    return [(text, int(number)) for text, number in zip(pieces[::2], [*pieces[1::2], "0"], strict=True)], str(path)
+
+
+def text_order_warning(files: Sequence[Path]) -> str | None:
+    """Return a warning if a list of files is sorted as text, where their numbers give another order; else None.
+
+    A shell sorts what it expands so: day_10 comes before day_2.
+    """
+    if sorted(files, key=str) != list(files):
+        return None
+    for first, second in pairwise(files):
+        if _number_order(second) < _number_order(first):
+            return (
+                f"the files are read in the order given, {first.name} before {second.name}. To read them in the order "
+                "of their numbers, quote the pattern, so that the shell leaves it to Stoker."
+            )
+    return None
 
 
 def source_kind(path: Path, kind: str = "auto") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ _OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "gr
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Passed to the ``progress`` callback: a stage and how much of it is done."""
+    """Passed to the ``progress`` callback: a stage and how much of it is done, which never falls within a stage."""
 
     stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
     done: int
@@ -69,6 +70,7 @@ class Task:
     parts: PartStore = field(init=False)
     rows: RowStore = field(init=False)  # whose features are worked out
     home: Home | None = field(init=False)  # of a dataset that is to be in memory
+    read: Counter[str] = field(init=False, default_factory=Counter)  # bytes by stage, over all inputs
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else _all_test(self.schema)

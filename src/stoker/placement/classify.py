@@ -9,6 +9,7 @@ from stoker.data.hot_cold import ClassifyReport, Profiled, Progress
 from stoker.data.hot_cold import run_classify as classify_rows
 from stoker.errors import DataError
 from stoker.placement.hot_profile import HotProfile
+from stoker.units import quoted
 
 __all__ = ["classify", "run_classify"]
 
@@ -65,7 +66,7 @@ def run_classify(
         where = "the profile" if isinstance(profile, HotProfile) else f"the profile {profile}"
         raise DataError(
             f"{where} was made from other data than {data.path}: its hot rows would be chance there. Make one with: "
-            f"stoker profile {data.path} --out PROFILE.json"
+            f"stoker profile {quoted(data.path)} --out PROFILE.json"
         )
     wanted = Profiled(hot_rows=found.hot_rows, hash=found.hash, values=found.to_dict())
     return classify_rows(data, wanted, out, overwrite=overwrite, progress=progress)

@@ -17,6 +17,7 @@ from typing import Any
 from stoker.data.dataset import canonical_json
 from stoker.data.files import atomic_file
 from stoker.errors import DataError
+from stoker.units import quoted
 
 __all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings"]
 
@@ -169,7 +170,7 @@ class HotProfile:
             DataError: no such file, another kind of file, a newer or garbled one, or one changed by hand.
         """
         path = Path(path)
-        again = f"Make it again with: stoker profile DATASET --out {path}"
+        again = f"Make it again with: stoker profile DATASET --out {quoted(path)}"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:

@@ -131,6 +131,7 @@ class TrainConfig:
     ranking_k: int = 10  # places of a list that ndcg and hr look at
     patience: int | None = None  # evaluations in a row without a better metric before stopping; None means never
     save_every: int | None = None  # steps; None means at every evaluation
+    checkpoint_minutes: float = 5.0  # training time that a kill may cost: minutes between checkpoints; 0: never by time
     keep_last: int = 2  # checkpoints kept beside the best one
     log_every: int = 50  # steps between two lines of metrics.jsonl
     tensorboard: bool = True
@@ -261,6 +262,7 @@ class TrainConfig:
             "dense_clip_norm",
             "warmup",
             "dense_warmup",
+            "checkpoint_minutes",
         ):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
@@ -440,8 +442,8 @@ class TrainConfig:
 #: and threads but for rounding). Where rows lie is among them.
 RESUMABLE = frozenset(
     {
-        "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "keep_last", "log_every",
-        "tensorboard", "device", "backend", "threads", "data_memory", "device_memory", "host_memory", "home_path",
-        "lookahead", "foresight", "in_flight", "spill", "strategy",
+        "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "checkpoint_minutes", "keep_last",
+        "log_every", "tensorboard", "device", "backend", "threads", "data_memory", "device_memory", "host_memory",
+        "home_path", "lookahead", "foresight", "in_flight", "spill", "strategy",
     }
 )  # fmt: skip

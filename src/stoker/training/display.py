@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
-from stoker.units import format_count, format_duration, format_size
+from stoker.units import format_count, format_duration, format_size, plural
 
 __all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
 
 _REFRESH = 0.1  # seconds between two movements of the bar
 _LONG = 2.0  # seconds of work before the steps that nobody need be told of
+_SCHEDULE_LINES = 10  # about the schedule, an epoch; all swaps are in metrics.jsonl
 _MIB = 2**20
 
 Mode = Literal["auto", "rich", "plain", "json", "quiet"]
@@ -53,10 +55,25 @@ def _amount(done: int, total: int, unit: Unit) -> str:
     return f"{done:,} of {total:,} {unit}"
 
 
-def _line(values: dict[str, Any]) -> str:
-    """A record that is not one of training."""
-    told = _decided(values) if values["kind"] == "schedule" else _metrics(values)
-    return f"step {values['step']:,}  {values['kind']}  {told}"
+class _Lines:
+    """The line of each record that is not one of training; of the schedule at most ten lines an epoch."""
+
+    def __init__(self) -> None:
+        self._epoch, self._shown, self._left_out = -1, 0, 0
+
+    def line(self, values: dict[str, Any]) -> str | None:
+        """Return the line of a record, or None if it is left out."""
+        if values["kind"] != "schedule":
+            return f"step {values['step']:,}  {values['kind']}  {_metrics(values)}"
+        epoch = math.ceil(values["epoch"]) - 1  # a record at 1.0 is the last of epoch 0
+        if epoch != self._epoch:
+            self._epoch, self._shown = epoch, 0
+        if self._shown >= min(_SCHEDULE_LINES, 1 + _SCHEDULE_LINES * (values["epoch"] - epoch)):
+            self._left_out += 1
+            return None
+        more = f" ({plural(self._left_out, 'swap')} before it not shown)" if self._left_out else ""
+        self._shown, self._left_out = self._shown + 1, 0
+        return f"step {values['step']:,}  schedule  {_decided(values)}{more}"
 
 
 def _decided(values: dict[str, Any]) -> str:
@@ -98,6 +115,7 @@ class PlainLines(Display):
         self._seconds = seconds
         self._last = time.monotonic()
         self._total = 0
+        self._lines = _Lines()
         self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
 
     def start(self, step: int, total: int, facts: str) -> None:
@@ -123,8 +141,8 @@ class PlainLines(Display):
             self.note(
                 f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
             )
-        else:
-            self.note(_line(values))
+        elif (line := self._lines.line(values)) is not None:
+            self.note(line)
 
     def note(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -146,6 +164,7 @@ class ProgressBar(Display):
             console=self._console,
             transient=True,
         )
+        self._lines = _Lines()
         self._task: Any = None
         self._works: dict[str, Any] = {}
         self._total = 0
@@ -188,7 +207,8 @@ class ProgressBar(Display):
         if values["kind"] != "train":
             if values.get("auc") is not None:
                 self._auc = f"  AUC {values['auc']:.4f}"
-            self.note(_line(values))
+            if (line := self._lines.line(values)) is not None:
+                self.note(line)
             return
         rate = format_count(values["samples_per_second"])
         self._status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s"

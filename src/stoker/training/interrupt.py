@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from stoker.units import quoted
+
 __all__ = ["Interrupted", "StopSignals"]
 
 
@@ -29,7 +31,7 @@ class Interrupted(KeyboardInterrupt):
         saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
         if at_once:
             saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
-        super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {run}")
+        super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {quoted(run)}")
 
 
 class StopSignals:

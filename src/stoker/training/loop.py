@@ -33,11 +33,11 @@ from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
 from stoker.training.metrics import deciding
 from stoker.training.placing import Epochs, moved, movement, place_run, tidy
-from stoker.training.progress import Clock, Diverged, Progress, explain
+from stoker.training.progress import Clock, Diverged, Progress, SaveTimer, explain
 from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
 from stoker.training.room import batch_options, check_disk, check_memory
-from stoker.training.rundir import RunDirectory, open_dataset
+from stoker.training.rundir import INTERIM, RunDirectory, open_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
 from stoker.units import format_count, format_size, plural
 
@@ -230,7 +230,7 @@ def _fit(
     read_every = 1 if model.device.type == "cpu" else config.log_every  # reading a loss waits for the GPU
     swaps = 0  # in this process
     saved = (progress.step, progress.evaluated, swaps)
-    clock = Clock(meter=lambda: moved(model, feed))
+    clock, timer = Clock(meter=lambda: moved(model, feed)), SaveTimer(config.checkpoint_minutes)
     marked = (replace(clock), progress.step)  # clock and step at the last training record
     timed = marked  # and where the times of the next one begin
     begun, warm = progress.step, replace(clock)
@@ -265,11 +265,12 @@ def _fit(
                     _record(log, shown, "schedule", feed.step / epoch, step, **feed.swap(test_loss).to_dict())
                     swaps += 1
                 clock.go()
-            wanted = step % config.save_every == 0 if config.save_every else due
-            wanted = wanted or step == saved[0]  # one that is there has become stale
+            wanted = (step % config.save_every == 0 if config.save_every else due) or improved or finished
+            stale = step == saved[0]  # the checkpoint that is there
             state = (step, progress.evaluated, swaps)
-            if step > 0 and state != saved and (wanted or improved or finished or stop.number is not None):
+            if step > 0 and state != saved and (wanted or stale or timer.due or stop.number is not None):
                 clock.pause()
+                begin = timer.now()
                 progress.read_losses()
                 checkpoint.save(
                     run.checkpoint(step),
@@ -277,11 +278,12 @@ def _fit(
                     dense,
                     feed,
                     step=step,
-                    extra=_extra(progress, data, config),
+                    extra=_extra(progress, data, config) | ({} if wanted else INTERIM),
                     overwrite=True,
                     require_finite=True,
                 )
                 saved = state
+                timer.saved(timer.now() - begin)
                 run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
                 clock.go()
             if stop.number is not None:

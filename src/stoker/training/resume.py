@@ -18,7 +18,7 @@ from stoker.training.evaluation import check_dataset
 from stoker.training.progress import Progress
 from stoker.training.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.training.scheduled import HotColdStream
-from stoker.units import plural
+from stoker.units import plural, quoted
 
 __all__ = ["reopen", "restore"]
 
@@ -48,7 +48,7 @@ def reopen(
             f"{', '.join(sorted(RESUMABLE))}.",
             settings=(*changed, *RESUMABLE),
         )
-    own = dataset or own_dataset(values, f"stoker train DATASET --resume {resume}")
+    own = dataset or own_dataset(values, f"stoker train DATASET --resume {quoted(resume)}")
     return open_dataset(own), wanted
 
 
@@ -87,6 +87,9 @@ def restore(
     progress = Progress(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
         progress.best = next(iter(run.evaluated(config.metric)), None)
+    run.prune(
+        config.keep_last, None if progress.best is None else int(progress.best["step"])
+    )  # a kill may have come before
     return progress
 
 

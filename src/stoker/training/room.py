@@ -165,7 +165,7 @@ def check_disk(
             "fewer columns (embedding_dim).",
             settings=("out",),
         )
-    saves = -(-steps // (config.save_every or config.eval_every or epoch))
+    saves = -(-steps // (config.save_every or config.eval_every or epoch)) + (config.checkpoint_minutes > 0)
     # The last ones, the best one, and the new one beside them while it is written.
     kept = min(saves, max(0, config.keep_last + 2 - there))
     if kept * size <= free:
@@ -173,5 +173,5 @@ def check_disk(
     lower = "lower keep_last, or save less often" if config.keep_last > 1 else "save less often"
     return (
         f"warning: {what}: the {kept} that the run will have at a time need {format_size(kept * size)}. Free some "
-        f"space, {lower} (save_every), or training will end when the disk is full."
+        f"space, {lower} (save_every, checkpoint_minutes), or training will end when the disk is full."
     )

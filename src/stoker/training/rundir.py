@@ -27,8 +27,10 @@ from stoker.data.files import atomic_file
 from stoker.errors import CheckpointError, ConfigError, DataError
 from stoker.training import checkpoint as ckpt
 from stoker.training.metrics import merit
+from stoker.units import quoted
 
 __all__ = [
+    "INTERIM",
     "LOST",
     "RunDirectory",
     "find_checkpoint",
@@ -39,6 +41,8 @@ __all__ = [
     "whole_beside",
 ]
 
+#: What the manifest of a checkpoint says, in ``extra``, that was written between two that are due by the step.
+INTERIM: dict[str, Any] = {"interim": True}
 _STEP = re.compile(r"step_(\d{9,})")
 #: The remedy where no checkpoint of a run is whole.
 LOST = "Put a checkpoint back from a copy, or train a new run."
@@ -90,7 +94,7 @@ class RunDirectory:
         """
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             known = (self.path / "config.json").exists()
-            hint = f"Continue it with --resume {self.path}, or choose" if known else "Choose"
+            hint = f"Continue it with --resume {quoted(self.path)}, or choose" if known else "Choose"
             raise ConfigError(f"{self.path} exists and is not empty. {hint} another --out.")
         place = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
@@ -160,6 +164,12 @@ class RunDirectory:
         matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def _is_interim(self, step: int) -> bool:
+        try:
+            return bool(ckpt.read_manifest(self.checkpoint(step))["extra"].get("interim"))
+        except CheckpointError:
+            return False
+
     def newest_whole(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
         problems = []
@@ -195,9 +205,16 @@ class RunDirectory:
         return None
 
     def prune(self, keep_last: int, best: int | None) -> None:
-        """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes."""
-        for step in self.steps()[:-keep_last]:
-            if step != best:
+        """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes.
+
+        An interim checkpoint goes as soon as there is a newer one: a run ends with the same checkpoints whenever it was
+        interrupted.
+        """
+        steps = self.steps()
+        interim = [step for step in steps[:-1] if self._is_interim(step)]
+        last = [step for step in steps if step not in interim][-keep_last:]
+        for step in steps:
+            if step not in last and step != best:
                 ckpt.discard(self.checkpoint(step))
         for entry in self.checkpoints.glob("step_*.tmp*"):
             shutil.rmtree(entry, ignore_errors=True)
@@ -212,7 +229,7 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if _what(path) == "a dataset":
         raise CheckpointError(
-            f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {path}."
+            f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {quoted(path)}."
         )
     if (path / "manifest.json").is_file():
         return path
@@ -230,7 +247,9 @@ def find_checkpoint(path: str | Path) -> Path:
     newest, problems = run.newest_whole()
     if newest is None:
         if not problems:
-            raise CheckpointError(f"{path} has no checkpoint yet. Continue it with: stoker train --resume {path}")
+            raise CheckpointError(
+                f"{path} has no checkpoint yet. Continue it with: stoker train --resume {quoted(path)}"
+            )
         raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
     return newest
 
@@ -307,7 +326,7 @@ def open_dataset(dataset: Dataset | str | Path) -> Dataset:
             own = f" (its own is {RunDirectory(dataset).read('config.json')['dataset']})"
         raise ConfigError(
             f"{dataset} is a run, not a dataset. Name the directory that stoker prepare wrote{own}; to continue the "
-            f"run: stoker train --resume {dataset}"
+            f"run: stoker train --resume {quoted(dataset)}"
         )
     return Dataset(dataset)
 

@@ -27,7 +27,7 @@ from stoker.training.evaluation import evaluate
 from stoker.training.placing import Epochs, MeteredStage, slotted, staged
 from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
 from stoker.training.totals import StageTotals
-from stoker.units import parse_size
+from stoker.units import parse_size, quoted
 
 __all__ = ["HotColdStream", "ScheduledFeed", "batch_order", "run_feed", "run_stream", "swap_loss"]
 
@@ -45,7 +45,7 @@ def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-
     if data.hot_cold is None:
         raise ConfigError(
             f"batch_order 'hot-cold' needs a classified dataset, {data.path} is none. Classify it with: "
-            f"stoker classify {data.path} --device-memory SIZE --out DIRECTORY",
+            f"stoker classify {quoted(data.path)} --device-memory SIZE --out DIRECTORY",
             settings=("batch_order",),
         )
     if not data.splits.get("valid"):

@@ -99,7 +99,7 @@ def ebnerd(preset: str = "weeks", *, history: int = 20) -> Recipe:
             "later_history": RawInput(files=("*validation*history*",), columns=_HISTORIES, optional=True),
         },
         derive=partial(_derive, most=history),
-        example="stoker prepare ebnerd ebnerd/*.parquet --out data/ebnerd",
+        example="stoker prepare ebnerd 'ebnerd/*.parquet' --out data/ebnerd",
         source="Ekstra Bladet News Recommendation Dataset, RecSys Challenge 2024; research use",
     )
 

@@ -114,6 +114,6 @@ def movielens(preset: str = "random") -> Recipe:
             ),
         },
         derive=_derive,
-        example="stoker prepare movielens ml-1m/*.dat --out data/movielens",
+        example="stoker prepare movielens 'ml-1m/*.dat' --out data/movielens",
         source="GroupLens, MovieLens 1M; redistribution needs permission",
     )
