@@ -62,7 +62,7 @@ def test_more_in_flight_than_lookahead_and_slots_hold_changes_no_number(backgrou
     def watched() -> Iterator[Batch]:
         nonlocal most
         for batch in staged:
-            most = max(most, len(storage._ahead))  # this one included, until it is looked up
+            most = max(most, storage.staged)  # this one included, until it is looked up
             yield batch
 
     rows = trained(tables, watched())

@@ -136,7 +136,7 @@ class BatchStream:
         self._rank, self._seed = rank, seed
         bytes_per_row = split.bytes / max(len(split), 1)
         self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
-        self._prefetch, self._reuse = prefetch, reuse
+        self._prefetch, self.reuse = prefetch, reuse
         room = 0 if data_memory is None else parse_size(data_memory)
         self.held = (
             bool(self.rows) and bytes_held(split, self.rows, self._device) <= room
@@ -166,6 +166,11 @@ class BatchStream:
             return
         for batch in batches:
             yield batch if self._device is None else batch.to(self._device)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether every batch is in memory of its own."""
+        return not self.reuse
 
     @property
     def step(self) -> int:
@@ -302,7 +307,7 @@ class BatchStream:
             yield Batch(step=step, **tensors)
 
     def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self._reuse:
+        if not self.reuse:
             return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
         size = prod(shape)
         if name not in ring or ring[name].numel() < size:

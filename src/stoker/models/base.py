@@ -145,7 +145,7 @@ class RecModel(nn.Module, ABC):
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Everything but the rows: what a ``torch.optim`` optimizer takes."""
-        return list(self.parameters())
+        return [parameter for parameter in self.parameters() if parameter is not self.embeddings.handle]
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B] float32."""

@@ -7,9 +7,20 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-__all__ = ["chosen_ends", "chosen_values"]
+__all__ = ["chosen_ends", "chosen_values", "rises"]
 
 _jit: Any = nb.njit(nogil=True, cache=True)
+
+
+@_jit
+def rises(offsets, count):  # type: ignore[no-untyped-def]
+    """Whether offsets rise from 0 to ``count``."""
+    if offsets.size == 0 or offsets[0] != 0 or offsets[offsets.size - 1] != count:
+        return False
+    falls = False
+    for k in range(1, offsets.size):
+        falls |= offsets[k] < offsets[k - 1]
+    return not falls
 
 
 @_jit

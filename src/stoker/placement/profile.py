@@ -221,14 +221,14 @@ class _Step:
 
 def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
     """Take batches through the storage."""
-    stats = storage.stats
+    stats, queue = storage.stats, storage.queue()
     seen = []
     for ids in batches:
         stats.reset()
         _wait(storage)
         begin = time.perf_counter()
-        storage.announce(Bags(torch.from_numpy(ids).view(-1, 1)))
-        lease = storage.stage()
+        queue.announce(Bags(torch.from_numpy(ids).view(-1, 1)))
+        lease = queue.stage()
         assert lease is not None
         storage.hand_out(lease)
         lease.release(changed=True)
@@ -238,6 +238,7 @@ def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
         seen.append(
             (seconds - moving, stats.fetch_seconds, stats.write_seconds, stats.rows, stats.fetched, stats.written)
         )
+    queue.close()
     figures = np.array(seen, np.float64)
     return _Step(*figures[:, :3].min(axis=0).tolist(), *figures[:, 3:].mean(axis=0).tolist())
 

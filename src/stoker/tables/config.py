@@ -248,9 +248,10 @@ class TableConfig:
     num_embeddings: int  # rows
     embedding_dim: int  # columns
     features: tuple[str, ...] = ()  # features that look rows up here; empty means one feature named like the table
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean", "max"] = "sum"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights; optimizer state is always float32
     init_scale: float | None = None  # rows start uniform in [-init_scale, init_scale); None means sqrt(1 / rows)
+    padding_idx: int | None = None  # an id that counts as absent, as in nn.EmbeddingBag: not pooled, never updated
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -258,12 +259,24 @@ class TableConfig:
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
                 "both must be at least 1."
             )
-        if self.pooling not in ("sum", "mean"):
-            raise ConfigError(f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum' or 'mean'.")
+        if self.pooling not in ("sum", "mean", "max"):
+            raise ConfigError(
+                f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum', 'mean' or 'max'."
+            )
+        if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
+            raise ConfigError(
+                f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
+                f"rows. Give an id from {-self.num_embeddings:,} to {self.num_embeddings - 1:,}."
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(f"table {self.name!r}: dtype {self.dtype!r} is unknown. Choose one of {sorted(DTYPES)}.")
         if not self.features:
             object.__setattr__(self, "features", (self.name,))
+
+    @property
+    def padding_row(self) -> int | None:
+        """``padding_idx`` counted from 0."""
+        return None if self.padding_idx is None else self.padding_idx % self.num_embeddings
 
     @property
     def scale(self) -> float:

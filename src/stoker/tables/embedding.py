@@ -1,15 +1,18 @@
-"""Embedding tables that train themselves: lookup in forward, one update per distinct row inside backward.
+"""Embedding tables that train themselves: lookup in forward, one update per distinct row at the end of backward.
 
 Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D columns, L ids in all.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
-from stoker.ops.reference import bag_lengths
-from stoker.ops.select import select_bags
 from stoker.optim import RowOptimizer
-from stoker.tables.config import Device, HotCold, Strategy, TableConfig, TensorTrain, feature_order
+from stoker.tables import compiled
+from stoker.tables.config import Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, feature_order
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
+from stoker.tables.lookups import GroupLookups, Lookups, Splitter
+from stoker.tables.parts import keep_lookups
 from stoker.tables.replicas import Replicas
-from stoker.tables.side_by_side import columns_of, side_by_side
 from stoker.tables.slotted import SlottedRows
+from stoker.tables.stepping import RowSteps, TableOptimizer, new_handle
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
 from stoker.tables.tensor_train import CompressedGroup, stored_tables
@@ -34,37 +38,81 @@ from stoker.units import format_size
 __all__ = ["EmbeddingTables"]
 
 #: attributes that the constructor makes, which are not copied
-_REMADE = ("groups", "_anchor", "_columns", "_group_of", "_layout", "_layouts", "_runs", "_staged")
+_REMADE = ("groups", "number", "splitter", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__")
+_numbers = itertools.count()
+
+
+class _Gradient(NamedTuple):
+    """What one backward of one lookup found."""
+
+    group: int
+    lookups: Lookups
+    grad: Tensor  # [B, P, D]
+    lease: Lease | None
+
+    def scaled(self, factor: float) -> _Gradient:
+        return self._replace(grad=self.grad * factor)
+
+
+class _Staged(NamedTuple):
+    """A batch whose rows a stage has brought."""
+
+    ids: Tensor  # the very tensor that was handed out
+    version: int  # of its contents
+    offsets: Tensor | None
+    copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
+    leases: tuple[Lease | None, ...]
+
+    def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
+        """Whether these lookups, as checked, are still those that were announced."""
+        if self.copies is None:
+            return offsets is self.offsets and ids._version == self.version
+        known, where = self.copies
+        if (offsets is None) != (where is None):
+            return False
+        return torch.equal(ids, known) and (offsets is None or where is None or torch.equal(offsets, where))
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooled lookup whose backward updates the rows in place and returns no gradient for them."""
+    """Pooled lookup whose backward gives the rows their gradient, and returns none for them."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor,
-        group: TableGroup,
-        lease: Lease | None,
-        ids: Tensor,
-        offsets: Tensor | None,
+        handle: Tensor,
         weights: Tensor | None,
+        tables: EmbeddingTables,
+        index: int,
+        lookups: Lookups,
+        lease: Lease | None,
     ) -> Tensor:
-        ctx.group, ctx.lease = group, lease
-        ctx.bags = Bags(ids, offsets, None if weights is None else weights.detach(), group.mean)
-        return group.lookup(ctx.bags, lease)
+        bags, group = lookups.bags, tables.groups[index]
+        ctx.save_for_backward(bags.ids, bags.offsets, weights)  # which notices changes in place
+        ctx.tables, ctx.index, ctx.space, ctx.lease = tables, index, lookups.space, lease
+        ctx.mean, ctx.trains, ctx.version = bags.mean, tables.training, group.version
+        return group.lookup(lookups, lease)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group: TableGroup = ctx.group
-        wanted = group.weight_gradient(ctx.bags, grad, ctx.lease) if ctx.needs_input_grad[5] else None
-        group.update(ctx.bags, grad, ctx.lease)
-        return None, None, None, None, None, wanted
+        ids, offsets, weights = ctx.saved_tensors
+        lookups = Lookups(Bags(ids, offsets, weights, ctx.mean), ctx.space)
+        wanted = ctx.tables.backward_of(
+            ctx.index, lookups, grad, ctx.lease, ctx.version,
+            rows=ctx.needs_input_grad[0], weights=ctx.needs_input_grad[1], trains=ctx.trains,
+        )  # fmt: skip
+        return None, wanted, None, None, None, None
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
     """A strategy for each table."""
+    given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
+    if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
+        raise ConfigError(
+            f"placement holds {wrong[0]!r}, which is no strategy. Give stoker.Device(), stoker.Cached(fraction=0.1), "
+            "stoker.HotCold(...), stoker.HostPipelined(...) or stoker.TensorTrain(rank=32), for all tables or by name; "
+            "stoker.plan(...) chooses."
+        )
     if placement is None or isinstance(placement, Strategy):
         found = [placement or Device()] * len(names)
     else:
@@ -80,10 +128,16 @@ def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strateg
 class EmbeddingTables(nn.Module):
     """Replaces ``nn.EmbeddingBag(sparse=True)`` and its optimizer, for any number of tables at once.
 
-    Rows are not parameters: ``backward`` updates them in place, once per distinct row, with duplicate rows summed in
-    order of occurrence. Each call of ``forward`` that is followed by ``backward`` is one step of the row optimizer.
-    ``to(device)`` moves them; their type is that of their :class:`TableConfig`, which ``half()``, ``double()`` and
-    ``to(dtype)`` leave as it is, with a warning.
+    Rows are not parameters. At the end of each ``backward`` they take one step of the row optimizer, in place, once per
+    distinct row, with duplicate rows summed in order of occurrence, however many lookups and losses it went through.
+    :meth:`accumulate` makes one step of several backwards; :meth:`as_optimizer` has rows step when ``step()`` says so,
+    with gradient scalers, clipping and schedulers of torch's. In eval mode, and where ``requires_grad_(False)`` or
+    :meth:`freeze` say so, rows stay as they are. Loops that would silently mean something else are refused by name
+    (docs/pytorch.md).
+
+    ``to(device)`` moves the rows; their type is that of their :class:`TableConfig`, which ``half()``, ``double()`` and
+    ``to(dtype)`` leave as it is, with a warning. ``parameters()`` holds one parameter, :attr:`handle`, that stands for
+    the rows.
 
     Args:
         tables: the tables. Those with equal ``embedding_dim``, pooling and dtype are kept and worked on together.
@@ -94,12 +148,24 @@ class EmbeddingTables(nn.Module):
         backend: kernels: "auto", "reference", "cpu" (Numba) or "triton".
         include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
             :mod:`stoker.data` do.
-        placement: where the rows lie: one strategy for all tables, or by table name; others lie on the device.
+        placement: where the rows are: one strategy for all tables, or by table name; others are on the device.
         steps: sequence features that are not pooled, and T, the ids they have at most: such a feature gives T vectors,
             one for each id of its bag. A shorter bag stands at the end, behind vectors of zeros.
 
     Raises:
         ConfigError: no tables, two tables of one name, a feature named twice, or steps of no feature.
+
+    Example:
+        >>> tables = EmbeddingTables(
+        ...     [TableConfig(name="user", num_embeddings=1000, embedding_dim=8)],
+        ...     optimizer=stoker.Adagrad(lr=0.1), placement=stoker.Cached(fraction=0.1),
+        ... )
+        >>> pooled = tables(torch.tensor([[3], [5], [3]]))  # [B, F, D]
+        >>> pooled.shape
+        torch.Size([3, 1, 8])
+        >>> pooled.square().mean().backward()  # rows 3 and 5 take a step here
+        >>> tables.tick
+        1
     """
 
     def __init__(
@@ -133,23 +199,26 @@ class EmbeddingTables(nn.Module):
         self.include_last_offset = include_last_offset
         self.seed = seed
         self.groups: list[TableGroup] = []
+        self.number = next(_numbers)  # by which compiled code finds these tables
+        compiled.register(self)
+        self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
+        self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        self._frozen: frozenset[str] = frozenset()
+        self._copied: int | None = None  # of a copy: its steps when it was made
         self._layout = StepLayout(self.features, steps or {})
-        self._layouts: list[StepLayout | None] = []  # of each group; None where it pools all its features
-        self._columns: list[Tensor | None] = []  # features of each group; None means all, in order
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._staged: dict[int, tuple[Tensor, tuple[Lease | None, ...]]] = {}  # by id of the ids tensor, kept alive
+        self._staged: dict[int, _Staged] = {}  # by id of the ids tensor
+        lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
         for table, strategy in zip(tables, _strategies(names, placement), strict=True):
             alone = table.name if isinstance(strategy, TensorTrain) else ""  # every table has cores of its own
             buckets.setdefault((table.embedding_dim, table.pooling, table.dtype, strategy, alone), []).append(table)
         for (_, _, _, strategy, alone), members in buckets.items():
-            owned = {feature for table in members for feature in table.features}
-            mine = [feature for feature in self.features if feature in owned]
+            lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # To a group every step is a feature of its own: kernels and placement need not know of sequences.
             self.groups.append(
                 (CompressedGroup if alone else TableGroup)(
-                    [replace(table, features=self._layout.names(table.features)) for table in members],
-                    self._layout.names(mine),
+                    members,
+                    lookups[-1].space,
                     optimizer=optimizer,
                     strategy=strategy,
                     seed=seed,
@@ -157,9 +226,7 @@ class EmbeddingTables(nn.Module):
                     backend=backend,
                 )
             )
-            self._layouts.append(self._layout.of(mine))
-            whole = tuple(mine) == self.features
-            self._columns.append(None if whole else torch.tensor([self.features.index(name) for name in mine]))
+        self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=include_last_offset)
         self._group_of: dict[str, TableGroup] = {}
         for group in self.groups:
             for name in {table.name for table in (*group.tables, *group.stored)}:
@@ -169,7 +236,6 @@ class EmbeddingTables(nn.Module):
                         "<table>.core1 and so on. Rename the table."
                     )
                 self._group_of[name] = group
-        self._runs = self._find_runs()
 
     @property
     def steps(self) -> dict[str, int]:
@@ -188,8 +254,31 @@ class EmbeddingTables(nn.Module):
 
     @optimizer.setter
     def optimizer(self, optimizer: RowOptimizer) -> None:
+        if not isinstance(optimizer, RowOptimizer):
+            raise ConfigError(
+                f"optimizer is {optimizer!r}; rows need one of their own, such as stoker.SGD(lr=0.1). For an optimizer "
+                "that torch's schedulers and scalers can drive, take tables.as_optimizer()."
+            )
         for group in self.groups:
             group.set_optimizer(optimizer)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the row optimizer; may be set between steps."""
+        return self.optimizer.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.optimizer = replace(self.optimizer, lr=value)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients of rows are multiplied by before they are used; 1 by default."""
+        return self._steps.scale
+
+    @gradient_scale.setter
+    def gradient_scale(self, value: float) -> None:
+        self._steps.scale = float(value)
 
     @property
     def device(self) -> torch.device:
@@ -206,6 +295,79 @@ class EmbeddingTables(nn.Module):
         for group in self.groups:
             group.tick = value
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        """One step of the row optimizer from all backwards inside, taken at the end; none if an exception leaves it.
+
+        Equal to ``nn.EmbeddingBag`` with gradients accumulated over micro-batches. Losses are scaled by the caller, as
+        there: ``(loss / 4).backward()`` four times for the mean.
+
+        Example:
+            >>> tables = EmbeddingTables(
+            ...     [TableConfig(name="user", num_embeddings=9, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1)
+            ... )
+            >>> with tables.accumulate():
+            ...     for ids in (torch.tensor([[1]]), torch.tensor([[2]])):
+            ...         tables(ids).sum().backward()
+            >>> tables.tick
+            1
+        """
+        return self._steps.accumulate()
+
+    def as_optimizer(self, *, in_backward: bool = False) -> TableOptimizer:
+        """The rows' optimizer as one of torch's: rows step when ``step()`` is called.
+
+        From then on gradients of rows are summed until ``step()`` and dropped by ``zero_grad()``, as those of
+        parameters are. ``GradScaler.step``, ``clip_grad_norm_(model.parameters(), ...)`` and learning-rate schedulers
+        work with it. Called again it returns the same optimizer.
+
+        Args:
+            in_backward: rows go on stepping inside backward; for learning-rate schedulers alone.
+
+        Example:
+            >>> tables = EmbeddingTables(
+            ...     [TableConfig(name="user", num_embeddings=9, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1)
+            ... )
+            >>> rows = tables.as_optimizer()
+            >>> schedule = torch.optim.lr_scheduler.StepLR(rows, step_size=1, gamma=0.5)
+            >>> tables(torch.tensor([[1]])).sum().backward()
+            >>> rows.step(); rows.zero_grad(); schedule.step()
+            >>> tables.tick, rows.param_groups[0]["lr"]
+            (1, 0.05)
+        """
+        if self._steps.optimizer is None:
+            self._steps.optimizer = TableOptimizer(self, self._steps, in_backward=in_backward)
+        self._steps.optimizer.in_backward = in_backward
+        return self._steps.optimizer
+
+    def step_each_backward(self) -> None:
+        """State that each backward is meant as a step of the rows, whatever the loop does to parameters.
+
+        Gradient scalers, clipping and accumulation in the same loop are not refused any more.
+        """
+        self._steps.checked = False
+
+    def freeze(self, *tables: str) -> None:
+        """Keep the rows of these tables as they are; without names, those of all tables.
+
+        Raises:
+            ConfigError: a name that is none of the tables'.
+        """
+        self._frozen |= self._named(tables)
+
+    def unfreeze(self, *tables: str) -> None:
+        """Train the rows of these tables again; without names, those of all tables.
+
+        Raises:
+            ConfigError: a name that is none of the tables'.
+        """
+        self._frozen -= self._named(tables)
+
+    def _named(self, tables: Iterable[str]) -> frozenset[str]:
+        own = {table.name for table in self.tables}
+        if unknown := sorted(set(tables) - own):
+            raise ConfigError(f"{unknown} are no tables; there are {', '.join(sorted(own))}.")
+        return frozenset(tables) or frozenset(own)
+
     def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """Look up and pool.
 
@@ -221,146 +383,241 @@ class EmbeddingTables(nn.Module):
         Raises:
             IndexError: an id lies outside its table.
             ValueError: shapes that do not fit together, or more ids in a bag than steps.
+            ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
         """
-        offsets = self._check(ids, offsets, weights)
-        flat = None if weights is None else weights.reshape(-1)
-        pooled: list[Tensor] = []
-        staged = self._take_staged(ids)
-        for index, group in enumerate(self.groups):
-            part = self.lookups(index, ids, offsets, flat)
-            bags = Bags(*part, group.mean)
-            lease = staged[index] if staged else None
-            if lease is None or lease.over:
-                lease = group.acquire(bags)
-            if torch.is_grad_enabled():
-                pooled.append(_Lookup.apply(self._anchor, group, lease, *part))  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return compiled.lookup(self, ids, offsets, weights)
+        offsets = self.splitter.check(ids, offsets, weights)
+        if torch.is_grad_enabled() and self.training and self.handle.requires_grad:
+            self.check_loop()
+        elif self._copied is not None:
+            self._check_copy()
+        staged = self._take_staged(ids, offsets)
+        pooled = []
+        for index, lookups in enumerate(self.splitter.split(ids, offsets, weights)):
+            group, lease = self.groups[index], staged[index] if staged else None
+            if lease is not None:
+                lease.use(lookups.bags)
             else:
-                pooled.append(group.lookup(bags, lease))
+                lease = group.acquire(lookups)
+            weights_here = lookups.bags.weights
+            trains = self.handle.requires_grad or (weights_here is not None and weights_here.requires_grad)
+            if torch.is_grad_enabled() and trains:
+                found: Tensor = _Lookup.apply(self.handle, weights_here, self, index, lookups, lease)  # type: ignore[no-untyped-call]
+            else:
+                found = group.lookup(lookups, lease)
                 if lease is not None:
                     lease.release(changed=False)
-        if len(pooled) == 1:
-            return pooled[0]
-        return self._join(pooled)
+            pooled.append(self.splitter.groups[index].pool(found, lookups))
+        return self.splitter.join(pooled)
 
-    def lookups(
-        self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What group ``index`` looks up of a batch: (ids, offsets, flat weights), by position."""
-        columns, layout = self._columns[index], self._layouts[index]
-        part = (ids, offsets, weights) if columns is None else self._select(columns, ids, offsets, weights)
-        return part if layout is None else layout.expand(*part)
+    def backward_of(
+        self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
+        weights: bool, trains: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """Collect the gradient of one group's lookup, and return that of its per-sample weights.
 
-    def hand_over(self, ids: Tensor, leases: Sequence[Lease | None]) -> None:
+        Args:
+            index: of the group.
+            lookups: what was looked up.
+            grad: [B, P, D] of the output.
+            lease: of the forward.
+            version: of the group's rows then.
+            rows: whether rows want their gradient.
+            weights: whether weights do.
+            trains: whether the tables were in train mode.
+
+        Raises:
+            RuntimeError: the rows have changed since, and the gradient depends on them.
+        """
+        group = self.groups[index]
+        if version != group.version and (weights or isinstance(group, CompressedGroup)):
+            raise RuntimeError(
+                f"the rows of table {group.tables[0].name!r} were changed between this forward and its backward, and "
+                "the gradient depends on them as they were: another backward, optimizer step or write came between. "
+                "Do the forward again, or join the losses in one backward."
+            )
+        wanted = group.weight_gradient(lookups, grad, lease) if weights else None
+        if rows and trains:
+            self._steps.collect(_Gradient(index, lookups, grad, lease))
+        elif rows and not trains:
+            warnings.warn(
+                "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
+                "requires_grad_(False) to say that they are not meant to change.",
+                stacklevel=2,
+            )
+        return wanted
+
+    def backward_of_call(
+        self, grad: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Sequence[int], *,
+        rows: bool, weights_wanted: bool, trains: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """:meth:`backward_of` for all groups of a call, given the gradient of its output, with leases of their own."""
+        offsets = self.splitter.check(ids, offsets, weights)
+        total = None
+        with torch.enable_grad():
+            given = None if weights is None else weights.detach().requires_grad_(weights_wanted)
+            parts = self.splitter.split(ids, offsets, given)
+            for index, (lookups, version) in enumerate(zip(parts, versions, strict=True)):
+                pooled_grad = self.splitter.apart(grad)[index]
+                pooling = self.splitter.groups[index]
+                if lookups.space is not pooling.space:  # max pooling: which id was largest
+                    with torch.no_grad():
+                        out = self.groups[index].lookup(lookups, self.groups[index].acquire(lookups))
+                    out.requires_grad_()
+                    (pooled_grad,) = torch.autograd.grad(pooling.pool(out, lookups), out, pooled_grad)
+                plain = lookups.bags.weights
+                bare = Lookups(replace(lookups.bags, weights=None if plain is None else plain.detach()), lookups.space)
+                wanted = self.backward_of(
+                    index, bare, pooled_grad, self.groups[index].acquire(bare), version, rows=rows,
+                    weights=weights_wanted, trains=trains,
+                )  # fmt: skip
+                if wanted is not None and plain is not None:
+                    assert given is not None
+                    part = wanted if plain is given else torch.autograd.grad(plain, given, wanted.view_as(plain))[0]
+                    total = part if total is None else total + part
+        return None if total is None or weights is None else total.view_as(weights)
+
+    def check_loop(self) -> None:
+        """Refuse a loop whose row steps would mean something else (docs/pytorch.md).
+
+        Raises:
+            ConfigError: see above.
+        """
+        self._steps.check()
+
+    def exchange(self, gradients: list[_Gradient]) -> list[_Gradient]:
+        """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
+        if not isinstance(self.groups[0].replicas, Replicas):
+            return gradients
+        found = []
+        for each in gradients:
+            replicas = self.groups[each.group].replicas
+            assert replicas is not None
+            if each.lease is not None:
+                each.lease.release(changed=False)
+            lookups, grad = self.splitter.groups[each.group].alike(each.lookups, each.grad, replicas.largest)
+            bags, grad = replicas.joint(lookups.bags, grad)
+            found.append(_Gradient(each.group, Lookups(bags, lookups.space), grad, None))
+        return found
+
+    def apply_gradients(self, gradients: Sequence[_Gradient], scale: float) -> None:
+        """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
+        for index, group in enumerate(self.groups):
+            mine = [each for each in gradients if each.group == index]
+            if not mine or self._frozen.issuperset(table.name for table in group.tables):
+                continue
+            lookups, grad, lease = self._sum(mine)
+            group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+
+    def gradient_norm(self, gradients: Sequence[_Gradient]) -> float:
+        """The Euclidean norm of the gradient of all rows."""
+        total = 0.0
+        for index, group in enumerate(self.groups):
+            mine = [each for each in gradients if each.group == index]
+            if mine and not self._frozen.issuperset(table.name for table in group.tables):
+                lookups, grad, _ = self._sum(mine, release=False)
+                total += group.gradient_norm_squared(lookups, grad)
+        return math.sqrt(total)
+
+    def _sum(self, mine: Sequence[_Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
+        """Gradients of one group as one, without those of frozen tables."""
+        lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
+        frozen = self._frozen.intersection(lookups.space.names)
+        if len(mine) == 1 and not frozen:
+            return lookups, grad, mine[0].lease
+        if release:
+            for each in mine:
+                if each.lease is not None:
+                    each.lease.release(changed=False)
+        if frozen:
+            bags, space = lookups
+            keep = torch.tensor([space.names[table] not in frozen for table in space.table_of], device=bags.ids.device)
+            if bags.offsets is None:
+                keep = keep.repeat(len(bags.ids))
+            else:
+                batch = bags.batch_size(len(space.features))
+                keep = torch.repeat_interleave(keep.repeat(batch), bags.offsets.diff())
+            lookups = Lookups(keep_lookups(bags, keep), space)
+        return lookups, grad, None
+
+    def hand_over(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        leases: Sequence[Lease | None],
+        copies: tuple[Tensor, Tensor | None] | None,
+    ) -> None:
         """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
 
         Args:
+            ids: as they will be looked up.
+            offsets: likewise.
             leases: one for each group; None where the batch is fetched on demand.
+            copies: ids, and offsets as checked, when the batch was announced. None where only torch can have changed
+                them since, whose versions tell.
         """
-        self._staged[id(ids)] = (ids, tuple(leases))
+        self._staged[id(ids)] = _Staged(ids, ids._version, offsets, copies, tuple(leases))
 
-    def _take_staged(self, ids: Tensor) -> tuple[Lease | None, ...]:
-        _, leases = self._staged.pop(id(ids), (None, ()))
-        for group, lease in zip(self.groups, leases, strict=False):
+    def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[Lease | None, ...]:
+        """The leases of a staged batch, if it is what was announced; else its rows may leave."""
+        found = self._staged.pop(id(ids), None) if self._staged else None
+        if found is None:
+            return ()
+        if not found.fits(ids, offsets):
+            for lease in found.leases:
+                if lease is not None:
+                    lease.release(changed=False)
+            return ()
+        for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):
                 group.storage.hand_out(lease)
-        return leases
+        return found.leases
 
     def withdraw(self, ids: Tensor) -> None:
         """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""
-        for lease in self._take_staged(ids):
+        found = self._staged.pop(id(ids), None)
+        for lease in () if found is None else found.leases:
             if lease is not None:
                 lease.release(changed=False)
 
-    def replicate(self, replicas: Replicas) -> None:
+    def replicate(self, replicas: Replicas | None) -> None:
         """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.
 
         All ranks must call ``forward`` and ``backward`` equally often. A copy of the tables is not a replica.
 
+        Args:
+            replicas: the ranks; None means that this rank trains rows of its own, which other ranks need not have.
+
         Raises:
             ConfigError: the ranks have different rows.
         """
-        for table in self.tables:
-            _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
-            replicas.check_equal(f"table {table.name!r}", rows.weight)
-        replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
+        self._steps.alone = True
+        if replicas is not None:
+            for table in self.tables:
+                _, rows = next(iter(self.read(table.name, chunk_rows=1024)))
+                replicas.check_equal(f"table {table.name!r}", rows.weight)
+            replicas.check_equal("the number of row updates done", torch.tensor(self.tick, device=self.device))
         for group in self.groups:
             group.replicas = replicas
 
     def close(self) -> None:
-        """Bring all rows home and let go of files and threads. The tables are not used afterwards."""
+        """Write all rows to their backing store and let go of files and threads. The tables are not used afterwards."""
         for group in self.groups:
             group.storage.close()
 
-    def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
-        count = len(self.features)
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"ids are {ids.dtype}; they must be int32 or int64.")
-        if offsets is None:
-            if ids.dim() != 2 or ids.shape[1] != count:
-                raise ValueError(
-                    f"ids have shape {tuple(ids.shape)}; without offsets they must be [B, {count}], one id for each "
-                    f"of the features {', '.join(self.features[:4])}{', ...' if count > 4 else ''}."
-                )
-        else:
-            if ids.dim() != 1:
-                raise ValueError(f"ids have shape {tuple(ids.shape)}; with offsets they must be flat, [L].")
-            if not self.include_last_offset:
-                offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
-            if (len(offsets) - 1) % count or len(offsets) < 1:
-                raise ValueError(
-                    f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
-                    "plus one for the end (or make the tables with include_last_offset=False)."
-                )
-            wrong = (offsets[0] != 0) | (offsets[-1] != len(ids)) | (bag_lengths(offsets) < 0).any()
-            if bool(wrong | self._layout.too_long(offsets) if self._layout.steps else wrong):  # a GPU waits once
-                if not bool(wrong):
-                    raise ValueError(self._layout.explain(offsets))
-                raise ValueError(
-                    f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
-                    "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
-                )
-        if weights is not None:
-            if weights.numel() != ids.numel():
-                raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
-            if any(group.mean for group in self.groups):
-                raise ValueError(
-                    "per-sample weights need sum pooling, as in nn.EmbeddingBag; a table here pools by mean."
-                )
-        return offsets
+    def _check_copy(self) -> None:
+        """Refuse a copy whose parameters were averaged: its rows were not.
 
-    def _select(
-        self, columns: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The lookups of some features only."""
-        count = len(self.features)
-        if offsets is None:
-            chosen_weights = None if weights is None else columns_of(weights.view(-1, count), columns).reshape(-1)
-            return columns_of(ids, columns), None, chosen_weights
-        return select_bags(columns, count, ids, offsets, weights)
-
-    def _find_runs(self) -> list[tuple[int, int, int]]:
-        """(group, first of its own positions, the one after the last) for each stretch of the output, in order."""
-        group_of = {name: index for index, group in enumerate(self.groups) for name in group.space.features}
-        taken = [0] * len(self.groups)
-        runs: list[tuple[int, int, int]] = []
-        for name in self._layout.names(self.features):
-            group = group_of[name]
-            first, taken[group] = taken[group], taken[group] + 1
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], first + 1)
-            else:
-                runs.append((group, first, first + 1))
-        return runs
-
-    def _join(self, pooled: list[Tensor]) -> Tensor:
-        """Put the positions of all groups side by side, in batch order."""
-        if len({group.dim for group in self.groups}) == 1:
-            return side_by_side(self._runs, pooled)
-        # Columns instead of positions.
-        runs = [
-            (group, first * self.groups[group].dim, stop * self.groups[group].dim) for group, first, stop in self._runs
-        ]
-        return side_by_side(runs, [each.flatten(1) for each in pooled])
+        Raises:
+            ConfigError: see above.
+        """
+        if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
+            raise ConfigError(
+                "the parameters of this copy of a model were averaged or replaced (AveragedModel, SWA, EMA), but rows "
+                "of EmbeddingTables are not parameters and stayed as they were when the copy was made. Average the "
+                "dense part alone, or copy the rows of the model that trains with load_state_dict."
+            )
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
         """Canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
@@ -439,7 +696,7 @@ class EmbeddingTables(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
-        """Tables with the same rows and state, placed alike; homes are copied chunk by chunk."""
+        """Tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
         made: EmbeddingTables = type(self).__new__(type(self))
         memo[id(self)] = made
         EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
@@ -448,6 +705,10 @@ class EmbeddingTables(nn.Module):
             for start, rows in self.read(table.name):
                 made.write(table.name, start, rows)
         made.tick = self.tick
+        made._copied = made.tick
+        with torch.no_grad():
+            made.handle.zero_()  # averages with another model's would show
+        made.handle.grad = None
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -475,12 +736,25 @@ class EmbeddingTables(nn.Module):
         if device != self.device:
             for group in self.groups:
                 group.to(device)
-            self._anchor = torch.zeros((), requires_grad=True, device=device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.handle.dtype != torch.float32:
+            self.handle.data = self.handle.data.float()
         return self
 
     def extra_repr(self) -> str:
-        """Tables, rows and bytes for ``print(model)``."""
+        """Tables, rows, bytes, and where the rows are, for ``print(model)``."""
         rows = sum(table.num_embeddings for table in self.tables)
         size = format_size(sum(group.storage.fast_bytes for group in self.groups))
-        return f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"
+        lines = [f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"]
+        for group in self.groups:
+            names = [table.name for table in group.tables]
+            shown = ", ".join(names[:4]) + (f", ... ({len(names)} tables)" if len(names) > 4 else "")
+            where = type(group.strategy).__name__
+            if isinstance(group.storage, SlottedRows) and isinstance(group.strategy, Slotted):
+                storage = group.storage
+                hot = f", {storage.num_hot:,} of them hot" if storage.num_hot else ""
+                where += (
+                    f", {storage.num_slots:,} slots for {storage.num_rows:,} rows{hot}, backed by {storage.home.kind}"
+                )
+            lines.append(f"{shown}: {group.dim} columns, {where}, on {group.storage.weight.device}")
+        return "\n".join(lines)

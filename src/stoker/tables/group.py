@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stoker.ops import AddressSpace, BackendName, Bags, get_backend
-from stoker.ops.reference import derive_key
-from stoker.ops.space import make_space
+from stoker.ops import AddressSpace, BackendName, Rounding, RowRule, get_backend
+from stoker.ops.reference import addresses, derive_key
+from stoker.ops.space import slot_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
 from stoker.tables.layers import Layers
 from stoker.tables.lease import Lease
+from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_examples, by_rows
 from stoker.tables.replicas import Replicas
 from stoker.tables.slotted import TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
 
-__all__ = ["TableGroup"]
+__all__ = ["SUM", "TableGroup"]
+
+SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 
 
 class TableGroup:
     """Forward, fused backward and canonical access for the tables of one group.
 
-    Legend: B examples, F features of this group, D columns.
+    Legend: B examples, P positions of this group's features, D columns.
     """
 
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        features: Sequence[str],
+        space: AddressSpace,
         *,
         optimizer: RowOptimizer,
         strategy: Strategy,
@@ -44,19 +48,14 @@ class TableGroup:
         self.tables = tuple(tables)
         self.stored = self.tables  # what files hold, readable and writable by name
         self.dim = first.embedding_dim
-        self.mean = first.pooling == "mean"
         self.optimizer = optimizer
         self.strategy = strategy
         self.seed = seed
         self.backend_name = backend
         self.backend = get_backend(backend, device)
-        self.space: AddressSpace = make_space(
-            [table.name for table in tables],
-            [table.num_embeddings for table in tables],
-            [table.features for table in tables],
-            features,
-        )
+        self.space = space
         self.storage: Storage = self._make_storage(optimizer, device)
+        self.version = 0  # changes of the rows, of whatever kind
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
         self.layers = Layers()  # norms of the tables, for optimizers that need them
         self.replicas: Replicas | None = None  # ranks whose rows are updated together
@@ -73,78 +72,98 @@ class TableGroup:
             self.backend.init_rows(storage.weight[begin:stop], key, 0, table.scale)
         return storage
 
-    def acquire(self, bags: Bags) -> Lease | None:
+    def acquire(self, lookups: Lookups) -> Lease | None:
         """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in parts.
 
         Raises:
-            TooFewSlots: and the user chose to refuse such batches.
+            IndexError: an id lies outside its table.
+            TooFewSlots: the batch does not fit, and the user chose to refuse such batches.
         """
         try:
-            return self.storage.acquire(bags, self.space)
+            return self.storage.acquire(*lookups)
         except TooFewSlots:
             if isinstance(self.strategy, Slotted) and self.strategy.spill == "parts":
                 return None
             raise
 
     @spanned("lookup")
-    def lookup(self, bags: Bags, lease: Lease | None) -> Tensor:
-        """Pooled rows [B, F, D] float32."""
-        if lease is None:
-            return by_examples(self._lookup, self.storage, self.space, bags)
-        return self._lookup(lease)
+    def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
+        """Pooled rows [B, P, D] float32."""
+        if (lease := self._begin(lookups, lease)) is None:
+            return by_examples(self._lookup, self.storage, lookups)
+        try:
+            return self._lookup(lease)
+        finally:
+            lease.end()
+
+    def _begin(self, lookups: Lookups, lease: Lease | None) -> Lease | None:
+        """The lease, or a new one where its rows may have left, begun; None as in :meth:`acquire`."""
+        while lease is not None and not lease.begin():
+            lease = self.acquire(lookups)
+        return lease
 
     def _lookup(self, lease: Lease) -> Tensor:
         return self.backend.lookup(self.storage.weight, lease.space, lease.bags)
 
     @spanned("update")
-    def update(self, bags: Bags, grad: Tensor, lease: Lease | None) -> None:
-        """One optimizer step on every distinct row of ``bags``, given the gradient [B, F, D] of the lookup.
+    def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
+        """One optimizer step on every distinct row of a batch, given the gradient [B, P, D] of its lookup.
 
-        The lease is over afterwards. With replicas the rows are those of all ranks' batches.
+        The lease is over afterwards.
         """
-        if self.replicas is not None:
-            if lease is not None:
-                lease.release(changed=False)
-            bags, grad = self.replicas.joint(bags, grad)
-            lease = self.acquire(bags)
         keys: tuple[int, ...] = ()
         if self.storage.weight.dtype == torch.bfloat16:
             keys = tuple(derive_key(self.seed, "round", table.name, self.tick) for table in self.tables)
         rule = self.optimizer.rule(self.tick)
+        self.version += 1
 
         def work(lease: Lease) -> None:
             self.backend.update(
                 self.storage.weight, self.storage.state, lease.space, lease.bags, grad, rule, lease.rounding(keys)
             )
 
-        if lease is not None and lease.over:  # a second backward through the same graph
-            lease = self.acquire(bags)
+        lease = self._begin(lookups, lease)
         if rule.kind == "lamb":
-            self.layers.update(self, bags, grad, lease, rule, keys)
+            self.layers.update(self, lookups, grad, lease, rule, keys)
         elif lease is None:
-            by_rows(work, self.storage, self.space, bags)
+            by_rows(work, self.storage, lookups)
         else:
             work(lease)
         if lease is not None:
             lease.release(changed=True)
         self.tick += 1
 
-    def weight_gradient(self, bags: Bags, grad: Tensor, lease: Lease | None) -> Tensor:
+    def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Gradient of the per-sample weights [L]."""
 
         def work(lease: Lease, grad: Tensor) -> Tensor:
             return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
 
-        if lease is None or lease.over:
-            return by_examples(work, self.storage, self.space, bags, grad)
-        return work(lease, grad)
+        if (lease := self._begin(lookups, lease)) is None:
+            return by_examples(work, self.storage, lookups, grad)
+        try:
+            return work(lease, grad)
+        finally:
+            lease.end()
+
+    def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
+        """The sum of squares of the gradients of all distinct rows, duplicates summed first."""
+        bags, space = lookups
+        if not bags.ids.numel():
+            return 0.0
+        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
+        distinct, inverse = torch.unique(wanted, return_inverse=True)
+        sums = torch.zeros(len(distinct), self.dim, device=grad.device)
+        places = replace(bags, ids=inverse.view(bags.ids.shape))
+        self.backend.update(sums, {}, slot_space(space, len(distinct)), places, grad, SUM, Rounding(()))
+        return float(sums.double().square().sum())
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
         """Change the optimizer; its state starts anew unless the kind stays the same."""
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
-        self.layers.forget()
         if not same:
+            self.layers.forget()
             self.storage.reset_state(dict(optimizer.state))
             self.tick = 0
 
@@ -167,6 +186,7 @@ class TableGroup:
                 f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows"
             )
         self.layers.forget()
+        self.version += 1
         self.storage.write(begin + start, rows)
 
     def to(self, device: torch.device) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stoker.ops import Bags
 from stoker.ops.lamb import Touched, direct, gradients, move, squares, touched, trust_ratios
 from stoker.ops.rule import RowRule
 from stoker.tables.lease import Lease
+from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_rows
 
 if TYPE_CHECKING:
@@ -47,14 +47,20 @@ class Layers:
         return self._squares
 
     def update(
-        self, group: TableGroup, bags: Bags, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
+        self,
+        group: TableGroup,
+        lookups: Lookups,
+        grad: Tensor,
+        lease: Lease | None,
+        rule: RowRule,
+        keys: tuple[int, ...],
     ) -> None:
         """One step. A first pass moves the moments and measures, a second moves the rows.
 
         Args:
             group: whose tables these are.
-            bags: the batch.
-            grad: [B, F, D].
+            lookups: the batch.
+            grad: [B, P, D].
             lease: on its rows; None: it has too many for the slots, and each pass works on them in parts.
             rule: constants.
             keys: of the random bits, see :meth:`Lease.rounding`.
@@ -95,9 +101,9 @@ class Layers:
                 found, directions = measure(lease)
                 step(lease, found, directions, trust_ratios(squares_of, lengths, rule))
             else:
-                by_rows(measure_part, storage, group.space, bags)
+                by_rows(measure_part, storage, lookups)
                 ratios = trust_ratios(squares_of, lengths, rule)
-                by_rows(step_again, storage, group.space, bags)
+                by_rows(step_again, storage, lookups)
         except BaseException:
             self.forget()
             raise

@@ -1,8 +1,10 @@
-"""The right to work on a batch's rows: from its lookup to the end of its update they stay where they are."""
+"""The right to work on a batch's rows: they stay in their slots until the lease ends."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +17,22 @@ __all__ = ["Lease"]
 class Lease:
     """A batch's lookups as the kernels take them, and the promise that its rows stay in place.
 
+    A lease that nobody works under can be revoked when its slots are needed: whoever holds it acquires the rows again.
+    So work goes between :meth:`begin` and :meth:`end`, and ``begin`` says whether the rows are still there.
+
     Args:
         bags: lookups in ``space``.
         space: the address space of the rows in place (the group's own, or its slots).
         tables, rows: what is in each slot, for the random bits of bfloat16; None where addresses are rows.
-        give_back: called once with whether the rows were changed.
+        give_back: called once with ``token`` and whether the rows were changed; None where no row ever leaves.
         token: kept alive for the storage.
+        ticket: stands for rows that may still be on their way; None where they have arrived.
     """
 
-    __slots__ = ("__weakref__", "_give_back", "bags", "over", "rows", "space", "tables", "token")
+    __slots__ = (
+        "__weakref__", "_give_back", "_lock", "_workers", "bags", "over", "rows", "space", "staged",
+        "tables", "ticket", "token",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,22 +43,60 @@ class Lease:
         rows: Tensor | None = None,
         give_back: Callable[[Any, bool], None] | None = None,
         token: Any = None,
+        ticket: Any = None,
     ) -> None:
         self.bags, self.space, self.tables, self.rows = bags, space, tables, rows
-        self._give_back, self.token = give_back, token
+        self._give_back, self.token, self.ticket = give_back, token, ticket
+        self._lock = None if give_back is None else threading.Lock()
+        self._workers = 0
+        self.staged = False  # for a batch that is not handed out yet
         self.over = False  # whether the rows may have left: the lease must not be used any more
+
+    def use(self, bags: Bags) -> None:
+        """Look up with the offsets and weights of ``bags``, whose ids are those that the lease was made for."""
+        self.bags = replace(bags, ids=self.bags.ids)
 
     def rounding(self, keys: tuple[int, ...]) -> Rounding:
         """Keys of the random bits with what they need to know of the slots."""
         return Rounding(keys, self.tables, self.rows)
 
+    def begin(self) -> bool:
+        """Keep the rows in place until :meth:`end`; False if they may have left."""
+        if self._lock is None:
+            return True
+        with self._lock:
+            if self.over:
+                return False
+            self._workers += 1
+            return True
+
+    def end(self) -> None:
+        """Work that :meth:`begin` announced is done."""
+        if self._lock is not None:
+            with self._lock:
+                self._workers -= 1
+
+    def revoke(self) -> bool:
+        """Take the rows back; False if somebody works on them or the lease is over."""
+        return self._finish(changed=False, force=False)
+
     def release(self, *, changed: bool) -> None:
         """The batch is done; ``changed``: its rows were updated. Further calls do nothing."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            token, self.token = self.token, None
+        self._finish(changed=changed, force=True)
+
+    def _finish(self, *, changed: bool, force: bool) -> bool:
+        if self._lock is None:
+            return False
+        with self._lock:
+            if self.over or (self._workers and not force):
+                return False
             self.over = True
-            give_back(token, changed)
+        give_back, token = self._give_back, self.token
+        self._give_back = self.token = self.ticket = None
+        assert give_back is not None
+        give_back(token, changed)
+        return True
 
     def __del__(self) -> None:
-        self.release(changed=False)
+        if getattr(self, "_lock", None) is not None:  # one that was never made has nothing to give back
+            self.release(changed=False)

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.ops import AddressSpace, Bags
+from stoker.ops import Bags
 from stoker.ops.reference import bag_lengths
+from stoker.ops.select import keep_ids
 from stoker.tables.lease import Lease
+from stoker.tables.lookups import Lookups
 from stoker.tables.slotted import SlottedRows, TooFewSlots
 from stoker.tables.storage import Storage
 
-__all__ = ["by_examples", "by_rows"]
+__all__ = ["by_examples", "by_rows", "keep_lookups"]
 
 
-def by_examples(
-    work: Callable[..., Tensor], storage: Storage, space: AddressSpace, bags: Bags, *each: Tensor
-) -> Tensor:
+def by_examples(work: Callable[..., Tensor], storage: Storage, lookups: Lookups, *each: Tensor) -> Tensor:
     """``work(lease, *tensors of those examples)`` for runs of examples that fit; results one after the other.
 
     Args:
@@ -34,6 +33,7 @@ def by_examples(
     Raises:
         TooFewSlots: one example alone has more rows than there are slots to give.
     """
+    bags, space = lookups
     features = len(space.features)
     batch = bags.batch_size(features)
     done: list[Tensor] = []
@@ -42,11 +42,13 @@ def by_examples(
         stop = min(start + size, batch)
         try:
             lease = storage.acquire(_examples(bags, features, start, stop), space)
-        except TooFewSlots:
+        except TooFewSlots as error:
             if size == 1:
-                raise
+                raise error.of_one_example() from None
             size = max(1, (stop - start) // 2)
             continue
+        if not lease.begin():
+            continue  # another thread took its slots
         done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
         lease.release(changed=False)
         start = stop
@@ -64,11 +66,11 @@ def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
     return Bags(bags.ids[begin:end], offsets - begin, weights, bags.mean)
 
 
-def by_rows(work: Callable[[Lease], None], storage: Storage, space: AddressSpace, bags: Bags) -> None:
+def by_rows(work: Callable[[Lease], None], storage: Storage, lookups: Lookups) -> None:
     """``work(lease)`` for runs of distinct rows that fit, each with all its lookups, in order of occurrence."""
     assert isinstance(storage, SlottedRows)
-    bags = bags.cpu()
-    rows, which, _ = storage.distinct(bags)
+    bags, space = lookups.bags.cpu(), lookups.space
+    rows, which, _ = storage.distinct(bags, space)
     number = which.reshape(-1).numpy()
     start, size = 0, max(1, min(len(rows), storage.available))
     while start < len(rows):
@@ -76,27 +78,23 @@ def by_rows(work: Callable[[Lease], None], storage: Storage, space: AddressSpace
         # Rows with a slot of their own, which have no number, go with the first part.
         keep = torch.from_numpy((number < stop) & (number >= start) if start else number < stop)
         try:
-            lease = storage.acquire(_lookups(bags, keep), space)
-        except TooFewSlots:
+            lease = storage.acquire(keep_lookups(bags, keep), space)
+        except TooFewSlots as error:
             if size == 1:
-                raise
+                raise error.of_one_example() from None
             size = max(1, size // 2)
             continue
+        if not lease.begin():
+            continue  # another thread took its slots
         work(lease)
         lease.release(changed=True)
         start = stop
 
 
-def _lookups(bags: Bags, keep: Tensor) -> Bags:
-    """Only the lookups that ``keep`` [L] marks, in the bags they were in."""
-    ids = bags.ids.reshape(-1)[keep]
-    count = keep.numel()
-    offsets = torch.arange(count + 1) if bags.offsets is None else bags.offsets
-    weights = None if bags.weights is None else bags.weights[keep]
-    if bags.mean and bags.offsets is not None:
-        # A bag's mean divides by all its ids, also by those of other parts.
+def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
+    """Only the lookups that ``keep`` [L] marks, in their bags. A mean still divides by all ids of its bag."""
+    weights, offsets = bags.weights, bags.offsets
+    if bags.mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        factors = torch.from_numpy(np.float32(1.0) / lengths.clamp(min=1).numpy().astype(np.float32))
-        weights = torch.repeat_interleave(factors, lengths)[keep]
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.to(torch.int64).cumsum(0)])
-    return Bags(ids, before[offsets], weights, False)
+        weights = torch.repeat_interleave(torch.ones_like(lengths, dtype=torch.float32) / lengths.clamp(min=1), lengths)
+    return Bags(*keep_ids(keep, bags.ids, offsets, weights), False)

@@ -10,7 +10,7 @@ Legend: W ranks, B examples of a rank, F features, D columns, L ids of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Replicas:
         self.size: int = dist.get_world_size(group)
 
     def joint(self, bags: Bags, grad: Tensor) -> tuple[Bags, Tensor]:
-        """The lookups of all ranks and their gradient [sum of B, F, D], of the mean over all their examples."""
+        """The lookups of all ranks and their gradient [sum of B, P, D], of the mean over all their examples."""
         counts = self._gather_equal(torch.tensor([len(grad), bags.ids.numel()], device=grad.device))
         examples = [int(count[0]) for count in counts]
         lookups = [int(count[1]) for count in counts]
@@ -67,6 +67,12 @@ class Replicas:
         # Each rank's loss is a mean over its own examples; the joint one is over all of them.
         share = grad * (len(grad) / sum(examples))
         return Bags(ids, offsets, weights, bags.mean), torch.cat(self._gather(share, examples))
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all ranks."""
+        found = torch.stack(self._gather_equal(torch.tensor(numbers, device=self._device())))
+        largest: list[int] = found.amax(0).tolist()
+        return largest
 
     def average(self, parameters: Iterable[nn.Parameter], examples: int) -> None:
         """Replace the gradients of dense ``parameters`` by those of the mean over all ranks' examples.

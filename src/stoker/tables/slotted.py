@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,43 +25,61 @@ from stoker.errors import ConfigError, StokerError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.distinct import Distinct, split_rows
 from stoker.ops.fixed_rows import FixedRows
-from stoker.ops.space import slot_space
+from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.cuda_link import CudaLink
 from stoker.tables.file_home import FileHome
 from stoker.tables.home import Home, Initial, MemoryHome
 from stoker.tables.lease import Lease
 from stoker.tables.log_home import LogHome, index_bytes
-from stoker.tables.residency import Hints, Ints, SlotPlan, make_residency
+from stoker.tables.residency import ENOUGH, Hints, Ints, SlotPlan, make_residency
 from stoker.tables.storage import Rows, Storage, allocate
 from stoker.tables.transfer import DirectLink, Link, QueuedLink, TransferStats
 from stoker.timeline import span, spanned
 
-__all__ = ["SlottedRows", "TooFewSlots", "appends", "make_slotted"]
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
 _INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
-    """A batch needs more rows at once than there are slots to give."""
+    """A batch needs more rows at once than there are slots to give.
 
-    def __init__(self, needed: int, slots: int, hot: int = 0) -> None:
-        beside = f" beside the {hot:,} hot rows" if hot else ""
-        fewer = ", make fewer rows hot" if hot else ""
+    Args:
+        needed: distinct rows.
+        slots: those that other work leaves free.
+        hot: rows with slots of their own.
+        spill: whether such batches are worked on in parts already, so that one example alone does not fit.
+    """
+
+    def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
+        beside = f" in addition to the {hot:,} hot rows" if hot else ""
+        remedies = ["Give more memory (--device-memory)"]
+        if hot:
+            remedies.append("make fewer rows hot")
+        if not spill:
+            remedies += ["make the batch smaller", "choose spill='parts'"]
         super().__init__(
-            f"a batch needs {needed:,} distinct rows in fast memory at once{beside}, but {slots:,} slots are there for "
-            f"them. Give more memory (--device-memory){fewer}, make the batch smaller, or choose spill='parts'."
+            f"{'one example' if spill else 'a batch'} needs {needed:,} distinct rows in fast memory at once{beside}, "
+            f"but {slots:,} slots are there for them. {', '.join(remedies[:-1])}"
+            f"{', or ' if len(remedies) > 1 else ''}{remedies[-1]}."
         )
-        self.needed, self.slots = needed, slots
+        self.needed, self.slots, self.hot = needed, slots, hot
+
+    def of_one_example(self) -> TooFewSlots:
+        """The same where the batch was worked on in parts already, down to one example or row."""
+        return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """An announced batch."""
+    """A batch that waits for its slots."""
 
     bags: Bags
+    space: AddressSpace
     wanted: Distinct
+    upcoming: Hints | None
 
 
 class SlottedRows(Storage):
@@ -112,12 +131,12 @@ class SlottedRows(Storage):
         self.transit = Rows(self.weight[held:], {name: tensor[held:] for name, tensor in self.state.items()})
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
-        self._slot_space = slot_space(space, slots)
+        self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
         self._lock = threading.RLock()
         self._broken: BaseException | None = None
         self._returned: deque[tuple[Ints, bool, Any]] = deque()  # slots given back, not yet entered, and their mark
-        self._requests: deque[_Request] = deque()
-        self._ahead: dict[Lease, Any] = {}  # staged and not yet handed out, with their tickets, in order
+        self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last one
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # not over, by number of their plan, in order
         rounded = home.dtype == torch.bfloat16
         self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
         self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
@@ -150,85 +169,69 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
+    @property
+    def staged(self) -> int:
+        """Batches that are resident and not handed out yet."""
+        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
+
+    def queue(self) -> Queue:
+        """A queue of upcoming batches for one stage."""
+        return Queue(self)
+
     @spanned("stall")
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
         begin = time.perf_counter()
         with span("plan"):
-            wanted = self.distinct(bags)
+            wanted = self.distinct(bags, space)
         with self._lock:
             with span("plan"):
                 self._enter_returned()
                 plan = self.residency.plan_now(wanted.rows)
-            while plan is None and self._ahead:
-                # Staging is an optimisation: its rows give way, and come again when they are wanted.
-                self._ahead.popitem()[0].release(changed=False)
+            while plan is None and self._revoke_one():
                 self._enter_returned()
                 plan = self.residency.plan_now(wanted.rows)
             if plan is None:
                 raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
             self.stats.plan_seconds += time.perf_counter() - begin
-            lease, ticket = self._carry_out(plan, bags, wanted)
-            self._link.ready(ticket)
+            lease = self._carry_out(plan, bags, space, wanted)
+            self._link.ready(lease.ticket)
             self.stats.stall_seconds += time.perf_counter() - begin
             return lease
 
-    def distinct(self, bags: Bags) -> Distinct:
-        """The distinct rows that are not hot, in an order that is the same for the same bags."""
-        return split_rows(_on_cpu(bags), self.space, self.hot)
+    def _revoke_one(self) -> bool:
+        """Take the slots of one batch that nobody works on: those of kept graphs first, then of batches staged last.
 
-    @spanned("plan")
-    def announce(self, bags: Bags, upcoming: Hints | None = None) -> None:
-        """A further batch of the window; :meth:`stage` takes them in this order.
-
-        Args:
-            bags: its lookups.
-            upcoming: [U] batches until the next uses of its :meth:`distinct` rows, see :meth:`Residency.announce`.
+        Whoever holds the lease brings the rows again when it needs them.
         """
-        begin = time.perf_counter()
-        wanted = self.distinct(bags)
-        with self._lock:
-            self.residency.announce(wanted.rows, upcoming)
-            self._requests.append(_Request(bags, wanted))
-            self.stats.plan_seconds += time.perf_counter() - begin
+        held = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
+        graphs = [lease for lease in held if not lease.staged]
+        staged = [lease for lease in reversed(held) if lease.staged]
+        return any(lease.revoke() for lease in (*graphs, *staged))
 
-    def stage(self) -> Lease | None:
-        """Make the batch announced first resident; None if rows in flight leave too few slots for now."""
-        begin = time.perf_counter()
-        with self._lock:
-            with span("plan"):
-                self._enter_returned()
-                plan = self.residency.plan()
-            self.stats.plan_seconds += time.perf_counter() - begin
-            if plan is None:
-                return None
-            request = self._requests.popleft()
-            lease, ticket = self._carry_out(plan, request.bags, request.wanted)
-            self._ahead[lease] = ticket
-            return lease
+    def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
+        """The distinct rows that are not hot, in an order that is the same for the same bags.
 
-    def skip(self) -> None:
-        """Leave the batch announced first to :meth:`acquire`: it does not fit while others are in flight."""
-        with self._lock:
-            self.residency.skip()
-            self._requests.popleft()
+        Raises:
+            IndexError: an id lies outside its table.
+            ValueError: offsets that do not rise from 0 to the number of ids.
+        """
+        return split_rows(_on_cpu(bags), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
-        """The batch of a staged lease is about to be used."""
-        # Without the lock: a batch whose rows are in place must not wait while those of later ones are brought.
-        ticket = self._ahead.pop(lease, lease)
-        if ticket is not lease:
+        """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
+        # Without the storage's lock: a batch whose rows are in place must not wait while those of later ones come.
+        ticket, staged = lease.ticket, lease.staged
+        lease.ticket, lease.staged = None, False
+        if staged and not lease.over:
             self._link.ready(ticket)
-            return
-        with self._lock:
-            return  # another batch took its slots, and may be about to end the lease; now it has
 
     def forget(self) -> None:
-        """Drop every batch announced or staged and not handed out."""
+        """Drop every batch that is announced, or resident and not worked on."""
         with self._lock:
-            while self._ahead:
-                self._ahead.popitem()[0].release(changed=False)
-            self.residency.cancel()
-            self._requests.clear()
+            for queue in list(self._queues):
+                queue.close()
+            while self._revoke_one():
+                pass
             if self._broken is None:
                 self._enter_returned()
 
@@ -249,8 +252,8 @@ class SlottedRows(Storage):
             self._link.released(mark)
 
     @spanned("plan")
-    def _carry_out(self, plan: SlotPlan, bags: Bags, wanted: Distinct) -> tuple[Lease, Any]:
-        """The lease of a batch, and the link's ticket for what it needs."""
+    def _carry_out(self, plan: SlotPlan, bags: Bags, space: AddressSpace, wanted: Distinct) -> Lease:
+        """The lease of a batch, with the link's ticket for what it needs."""
         link = self._link
         try:
             link.run(plan)
@@ -267,15 +270,19 @@ class SlottedRows(Storage):
             # The rows of this plan may not be in their slots: nothing may be computed from them, or written home.
             self._broken = error
             raise
+        if space not in self._slot_spaces:
+            self._slot_spaces[space] = slot_space(space, self.num_slots)
         lease = Lease(
             Bags(ids, offsets, weights, bags.mean),
-            self._slot_space,
+            self._slot_spaces[space],
             tables=self._table_in_slot,
             rows=self._row_in_slot,
             give_back=self._take_back,
-            token=plan.slots,
+            token=(plan.number, plan.slots),
+            ticket=ticket,
         )
-        return lease, ticket
+        self._leases[plan.number] = weakref.ref(lease)
+        return lease
 
     def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
         """The slot of each id, int32."""
@@ -287,7 +294,9 @@ class SlottedRows(Storage):
             return torch.from_numpy(slots.take(which))
         return torch.from_numpy(np.where(which < 0, np.invert(which), slots.take(which, mode="clip")))
 
-    def _take_back(self, slots: Ints, changed: bool) -> None:
+    def _take_back(self, token: tuple[int, Ints], changed: bool) -> None:
+        number, slots = token
+        self._leases.pop(number, None)
         self._returned.append((slots, changed, self._link.mark()))
 
     def reset_state(self, state: dict[str, str]) -> None:
@@ -383,6 +392,102 @@ class SlottedRows(Storage):
                     self._link.close()
             finally:
                 self.home.close()
+
+
+class Queue:
+    """The upcoming batches of one stage, in order.
+
+    Any number of queues may be open over one storage. The residency knows the batches of the queue that was opened
+    last; batches of the others get slots all the same, with less known about when their rows are used again. When a
+    queue is closed, the one before it takes its place.
+    """
+
+    def __init__(self, storage: SlottedRows) -> None:
+        self._storage = storage
+        self._waiting: deque[_Request] = deque()
+        self._known = 0  # of them, those that the residency knows: the first ones, or none
+        with storage._lock:
+            for other in storage._queues:
+                other._known = 0
+            storage.residency.cancel()
+            storage._queues.append(self)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is pointless to look further ahead: every slot is wanted, or nobody would know."""
+        storage = self._storage
+        return not self._decides or storage.residency.wanted >= ENOUGH * storage.num_slots
+
+    @property
+    def _decides(self) -> bool:
+        return bool(self._storage._queues) and self._storage._queues[-1] is self
+
+    @spanned("plan")
+    def announce(self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None) -> None:
+        """Append a batch; :meth:`stage` takes batches in this order.
+
+        Args:
+            bags: its lookups.
+            space: what they address; None means the storage's own.
+            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
+
+        Raises:
+            IndexError: an id lies outside its table.
+        """
+        storage, begin = self._storage, time.perf_counter()
+        space = space or storage.space
+        wanted = storage.distinct(bags, space)
+        with storage._lock:
+            self._waiting.append(_Request(bags, space, wanted, upcoming))
+            self._tell()
+            storage.stats.plan_seconds += time.perf_counter() - begin
+
+    def _tell(self) -> None:
+        """Announce to the residency what it does not know yet."""
+        if self._decides:
+            while self._known < len(self._waiting):
+                request = self._waiting[self._known]
+                self._storage.residency.announce(request.wanted.rows, request.upcoming)
+                self._known += 1
+
+    def stage(self) -> Lease | None:
+        """Make the first batch resident; None if rows in flight leave too few slots for now."""
+        storage, begin = self._storage, time.perf_counter()
+        with storage._lock:
+            with span("plan"):
+                storage._enter_returned()
+                self._tell()
+                request = self._waiting[0]
+                residency = storage.residency
+                plan = residency.plan() if self._known else residency.plan_now(request.wanted.rows)
+            storage.stats.plan_seconds += time.perf_counter() - begin
+            if plan is None:
+                return None
+            self._waiting.popleft()
+            self._known = max(0, self._known - 1)
+            lease = storage._carry_out(plan, request.bags, request.space, request.wanted)
+            lease.staged = True
+            return lease
+
+    def skip(self) -> None:
+        """Drop the first batch: it does not fit while others are in flight, and is fetched on demand."""
+        with self._storage._lock:
+            if self._known:
+                self._storage.residency.skip()
+                self._known -= 1
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Forget the batches that wait. Further calls do nothing."""
+        storage = self._storage
+        with storage._lock:
+            if self not in storage._queues:
+                return
+            if self._decides:
+                storage.residency.cancel()
+            storage._queues.remove(self)
+            self._waiting.clear()
+            self._known = 0
 
 
 def _on_cpu(bags: Bags) -> Bags:

@@ -14,17 +14,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from stoker.data.batch import Batch
 from stoker.errors import ConfigError
-from stoker.ops import Bags
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.file_home import FileHome
 from stoker.tables.foresight import Foresight, Progress, Rereadable
 from stoker.tables.lease import Lease
-from stoker.tables.residency import ENOUGH, Hints, Ints
+from stoker.tables.lookups import Lookups
+from stoker.tables.residency import Hints, Ints
 from stoker.tables.slotted import SlottedRows
 from stoker.timeline import span
 
@@ -34,19 +38,29 @@ _DEEPEST = 8  # batches in flight at most, where the depth adapts
 _STALL = 0.02  # share of the time spent waiting for rows above which one more batch is staged ahead
 _JUDGED = 16  # batches between two looks at the stalls
 
-Staged = tuple[Batch, list[Lease | None]]
+Lookup = tuple[Any, ...]  # ids, and offsets and weights where there are
+
+
+@dataclass(frozen=True, slots=True)
+class _Upcoming:
+    """A batch that was read and waits for its turn."""
+
+    item: Any
+    ids: Tensor
+    copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, where others could change them
 
 
 class Stage:
     """Batches of ``stream`` whose rows are in place; made by :func:`stage`. A context manager; ``for`` goes through it.
 
     Each loop goes through ``stream`` once. Leaving a loop early forgets what was staged: those batches were read from
-    the stream, but :meth:`state_dict` tells where the batches handed out end.
+    the stream, but :meth:`state_dict` tells where the batches handed out end. Any number of stages may be open over the
+    same tables at a time; eviction follows the one that was begun last.
     """
 
     def __init__(
         self,
-        stream: Iterable[Batch],
+        stream: Iterable[Any],
         tables: EmbeddingTables,
         lookahead: int,
         in_flight: int | None,
@@ -54,6 +68,7 @@ class Stage:
         *,
         foresight: bool = False,
         progress: Progress | None = None,
+        lookups: Callable[[Any], Lookup] | None = None,
     ) -> None:
         self.stream, self.tables = stream, tables
         self.lookahead = lookahead
@@ -64,16 +79,15 @@ class Stage:
         self.step = getattr(stream, "step", 0)  # batches handed out; the next one carries this number
         self.hurry: Callable[[], bool] = lambda: False  # asked while next uses are recorded: yes gives that up
         self._fixed = in_flight is not None
+        self._lookups = lookups or _lookups_of_batch
+        # Batches of our own reader are in memory of their own: nobody changes them but through torch.
+        self._private = bool(getattr(stream, "fresh", False))
         self._groups = [
-            (index, group.storage, group.mean)
+            (index, group.storage)
             for index, group in enumerate(tables.groups)
             if isinstance(group.storage, SlottedRows)
         ]
-        self._waiting: deque[Batch] = deque()
-        self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
-        self._changed = threading.Condition()
-        self._outstanding = 0  # batches staged and not done
-        self._stop = False
+        self._leaving = False  # the loop was left: nothing further is recorded
         self._foresight = self._watch(stream, progress) if foresight else None
 
     def _watch(self, stream: Iterable[Batch], progress: Progress | None) -> Foresight:
@@ -84,8 +98,8 @@ class Stage:
                 "out."
             )
 
-        def rows(index: int, storage: SlottedRows, mean: bool) -> Callable[[Batch], Ints]:
-            return lambda batch: storage.distinct(self._bags(batch, index, mean)).rows
+        def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
+            return lambda batch: storage.distinct(*self._split(batch)[index]).rows
 
         watched = [group for group in self._groups if _keeps(group[1])]
         sources = [
@@ -93,34 +107,59 @@ class Stage:
             for group in watched
             for home in [group[1].home]
         ]
-        return Foresight(stream, sources, progress, lambda: self._stop or self.hurry())
+        return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
-    def __iter__(self) -> Iterator[Batch]:
+    def _split(self, item: Any) -> list[Lookups]:
+        """What each group looks up of a batch.
+
+        Raises:
+            ValueError: lookups that the tables would refuse.
+        """
+        ids, offsets, weights = self._lookups_of(item)
+        return self.tables.splitter.split(ids, self.tables.splitter.check(ids, offsets, weights), weights)
+
+    def _lookups_of(self, item: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        found = self._lookups(item)
+        given = found if isinstance(found, tuple | list) else (found,)
+        ids, offsets, weights = (*given, None, None)[:3]
+        if not isinstance(ids, Tensor):
+            raise ConfigError(f"lookups gave {type(ids).__name__} where ids [B, F] or [L] are expected, as a tensor.")
+        return ids, offsets, None if weights is None else weights.detach()
+
+    def __iter__(self) -> Iterator[Any]:
         if not self._groups:
-            for batch in self.stream:
-                self.step = batch.step + 1
-                yield batch
+            for item in self.stream:
+                self.step = getattr(item, "step", self.step) + 1
+                yield item
             return
-        source = iter(self.stream)
-        staged = self._threaded(source) if self.background else self._inline(source)
+        run = _Run(self)
         try:
-            for batch, leases in staged:
-                moved = batch.to(self.tables.device, non_blocking=True)
-                self.tables.hand_over(moved.ids, leases)
-                self.step = batch.step + 1
+            for upcoming, leases in run.staged():
+                item, ids, offsets = self._hand_out(upcoming)
+                self.tables.hand_over(ids, offsets, leases, upcoming.copies)
+                self.step = getattr(item, "step", self.step) + 1
                 try:
-                    yield moved
+                    yield item
                 finally:
-                    self.tables.withdraw(moved.ids)
+                    self.tables.withdraw(ids)
         finally:
-            staged.close()  # type: ignore[attr-defined]
-            self._waiting.clear()
-            self._begun.clear()
-            if self._foresight is not None:
-                self._foresight.close()
-            if not sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
-                for _, storage, _ in self._groups:
-                    storage.forget()
+            run.close()
+
+    def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
+        """The batch on the tables' device, its ids and offsets.
+
+        Raises:
+            ConfigError: the stream has overwritten it.
+        """
+        if upcoming.copies is not None and not self._private and not torch.equal(upcoming.ids, upcoming.copies[0]):
+            raise ConfigError(
+                f"the stream overwrote the ids of batch {self.step} after giving it out: it uses its buffers again, "
+                "but batches wait here while later ones are read. Give batches in tensors of their own "
+                "(dataset.train.batches(...) without reuse, or ids.clone() in the stream)."
+            )
+        item = _moved(upcoming.item, self.tables.device)
+        ids, offsets, _ = self._lookups_of(item)
+        return item, ids, offsets
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the stream behind the batch handed out last."""
@@ -132,58 +171,96 @@ class Stage:
         """Seconds that recording next uses has taken so far."""
         return 0.0 if self._foresight is None else self._foresight.seconds
 
-    def _look_ahead(self, source: Iterator[Batch]) -> None:
+
+class _Run:
+    """One loop over a stage: its queues, the batches that wait in them, and those that are resident."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.tables = stage, stage.tables
+        self._source = iter(stage.stream)
+        self._queues = [storage.queue() for _, storage in stage._groups]
+        self._waiting: deque[_Upcoming] = deque()
+        self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
+        self._ready: deque[_Staged] = deque()
+        self._changed = threading.Condition()
+        self._outstanding = 0  # batches staged and not done
+        self._stop = False
+
+    def staged(self) -> Iterator[_Staged]:
+        """The batches, resident."""
+        return self._threaded() if self.stage.background else self._inline()
+
+    def close(self) -> None:
+        """Forget what was staged and not handed out."""
+        self.stage._leaving = True
+        if self.stage._foresight is not None:
+            self.stage._foresight.close()
+        if sys.is_finalizing():  # a script that ends within its loop; nothing is left to forget for
+            return
+        for queue in self._queues:
+            queue.close()
+        for leases in (*(leases for _, leases in self._ready), list(self._begun.values())):
+            for lease in leases:
+                if lease is not None:
+                    lease.release(changed=False)
+        self._waiting.clear()
+
+    def _look_ahead(self) -> None:
         """Announce further batches: as many as asked for, or as want enough rows for all slots."""
-        while len(self._waiting) <= self.lookahead:
-            full = all(
-                not _keeps(storage) or storage.residency.wanted >= ENOUGH * storage.num_slots
-                for _, storage, _ in self._groups
-            )
-            if full and len(self._waiting) > self.in_flight:
+        stage = self.stage
+        while len(self._waiting) <= stage.lookahead:
+            storages = zip(self._queues, stage._groups, strict=True)
+            full = all(not _keeps(storage) or queue.full for queue, (_, storage) in storages)
+            if full and len(self._waiting) > stage.in_flight:
                 break
             with span("read"):
-                batch = next(source, None)
-            if batch is None:
+                item = next(self._source, None)
+            if item is None:
                 break
-            for (index, storage, mean), upcoming in zip(self._groups, self._upcoming(batch), strict=True):
-                storage.announce(self._bags(batch, index, mean), upcoming)
-            self._waiting.append(batch)
-        self.window = len(self._waiting)
+            ids, offsets, weights = stage._lookups_of(item)
+            offsets = self.tables.splitter.check(ids, offsets, weights)
+            copies = None
+            if self.tables.device.type == "cpu" or not stage._private:
+                copies = ids.clone(), None if offsets is None else offsets.clone()
+            # What is announced is what is looked up, if nobody changes it meanwhile.
+            parts = self.tables.splitter.split(
+                ids if copies is None else copies[0], offsets if copies is None else copies[1], weights
+            )
+            for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
+                queue.announce(*parts[index], upcoming)
+            self._waiting.append(_Upcoming(item, ids, copies))
+        stage.window = len(self._waiting)
 
-    def _bags(self, batch: Batch, index: int, mean: bool) -> Bags:
-        """What group ``index`` looks up."""
-        weights = None if batch.weights is None else batch.weights.reshape(-1)
-        return Bags(*self.tables.lookups(index, batch.ids, batch.offsets, weights), mean)
-
-    def _upcoming(self, batch: Batch) -> list[Hints | None]:
+    def _upcoming(self, item: Any) -> list[Hints | None]:
         """For each group what is known of the next uses of the batch's rows."""
-        if self._foresight is None:
-            return [None] * len(self._groups)
+        groups, foresight = self.stage._groups, self.stage._foresight
+        if foresight is None:
+            return [None] * len(groups)
         with span("foresight"):
-            found = iter(self._foresight.upcoming(batch))
-        return [next(found) if _keeps(storage) else None for _, storage, _ in self._groups]
+            found = iter(foresight.upcoming(item))
+        return [next(found) if _keeps(storage) else None for _, storage in groups]
 
-    def _next(self, *, busy: bool) -> Staged | None:
+    def _next(self, *, busy: bool) -> _Staged | None:
         """Make the next waiting batch resident.
 
         Args:
             busy: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
                 result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
         """
-        for index, storage, _ in self._groups:
+        for queue, (index, _) in zip(self._queues, self.stage._groups, strict=True):
             if index in self._begun:
                 continue
-            lease = storage.stage()
+            lease = queue.stage()
             if lease is None:
                 if busy:
                     return None
-                storage.skip()
+                queue.skip()
             self._begun[index] = lease
         leases = [self._begun.get(index) for index in range(len(self.tables.groups))]
         self._begun = {}
         return self._waiting.popleft(), leases
 
-    def _next_in_turn(self) -> Staged | None:
+    def _next_in_turn(self) -> _Staged | None:
         """As :meth:`_next`, waiting for batches in flight to be done; None if the loop was left meanwhile."""
         while not self._stop:
             with self._changed:
@@ -194,35 +271,35 @@ class Stage:
                 self._changed.wait_for(lambda before=before: self._outstanding < before or self._stop)  # type: ignore[misc]
         return None
 
-    def _inline(self, source: Iterator[Batch]) -> Iterator[Staged]:
-        ready: deque[Staged] = deque()
+    def _inline(self) -> Iterator[_Staged]:
+        stage = self.stage
         while True:
             begin = time.perf_counter()
             with span("stall"):
-                while len(ready) < self.in_flight:
-                    self._look_ahead(source)
+                while len(self._ready) < stage.in_flight:
+                    self._look_ahead()
                     if not self._waiting:
                         break
-                    if (staged := self._next(busy=bool(ready))) is None:
+                    if (staged := self._next(busy=bool(self._ready))) is None:
                         break
-                    ready.append(staged)
-            self.stall_seconds += time.perf_counter() - begin
-            if not ready:
+                    self._ready.append(staged)
+            stage.stall_seconds += time.perf_counter() - begin
+            if not self._ready:
                 return
-            yield ready.popleft()
+            yield self._ready.popleft()
 
-    def _threaded(self, source: Iterator[Batch]) -> Iterator[Staged]:
-        ready: SimpleQueue[Staged | BaseException | None] = SimpleQueue()
-        self._stop, self._outstanding = False, 0
+    def _threaded(self) -> Iterator[_Staged]:
+        stage = self.stage
+        ready: SimpleQueue[_Staged | BaseException | None] = SimpleQueue()
 
         def work() -> None:
             try:
                 while True:
-                    self._look_ahead(source)
+                    self._look_ahead()
                     if not self._waiting:
                         break
                     with self._changed:
-                        self._changed.wait_for(lambda: self._outstanding < self.in_flight or self._stop)
+                        self._changed.wait_for(lambda: self._outstanding < stage.in_flight or self._stop)
                     if (staged := self._next_in_turn()) is None:
                         return
                     with self._changed:
@@ -237,7 +314,7 @@ class Stage:
         start, stalled, count = time.perf_counter(), 0.0, 0
         try:
             while True:
-                begin, recorded = time.perf_counter(), self._recorded
+                begin, recorded = time.perf_counter(), stage._recorded
                 with span("stall"):
                     staged = ready.get()
                 waited = time.perf_counter() - begin
@@ -247,21 +324,57 @@ class Stage:
                     raise staged
                 count += 1
                 if count > 1:  # the first has nothing to hide behind
-                    self.stall_seconds += waited
-                    stalled += max(0.0, waited - (self._recorded - recorded))  # which no depth would hide
+                    stage.stall_seconds += waited
+                    stalled += max(0.0, waited - (stage._recorded - recorded))  # which no depth would hide
                 yield staged
                 with self._changed:
                     self._outstanding -= 1
                     if count % _JUDGED == 0:
-                        if not self._fixed and stalled > _STALL * (time.perf_counter() - start):
-                            self.in_flight = min(self.in_flight + 1, _DEEPEST)
+                        if not stage._fixed and stalled > _STALL * (time.perf_counter() - start):
+                            stage.in_flight = min(stage.in_flight + 1, _DEEPEST)
                         start, stalled = time.perf_counter(), 0.0
                     self._changed.notify_all()
         finally:
+            stage._leaving = True
             with self._changed:
                 self._stop = True
                 self._changed.notify_all()
             thread.join()
+            while not ready.empty():
+                left = ready.get()
+                if isinstance(left, tuple):
+                    self._ready.append(left)
+
+
+_Staged = tuple[_Upcoming, list[Lease | None]]
+
+
+def _lookups_of_batch(item: Any) -> Lookup:
+    """Ids, offsets and weights of a :class:`Batch` or what looks like one.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if not hasattr(item, "ids"):
+        kind = type(item).__name__
+        raise ConfigError(
+            f"the stream gives a {kind}, and stage() cannot tell its ids. Give stoker.Batch objects, or say where they "
+            f"are: stage(stream, tables, lookups=lambda item: item[0]) for ids [B, F], or a tuple (ids, offsets) or "
+            "(ids, offsets, weights)."
+        )
+    return item.ids, getattr(item, "offsets", None), getattr(item, "weights", None)
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    """The tensors of a batch on ``device``: a batch, a tensor, or tuples, lists and dicts of them."""
+    if hasattr(item, "to"):
+        return item.to(device, non_blocking=True)
+    if isinstance(item, dict):
+        return {key: _moved(value, device) for key, value in item.items()}
+    if isinstance(item, tuple | list):
+        parts = [_moved(value, device) for value in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    return item
 
 
 def _keeps(storage: SlottedRows) -> bool:
@@ -270,23 +383,24 @@ def _keeps(storage: SlottedRows) -> bool:
 
 
 def stage(
-    stream: Iterable[Batch],
-    tables: EmbeddingTables | Any,
+    stream: Iterable[Any],
+    tables: EmbeddingTables | nn.Module,
     *,
     lookahead: int = 64,
     in_flight: int | None = None,
     background: bool | None = None,
     foresight: bool = False,
     progress: Progress | None = None,
+    lookups: Callable[[Any], Lookup] | None = None,
 ) -> Stage:
     """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
 
-    Tables whose rows all lie on the device are left alone. A batch that was not staged fetches its rows on demand and
-    gives the same numbers.
+    Tables whose rows are all on the device are left alone. A batch that was not staged fetches its rows on demand and
+    gives the same numbers, as does one whose ids or offsets are changed before they are looked up.
 
     Args:
         stream: batches, such as ``dataset.train.batches(...)`` (without ``reuse``: batches wait in the window).
-        tables: the tables, or a model with ``embeddings``.
+        tables: the tables, or a module that holds them.
         lookahead: batches whose ids are known beyond those in flight; fewer are taken where they want twice as many
             rows as there are slots.
         in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
@@ -298,12 +412,30 @@ def stage(
             The ids of each epoch are read once before its first step, and next uses kept in a temporary file, 4 bytes
             for every distinct row of every batch. For streams that can be read twice: ``dataset.train.batches(...)``.
         progress: called with (what is being done, batches done, batches in all) meanwhile, from any thread.
+        lookups: what a batch looks up: from an item of ``stream`` to its ids, or (ids, offsets), or (ids, offsets,
+            weights). None: the items have these attributes, as :class:`stoker.Batch`.
 
     Raises:
-        ConfigError: numbers out of their range, or ``foresight`` on a stream that cannot be read twice.
+        ConfigError: numbers out of their range, ``foresight`` on a stream that cannot be read twice, a stream that
+            overwrites its batches, or a module with no tables or several.
+        ValueError: (while read) lookups that the tables would refuse.
         HomeError: (while read) the disk of the temporary file is full or fails.
+
+    Example:
+        >>> table = TableConfig(name="user", num_embeddings=1000, embedding_dim=8)
+        >>> tables = EmbeddingTables([table], optimizer=stoker.SGD(lr=0.1), placement=stoker.Cached(slots=100))
+        >>> pairs = [(torch.randint(1000, (32, 1)), torch.rand(32)) for _ in range(10)]
+        >>> for ids, target in stoker.stage(pairs, tables, lookups=lambda pair: pair[0]):
+        ...     (tables(ids).sum(dim=(1, 2)) - target).square().mean().backward()
+        >>> tables.tick
+        10
     """
-    tables = getattr(tables, "embeddings", tables)
+    tables = _tables_of(tables)
+    if getattr(stream, "reuse", False):
+        raise ConfigError(
+            "the stream was made with reuse=True: it overwrites each batch with the next, but batches wait here while "
+            "later ones are read. Leave reuse out."
+        )
     if lookahead < 0:
         raise ConfigError(f"lookahead is {lookahead} batches; give 0 or more.")
     if in_flight is not None and in_flight < 1:
@@ -311,4 +443,25 @@ def stage(
     slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
     if background is None:
         background = any(storage.home.kind == "file" or tables.device.type == "cuda" for storage in slotted)
-    return Stage(stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress)
+    return Stage(
+        stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress, lookups=lookups
+    )
+
+
+def _tables_of(given: Any) -> EmbeddingTables:
+    """The one EmbeddingTables of a module.
+
+    Raises:
+        ConfigError: none or several, or no module.
+    """
+    if isinstance(given, EmbeddingTables):
+        return given
+    found = (
+        [each for each in given.modules() if isinstance(each, EmbeddingTables)] if isinstance(given, nn.Module) else []
+    )
+    if len(found) != 1:
+        raise ConfigError(
+            f"stage() needs the EmbeddingTables whose rows to bring, but {type(given).__name__} holds {len(found)}. "
+            "Give one: stage(stream, model.embeddings)."
+        )
+    return found[0]

@@ -26,15 +26,15 @@ from stoker.ops.tensor_train import Trie, build_trie, expand, fill_core, gradien
 from stoker.ops.tensor_train_shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.group import TableGroup
+from stoker.tables.group import SUM, TableGroup
 from stoker.tables.layers import update_core
 from stoker.tables.lease import Lease
+from stoker.tables.lookups import Lookups
 from stoker.tables.storage import DeviceRows, Rows, Storage
 from stoker.timeline import spanned
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
-_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _NO_ROUNDING = Rounding(())
 _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates at a time
 
@@ -134,7 +134,6 @@ class CompressedGroup(TableGroup):
     """One tensor-train table; arguments as for :class:`TableGroup`."""
 
     storage: TensorTrainCores
-    version = 0  # counts changes of the cores, of whatever kind; values computed before one are stale behind it
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
         [table] = self.tables
@@ -151,57 +150,66 @@ class CompressedGroup(TableGroup):
         check_cores(optimizer, f"table {self.tables[0].name!r}")
         super().set_optimizer(optimizer)
 
-    def _expand(self, bags: Bags) -> _Expanded:
+    def _expand(self, bags: Bags, space: AddressSpace) -> _Expanded:
         shape = self.storage.shape
-        wanted = addresses(bags.ids, self.space.bases.to(bags.ids.device), bags.offsets)
+        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
         distinct, inverse = torch.unique(wanted, return_inverse=True)
         trie = build_trie(distinct, shape)
         values = expand(self.storage.slices(), trie)
         places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
         return _Expanded(
             version=self.version, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
-            bags=replace(bags, ids=places), space=slot_space(self.space, len(distinct)),
+            bags=replace(bags, ids=places), space=slot_space(space, len(distinct)),
         )  # fmt: skip
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """As the lookup left it, or anew where the cores have changed since."""
         if lease.token is None or lease.token.version != self.version:
-            lease.token = self._expand(lease.bags)
+            lease.token = self._expand(lease.bags, lease.space)
         found: _Expanded = lease.token
         return found
 
     def _lookup(self, lease: Lease) -> Tensor:
         if not lease.bags.ids.numel():
-            count = lease.bags.batch_size(len(self.space.features))
-            return self.storage.weight.new_zeros(count, len(self.space.features), self.dim)
+            count = lease.bags.batch_size(len(lease.space.features))
+            return self.storage.weight.new_zeros(count, len(lease.space.features), self.dim)
         found = self._expanded(lease)
         return self.backend.lookup(found.rows, found.space, found.bags)
 
     @spanned("update")
-    def update(self, bags: Bags, grad: Tensor, lease: Lease | None) -> None:
-        if self.replicas is not None:
-            bags, grad = self.replicas.joint(bags, grad)
-            lease = None
-        lease = lease or self.acquire(bags)
+    def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
+        lease = lease or self.acquire(lookups)
         assert lease is not None
-        if bags.ids.numel():
+        if lookups.bags.ids.numel():
             self._update(self._expanded(lease), grad)
         lease.token = None
         self.tick += 1
 
-    def _update(self, found: _Expanded, grad: Tensor) -> None:
+    def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The gradient of each core: distinct slices, and theirs."""
         sums = torch.zeros_like(found.rows)
-        self.backend.update(sums, {}, found.space, found.bags, grad, _SUM, _NO_ROUNDING)
-        slices = gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
+        self.backend.update(sums, {}, found.space, found.bags, grad, SUM, _NO_ROUNDING)
+        return gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
+
+    def _update(self, found: _Expanded, grad: Tensor) -> None:
+        slices = self._slices(found, grad)
         rule = self.optimizer.rule(self.tick)
         self.version += 1
         for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
             update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
 
-    def weight_gradient(self, bags: Bags, grad: Tensor, lease: Lease | None) -> Tensor:
-        lease = lease or self.acquire(bags)
+    def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
+        """The sum of squares of the gradients of the cores."""
+        lease = self.acquire(lookups)
         assert lease is not None
-        if not bags.ids.numel():
+        if not lookups.bags.ids.numel():
+            return 0.0
+        return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
+
+    def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
+        lease = lease or self.acquire(lookups)
+        assert lease is not None
+        if not lookups.bags.ids.numel():
             return grad.new_zeros(0)
         found = self._expanded(lease)
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)

@@ -24,7 +24,6 @@ from stoker.device import device_memory as memory_of
 from stoker.device import resolve_device
 from stoker.errors import ConfigError
 from stoker.models import RecModel
-from stoker.ops import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
@@ -263,9 +262,9 @@ class _Comparison:
     def rows(self, batch: Batch, when: Literal["before", "after"]) -> Difference | None:
         """The rows of a batch, wherever they lie now, with their state."""
         offsets = None if batch.offsets is None else batch.offsets.cpu()
-        for index, group in enumerate(self.placed.embeddings.groups):
-            part = self.placed.embeddings.lookups(index, batch.ids.cpu(), offsets, None)
-            found = distinct_rows(Bags(*part, group.mean), group.space)[0]
+        lookups = self.placed.embeddings.splitter.split(batch.ids.cpu(), offsets, None)
+        for group, (bags, space) in zip(self.placed.embeddings.groups, lookups, strict=True):
+            found = distinct_rows(bags, space)[0]
             found.sort()
             values = group.storage.gather(found)
             for table, name in enumerate(group.space.names):

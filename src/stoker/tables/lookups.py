@@ -1,0 +1,335 @@
+"""From a call's ids, offsets and weights to what each group of tables looks up, and back to one output.
+
+Everything is checked here before a kernel sees it, whichever way a batch comes: a call, or a stage that looks ahead.
+
+Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D columns, L ids in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoker.ops import AddressSpace, Bags
+from stoker.ops.reference import bag_lengths
+from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
+from stoker.ops.space import make_space
+from stoker.tables.config import TableConfig
+from stoker.tables.side_by_side import apart, side_by_side
+from stoker.tables.steps import StepLayout
+
+__all__ = ["GroupLookups", "Lookups", "Splitter"]
+
+_NO_PADDING = torch.iinfo(torch.int64).min  # an id that no batch holds
+
+
+class Lookups(NamedTuple):
+    """What one group looks up of a batch."""
+
+    bags: Bags
+    space: AddressSpace  # what the ids of ``bags`` address
+
+
+class GroupLookups:
+    """The lookups of one group.
+
+    Args:
+        features: all features, in batch order.
+        tables: those of the group, with the features they own.
+        steps: sequence features that are not pooled, and how many steps they have.
+    """
+
+    def __init__(self, features: Sequence[str], tables: Sequence[TableConfig], steps: Mapping[str, int]) -> None:
+        self.tables = tuple(tables)
+        self.count = len(features)
+        owned = {feature for table in tables for feature in table.features}
+        self.features = tuple(name for name in features if name in owned)
+        self.pooling = tables[0].pooling
+        self.layout = StepLayout(self.features, {name: steps[name] for name in self.features if name in steps})
+        self.space = self._space_of(self.layout)
+        places = [features.index(name) for name in self.features]
+        self._columns = None if len(places) == len(features) else torch.tensor(places)
+        self._spaces: dict[tuple[int, ...], AddressSpace] = {}  # of max pooling, by the steps of each feature
+        self._layouts: dict[AddressSpace, StepLayout] = {self.space: self.layout}
+        owner = {feature: table for table in tables for feature in table.features}
+        padding = [owner[name].padding_row for name in self.features]
+        self._padding = None
+        if any(row is not None for row in padding):
+            self._padding = torch.tensor([_NO_PADDING if row is None else row for row in padding])
+
+    def _space_of(self, layout: StepLayout) -> AddressSpace:
+        return make_space(
+            [table.name for table in self.tables],
+            [table.num_embeddings for table in self.tables],
+            [layout.names(table.features) for table in self.tables],
+            layout.names(self.features),
+        )
+
+    def select(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Lookups:
+        """The lookups of this group; arguments as checked by :meth:`Splitter.check`."""
+        part = (ids, offsets, weights)
+        if self._columns is not None and offsets is not None:
+            part = select_bags(self._columns, self.count, ids, offsets, weights)
+        elif self._columns is not None:
+            chosen = None if weights is None else columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
+            part = columns_of(ids, self._columns), None, chosen
+        if self._padding is not None:
+            part = self._without_padding(*part)
+        space = self.space
+        if self.pooling == "max" and part[1] is not None:
+            space = self._unpooled(part[1])
+        if (layout := self._layouts[space]).steps:
+            part = layout.expand(*part)
+        return Lookups(Bags(*part, self.pooling == "mean"), space)
+
+    def _without_padding(
+        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The ids that are no padding, in the bags they were in."""
+        assert self._padding is not None
+        padding = self._padding.to(ids.device)
+        if offsets is None:
+            keep = (ids != padding).reshape(-1)
+        else:
+            each = padding.repeat((len(offsets) - 1) // len(self.features))
+            keep = ids != torch.repeat_interleave(each, bag_lengths(offsets))
+        if bool(keep.all()):
+            return ids, offsets, weights
+        return keep_ids(keep, ids, offsets, weights)
+
+    def _unpooled(self, offsets: Tensor) -> AddressSpace:
+        """A space where each id of a bag has a position of its own: kernels only know sums."""
+        longest = bag_lengths(offsets).view(-1, len(self.features))
+        most = longest.amax(0).tolist() if len(longest) else [1] * len(self.features)
+        # Powers of two, so that few spaces are made.
+        return self._wide(
+            self.layout.steps.get(name, 1 << max(0, count - 1).bit_length())
+            for name, count in zip(self.features, most, strict=True)
+        )
+
+    def _wide(self, steps: Iterable[int]) -> AddressSpace:
+        """The space in which every feature has so many positions."""
+        wanted = tuple(steps)
+        if wanted not in self._spaces:
+            layout = StepLayout(self.features, dict(zip(self.features, wanted, strict=True)))
+            space = self._spaces[wanted] = self._space_of(layout)
+            self._layouts[space] = layout
+        return self._spaces[wanted]
+
+    def pool(self, out: Tensor, lookups: Lookups) -> Tensor:
+        """[B, P, D] from what the kernels found: itself, but for max pooling."""
+        if lookups.space is self.space:
+            return out
+        assert lookups.bags.offsets is not None
+        layout = self._layouts[lookups.space]
+        present = (bag_lengths(lookups.bags.offsets) > 0).view(-1, len(layout), 1)
+        parts = []
+        for name, where in layout.slices.items():
+            if name in self.layout.steps:
+                parts.append(out[:, where])
+                continue
+            # A bag is at the end of its positions; the first of equal ids wins, as in nn.EmbeddingBag.
+            largest = out[:, where].masked_fill(~present[:, where], -torch.inf).max(dim=1, keepdim=True).values
+            parts.append(largest.masked_fill(~present[:, where].any(dim=1, keepdim=True), 0.0))
+        return torch.cat(parts, dim=1)
+
+    def joined(self, many: Sequence[tuple[Lookups, Tensor]]) -> tuple[Lookups, Tensor]:
+        """Several lookups and their gradients [B, P, D] as one, in order."""
+        if len(many) == 1:
+            return many[0]
+        if len({each.space for each, _ in many}) > 1:
+            many = self._widened(many)
+        space, bags = many[0][0].space, [each.bags for each, _ in many]
+        grad = torch.cat([grad for _, grad in many])
+        weights = None
+        if any(each.weights is not None for each in bags):
+            weights = torch.cat(
+                [torch.ones(each.ids.numel(), device=grad.device) if each.weights is None else each.weights.reshape(-1)
+                 for each in bags]
+            )  # fmt: skip
+        kind = torch.int32 if all(each.ids.dtype == torch.int32 for each in bags) else torch.int64
+        if all(each.offsets is None for each in bags):
+            return Lookups(
+                Bags(torch.cat([each.ids.to(kind) for each in bags]), None, weights, bags[0].mean), space
+            ), grad
+        ids = torch.cat([each.ids.reshape(-1).to(kind) for each in bags])
+        ends, before = [torch.zeros(1, dtype=torch.int64, device=ids.device)], 0
+        for each in bags:
+            count = each.ids.numel()
+            own = torch.arange(count + 1, device=ids.device) if each.offsets is None else each.offsets
+            ends.append(own[1:] + before)
+            before += count
+        return Lookups(Bags(ids, torch.cat(ends), weights, bags[0].mean), space), grad
+
+    def alike(
+        self, lookups: Lookups, grad: Tensor, largest: Callable[[Sequence[int]], list[int]]
+    ) -> tuple[Lookups, Tensor]:
+        """The same in a form that all ranks have; ``largest`` finds the largest of each number over the ranks."""
+        if self._padding is None and self.pooling != "max":
+            return lookups, grad
+        layout = self._layouts[lookups.space]
+        widths = largest([layout.slices[name].stop - layout.slices[name].start for name in self.features])
+        return self._widened([(lookups, grad)], widths)[0]
+
+    def _widened(
+        self, many: Sequence[tuple[Lookups, Tensor]], least: Sequence[int] | None = None
+    ) -> list[tuple[Lookups, Tensor]]:
+        """Lookups of max pooling with as many positions in each, by empty ones in front; all of them with offsets."""
+        layouts = [self._layouts[each.space] for each, _ in many]
+        space = self.space
+        if self.pooling == "max":
+            space = self._wide(
+                max(layout.slices[name].stop - layout.slices[name].start for layout in layouts)
+                if least is None else least[place]
+                for place, name in enumerate(self.features)
+            )  # fmt: skip
+        wide = self._layouts[space]
+        found = []
+        for (each, grad), layout in zip(many, layouts, strict=True):
+            batch, dim = len(grad), grad.shape[2]
+            offsets = each.bags.offsets
+            if offsets is None:
+                offsets = torch.arange(each.bags.ids.numel() + 1, device=grad.device)
+            starts = offsets[:-1].view(batch, -1)
+            wide_starts = starts.new_empty(batch, len(wide))
+            wide_grad = grad.new_zeros(batch, len(wide), dim)
+            for name in self.features:
+                mine, theirs = layout.slices[name], wide.slices[name]
+                front = (theirs.stop - theirs.start) - (mine.stop - mine.start)
+                wide_starts[:, theirs.start : theirs.start + front] = starts[:, mine.start : mine.start + 1]
+                wide_starts[:, theirs.start + front : theirs.stop] = starts[:, mine]
+                wide_grad[:, theirs.start + front : theirs.stop] = grad[:, mine]
+            ends = torch.cat([wide_starts.reshape(-1), offsets[-1:]])
+            bags = Bags(each.bags.ids.reshape(-1), ends, each.bags.weights, each.bags.mean)
+            found.append((Lookups(bags, space), wide_grad))
+        return found
+
+
+class Splitter:
+    """Checks calls and shares them out to the groups.
+
+    Args:
+        features: in batch order.
+        groups: of the tables.
+        steps: layout of all features.
+        include_last_offset: whether offsets end with the number of ids.
+    """
+
+    def __init__(
+        self, features: Sequence[str], groups: Sequence[GroupLookups], steps: StepLayout, *, include_last_offset: bool
+    ) -> None:
+        self.features, self.groups, self.layout = tuple(features), tuple(groups), steps
+        self.include_last_offset = include_last_offset
+        self._dims = [group.tables[0].embedding_dim for group in groups]
+        self._runs = self._find_runs()
+        if len(set(self._dims)) > 1:  # columns instead of positions
+            self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
+
+    def check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+        """Refuse what no kernel may see. Ids themselves are checked where they are read.
+
+        Returns:
+            offsets [B * F + 1] int64, or None.
+
+        Raises:
+            ValueError: types or shapes that do not fit, offsets that do not rise, or more ids in a bag than steps.
+        """
+        count = len(self.features)
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids are {ids.dtype}; they must be int32 or int64.")
+        if offsets is None:
+            if ids.dim() != 2 or ids.shape[1] != count:
+                raise ValueError(
+                    f"ids have shape {tuple(ids.shape)}; without offsets they must be [B, {count}], one id for each "
+                    f"of the features {', '.join(self.features[:4])}{', ...' if count > 4 else ''}."
+                )
+        else:
+            offsets = self._check_offsets(ids, offsets)
+        if weights is not None:
+            if weights.numel() != ids.numel():
+                raise ValueError(f"{weights.numel()} per-sample weights for {ids.numel()} ids; there must be one each.")
+            if not weights.is_floating_point():
+                raise ValueError(f"per-sample weights are {weights.dtype}; they must be floating-point numbers.")
+            if weights.device != ids.device:
+                raise ValueError(f"weights lie on {weights.device}, but ids on {ids.device}. Move one of them.")
+            for group in self.groups:
+                if group.pooling != "sum":
+                    raise ValueError(
+                        "per-sample weights need sum pooling, as in nn.EmbeddingBag; "
+                        f"table {group.tables[0].name!r} pools by {group.pooling}."
+                    )
+        return offsets
+
+    def _check_offsets(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        count = len(self.features)
+        if ids.dim() != 1:
+            raise ValueError(f"ids have shape {tuple(ids.shape)}; with offsets they must be flat, [L].")
+        if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
+            raise ValueError(
+                f"offsets are {offsets.dtype} of shape {tuple(offsets.shape)}; they must be one row of int64 or int32."
+            )
+        if offsets.device != ids.device:
+            raise ValueError(f"offsets lie on {offsets.device}, but ids on {ids.device}. Move one of them.")
+        offsets = offsets.to(torch.int64)
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        if (len(offsets) - 1) % count or len(offsets) < 1:
+            raise ValueError(
+                f"offsets have {len(offsets)} entries; with {count} features they must have a multiple of {count}, "
+                "plus one for the end (or make the tables with include_last_offset=False)."
+            )
+        if not offsets_fit(offsets, len(ids)):
+            raise ValueError(
+                f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
+                "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
+            )
+        if self.layout.steps and bool(self.layout.too_long(offsets)):
+            raise ValueError(self.layout.explain(offsets))
+        return offsets
+
+    def split(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> list[Lookups]:
+        """What each group looks up; arguments as :meth:`check` leaves them."""
+        flat = None if weights is None else weights.reshape(-1)
+        return [group.select(ids, offsets, flat) for group in self.groups]
+
+    def join(self, pooled: Sequence[Tensor]) -> Tensor:
+        """The outputs [B, P, D] of all groups side by side, in the order of the features."""
+        if len(pooled) == 1:
+            return pooled[0]
+        if len(set(self._dims)) == 1:
+            return side_by_side(self._runs, pooled)
+        return side_by_side(self._runs, [each.flatten(1) for each in pooled])
+
+    def apart(self, grad: Tensor) -> list[Tensor]:
+        """The gradient of each group's output, from that of :meth:`join`'s."""
+        if len(self.groups) == 1:
+            return [grad]
+        parts = apart(self._runs, grad)
+        if grad.dim() == 3:
+            return parts
+        return [part.unflatten(1, (-1, dim)) for part, dim in zip(parts, self._dims, strict=True)]
+
+    def output_shape(self, batch: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
+        """The shape of :meth:`join`'s output."""
+        if len(set(self._dims)) == 1:
+            return batch, len(self.layout), self._dims[0]
+        return batch, sum(len(group.layout) * dim for group, dim in zip(self.groups, self._dims, strict=True))
+
+    def _find_runs(self) -> list[tuple[int, int, int]]:
+        """(group, first of its own positions, the one after the last) for each run of the output, in order."""
+        group_of = {
+            name: index for index, group in enumerate(self.groups) for name in group.layout.names(group.features)
+        }
+        taken = [0] * len(self.groups)
+        runs: list[tuple[int, int, int]] = []
+        for name in self.layout.names(self.features):
+            group = group_of[name]
+            first, taken[group] = taken[group], taken[group] + 1
+            if runs and runs[-1][0] == group:
+                runs[-1] = (group, runs[-1][1], first + 1)
+            else:
+                runs.append((group, first, first + 1))
+        return runs
