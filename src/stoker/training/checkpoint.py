@@ -4,41 +4,44 @@
 
     step_000001000/
       manifest.json             what follows, with sizes and sha256; no time stamp, no path, no placement
-      dense.safetensors         dense parameters and buffers, dense optimizer state, generator states
+      dense.safetensors         dense parameters and buffers, dense optimizer state, generator states, extra state
       tables/000.00000.safetensors   rows and row-optimizer state of table 0, some 256 MiB a file
                                  (each core of a tensor-train table counts as a table)
 
-A checkpoint is written beside its final name, flushed to disk and renamed, so a directory of that name is
+A checkpoint is written under a temporary name, flushed to disk and renamed, so a directory of the final name is
 whole. Tables stream through in chunks: memory does not grow with them. Any placement and device may load the
 files.
+
+Format 1 holds a :class:`RecModel` with one optimizer. Format 2 holds any module, several optimizers and extra state:
+its manifest says for each table which :class:`EmbeddingTables` it is in.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import safe_open
+from torch import nn
 
 import stoker
-from stoker.data.dataset import canonical_json, hash_file
+from stoker.data.dataset import hash_file
 from stoker.data.features import FeatureSpec
 from stoker.data.files import sync_folder
 from stoker.errors import CheckpointError
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.storage import Rows
+from stoker.training.module_state import Optimizers, device_of, named_optimizers, unwrap
+from stoker.training.restoring import Saved, Tensors
+from stoker.training.storing import DENSE, FORMAT_VERSION, NotFiniteError, Positioned, write_files
 
 if TYPE_CHECKING:
     from stoker.tables import Strategy
@@ -56,17 +59,8 @@ __all__ = [
     "verify",
 ]
 
-FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
-_DENSE = "dense.safetensors"
 SHARD_BYTES = 256 * 2**20  # of rows and state in one file
-
-
-class Positioned(Protocol):
-    """A stream of batches, staged or not."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
 
 
 class Resumable(Protocol):
@@ -76,17 +70,17 @@ class Resumable(Protocol):
         """Continue where the state was taken."""
 
 
-class NotFiniteError(CheckpointError):
-    """A model with infinite or undefined values, which is not worth keeping."""
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Generic[M]):
     """What :func:`load` returns."""
 
     path: Path
     manifest: Mapping[str, Any]
-    model: RecModel
+    model: M
+    extra_state: Mapping[str, Any] = field(default_factory=dict)  # as it was given; of an object, its state_dict()
 
     @property
     def step(self) -> int:
@@ -96,64 +90,76 @@ class Checkpoint:
 
 def save(
     directory: str | Path,
-    model: RecModel,
-    dense_optimizer: torch.optim.Optimizer | None = None,
+    module: nn.Module,
+    optimizer: Optimizers = None,
     stream: Positioned | None = None,
     *,
+    extra_state: Mapping[str, Any] | None = None,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint, whole or not at all.
+    """Write a checkpoint of a module, whole or not at all.
+
+    The rows of every :class:`EmbeddingTables` in ``module`` stream to disk in chunks, from wherever they are. The rest
+    is ``module.state_dict()``, with the cores of every :class:`TTEmbeddingBag` in it. Where several processes train
+    replicas, one of them saves.
 
     Args:
         directory: its name; must not exist unless ``overwrite``.
-        model: the model.
-        dense_optimizer: optimizer of ``model.dense_parameters()``.
+        module: any module, such as a :class:`RecModel` or one of your own. Wrappers (DistributedDataParallel,
+            torch.compile) are left out.
+        optimizer: optimizer of the dense parameters, or several as a dict or a list.
         stream: the training batches, staged or not, to continue behind the last one handed out.
+        extra_state: what else the script needs to continue, by name: objects with ``state_dict()``, such as
+            learning-rate schedulers and GradScaler, or values made of JSON values and tensors.
         step: batches trained; None takes the tables' own count.
-        extra: further JSON values to keep.
+        extra: further JSON values to keep, in the manifest.
         overwrite: replace an existing checkpoint.
         require_finite: refuse a model with infinite or undefined values.
         shard_bytes: largest file of rows.
 
+    Returns:
+        The directory.
+
     Raises:
         NotFiniteError: see ``require_finite``.
-        CheckpointError: the directory exists, or the disk has no room.
+        CheckpointError: the directory exists, the disk has no room, or a value that no checkpoint can hold.
+
+    >>> import tempfile, torch, stoker
+    >>> net = torch.nn.ModuleDict({
+    ...     "tables": stoker.EmbeddingTables(
+    ...         [stoker.TableConfig(name="item", num_embeddings=9, embedding_dim=4)], optimizer=stoker.SGD(lr=0.1)),
+    ...     "head": torch.nn.Linear(4, 1),
+    ... })
+    >>> adam = torch.optim.Adam(net["head"].parameters())
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=10)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = stoker.save(f"{folder}/a", net, adam, extra_state={"scheduler": scheduler, "epoch": 3})
+    ...     found = stoker.load(path, net, adam, extra_state={"scheduler": scheduler})
+    >>> found.extra_state["epoch"]
+    3
     """
+    if not isinstance(module, nn.Module):
+        raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
+    module = unwrap(module)
+    optimizers = named_optimizers(optimizer)
     target = Path(directory)
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
     beside = target.with_name(target.name + ".tmp")
+    replaced = target.with_name(target.name + ".tmp-old")
     try:
+        if overwrite and not target.exists() and (kept := left_by_a_kill(target)) is not None:
+            os.replace(kept, target)  # or nothing would load while this one is being written
+        if target.exists() and not overwrite:
+            raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
-        files: dict[str, Any] = {}
-        tables = [
-            _save_table(beside, index, model, files, shard_bytes, require_finite)
-            for index in range(len(model.embeddings.stored))
-        ]
-        tensors, optimizer = _dense_tensors(model, dense_optimizer)
-        if require_finite:
-            _check_finite("the dense part", tensors)
-        files[_DENSE] = _save_tensors(beside / _DENSE, tensors)
-        manifest = {
-            "kind": "checkpoint",
-            "format_version": FORMAT_VERSION,
-            "stoker_version": stoker.__version__,
-            "step": model.embeddings.tick if step is None else step,
-            "model": model.config(),
-            "features": model.spec.to_dict(),
-            "row_optimizer": model.embeddings.optimizer.to_dict(),
-            "tick": model.embeddings.tick,
-            "dense_optimizer": optimizer,
-            "stream": None if stream is None else stream.state_dict(),
-            "extra": dict(extra or {}),
-            "tables": tables,
-            "files": files,
-        }
+        manifest = write_files(beside, module, optimizers, stream, extra_state, shard_bytes, require_finite)
+        manifest |= {"stoker_version": stoker.__version__, "extra": dict(extra or {})}
+        if step is not None:
+            manifest["step"] = step
         text = json.dumps(manifest, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False)
         with (beside / _MANIFEST).open("w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -161,7 +167,6 @@ def save(
             os.fsync(file.fileno())
         for folder in (beside / "tables", beside):
             sync_folder(folder)
-        replaced = target.with_name(target.name + ".tmp-old")
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             os.replace(target, replaced)
@@ -178,6 +183,15 @@ def save(
         shutil.rmtree(beside, ignore_errors=True)
         raise
     return target
+
+
+def left_by_a_kill(target: Path) -> Path | None:
+    """Return what :func:`save` left of ``target`` when it was killed between its two renames."""
+    for kept in (target.with_name(target.name + ".tmp"), target.with_name(target.name + ".tmp-old")):
+        with suppress(CheckpointError):  # cut short: killed while it was written
+            read_manifest(kept)
+            return kept
+    return None
 
 
 def discard(path: Path) -> None:
@@ -197,83 +211,6 @@ def set_aside(path: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
     return aside
-
-
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:  # it wraps what the operating system said
-        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    size, digest = hash_file(path)
-    return {"bytes": size, "sha256": digest}
-
-
-def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.numel():
-            low, high = torch.aminmax(tensor)  # both carry nan; needs no memory
-            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-                raise NotFiniteError(f"{what} is no longer finite ({name})")
-
-
-def _save_table(
-    folder: Path, index: int, model: RecModel, files: dict[str, Any], shard_bytes: int, require_finite: bool
-) -> dict[str, Any]:
-    table = model.embeddings.stored[index]
-    optimizer = model.embeddings.optimizer
-    state_bytes = sum(4 * table.embedding_dim if kind == "row" else 4 for kind in optimizer.state.values())
-    row_bytes = table.num_bytes // table.num_embeddings + state_bytes
-    shards = []
-    for number, (start, rows) in enumerate(
-        model.embeddings.read(table.name, chunk_rows=max(1, shard_bytes // row_bytes))
-    ):
-        name = f"tables/{index:03d}.{number:05d}.safetensors"
-        tensors = {"weight": rows.weight, **rows.state}
-        if require_finite:
-            _check_finite(f"table {table.name!r}", tensors)
-        files[name] = _save_tensors(
-            folder / name, {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
-        )
-        shards.append({"file": name, "start": start, "rows": len(rows.weight)})
-    return {
-        "name": table.name,
-        "num_embeddings": table.num_embeddings,
-        "embedding_dim": table.embedding_dim,
-        "dtype": table.dtype,
-        "shards": shards,
-    }
-
-
-def _dense_tensors(
-    model: RecModel, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Tensors to keep, and what of the optimizer is no tensor."""
-    tensors = {f"model.{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())}
-    tensors["generator.cpu"] = torch.get_rng_state()
-    if model.device.type == "cuda":
-        tensors["generator.cuda"] = torch.cuda.get_rng_state(model.device)
-    values: dict[str, Any] | None = None
-    if optimizer is not None:
-        whole = optimizer.state_dict()
-        values = {"kind": type(optimizer).__name__, "param_groups": whole["param_groups"], "state": {}}
-        for index, entries in whole["state"].items():
-            for name, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{index}.{name}"] = value
-                else:
-                    values["state"].setdefault(str(index), {})[name] = value
-        values = json.loads(json.dumps(values, default=_plain))
-    # A clone where needed: tied parameters would share memory, which the format refuses.
-    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    raise CheckpointError(f"the dense optimizer has a setting of type {type(value).__name__}, which cannot be saved.")
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -324,134 +261,112 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
     return len(manifest["files"])
 
 
+@overload
 def load(
     directory: str | Path,
-    model: RecModel | None = None,
-    dense_optimizer: torch.optim.Optimizer | None = None,
+    into: None = None,
+    optimizer: Optimizers = None,
     stream: Resumable | None = None,
     *,
+    extra_state: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
     backend: BackendName = "auto",
     placement: Strategy | Mapping[str, Strategy] | None = None,
-) -> Checkpoint:
+) -> Checkpoint[RecModel]: ...
+
+
+@overload
+def load(
+    directory: str | Path,
+    into: M,
+    optimizer: Optimizers = None,
+    stream: Resumable | None = None,
+    *,
+    extra_state: Mapping[str, Any] | None = None,
+) -> Checkpoint[M]: ...
+
+
+def load(
+    directory: str | Path,
+    into: nn.Module | None = None,
+    optimizer: Optimizers = None,
+    stream: Resumable | None = None,
+    *,
+    extra_state: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    backend: BackendName = "auto",
+    placement: Strategy | Mapping[str, Strategy] | None = None,
+) -> Checkpoint[Any]:
     """Read a checkpoint, after checking every file against its sha256.
+
+    Nothing is changed unless everything given fits what was saved. With ``optimizer`` or ``extra_state`` training is
+    resumed: the state of torch's generators comes back too and, in a module of your own, the row optimizers get the
+    learning rates and other settings that they were saved with.
 
     Args:
         directory: the checkpoint, or a run directory, whose best checkpoint is taken.
-        model: filled in place; None builds the model that was saved.
-        dense_optimizer: filled in place.
+        into: filled in place, wherever its rows are; None builds the :class:`RecModel` that was saved.
+        optimizer: filled in place; as many, under the same names, as were saved.
         stream: moved behind the last batch that was trained.
+        extra_state: objects with ``load_state_dict()``, by the names they were saved under. Values that are no such
+            objects are in ``extra_state`` of the result.
         device: where to build the model.
         backend: kernels of the model that is built.
         placement: where the rows of the model that is built lie; None means on the device.
 
     Raises:
-        CheckpointError: a missing or damaged file, or a model that differs from the saved one.
+        CheckpointError: a missing or damaged file, or a module, optimizer or extra state that differs from the saved
+            one. The message names what differs.
     """
-    from stoker.training.rundir import find_checkpoint, whole_beside
+    from stoker.training.rundir import find_checkpoint, unknown_model, whole_beside
 
     directory = find_checkpoint(directory)
     manifest = read_manifest(directory)
     try:
         verify(directory, manifest)
     except CheckpointError as error:
-        if model is not None:
+        if into is not None:
             raise
         raise CheckpointError(f"{error} {whole_beside(directory)}") from error
-    optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
-    if model is None:
-        kind = manifest["model"]["model"]
+    if into is None:
+        kind = saved_model(directory, manifest)
         if kind not in MODELS:
-            raise CheckpointError(
-                f"{directory} holds a model {kind!r}, unknown here. Import the module that adds it to "
-                "stoker.models.MODELS."
-            )
-        spec = FeatureSpec.from_dict(manifest["features"])
-        model = MODELS[kind].from_config(
-            spec, manifest["model"], optimizer=optimizer, device=device, backend=backend, placement=placement
-        )
+            raise CheckpointError(f"{directory} holds a model {kind!r}, unknown here. {unknown_model(directory, kind)}")
+        module: nn.Module = MODELS[kind].from_config(
+            FeatureSpec.from_dict(manifest["features"]), manifest["model"],
+            optimizer=RowOptimizer.from_dict(manifest["row_optimizer"]), device=device, backend=backend,
+            placement=placement,
+        )  # fmt: skip
     else:
-        _check_same(directory, manifest, model)
-    for entry in manifest["tables"]:
-        _load_table(directory, entry, model)
-    model.embeddings.tick = int(manifest["tick"])
-    with safe_open(directory / _DENSE, framework="pt") as file:
-        _load_dense(directory, file, model, dense_optimizer, manifest["dense_optimizer"])
-        if dense_optimizer is not None:
-            torch.set_rng_state(file.get_tensor("generator.cpu"))
-            if model.device.type == "cuda" and "generator.cuda" in file.keys():  # noqa: SIM118
-                torch.cuda.set_rng_state(file.get_tensor("generator.cuda"), model.device)
-    if stream is not None:
-        if manifest["stream"] is None:
+        module = unwrap(into)
+    optimizers = named_optimizers(optimizer)
+    resuming = optimizer is not None or extra_state is not None
+    with safe_open(directory / DENSE, framework="pt") as file:
+        tensors = Tensors(file)
+        saved = Saved(directory, manifest, tensors)
+        saved.check(module, optimizers, extra_state, resuming=resuming)
+        if stream is not None and manifest["stream"] is None:
             raise CheckpointError(f"{directory} was saved without a stream, so it has no data position.")
+        saved.fill(module, optimizers, extra_state, resuming=resuming)
+        if resuming:
+            torch.set_rng_state(tensors["generator.cpu"])
+            if (on := device_of(module)).type == "cuda" and "generator.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors["generator.cuda"], on)
+        kept = saved.extra_state()
+    if stream is not None:
         stream.load_state_dict(manifest["stream"])
-    return Checkpoint(path=directory, manifest=manifest, model=model)
+    return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
 
 
-def _check_same(directory: Path, manifest: Mapping[str, Any], model: RecModel) -> None:
-    saved: dict[str, Any] = {**manifest["model"], "features": manifest["features"]}
-    mine = json.loads(canonical_json({**model.config(), "features": model.spec.to_dict()}))
-    differ = [name for name in sorted({*saved, *mine}) if saved.get(name) != mine.get(name)]
-    if differ:
-        shown = "; ".join(
-            f"{name}: saved {saved.get(name)}, given {mine.get(name)}" for name in differ if name != "features"
-        )
+def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the name of the :class:`RecModel` in a checkpoint.
+
+    Raises:
+        CheckpointError: it holds a module of another kind.
+    """
+    if manifest["model"] is None:
         raise CheckpointError(
-            f"{directory} holds another model: {shown or 'its columns or table sizes differ'}. Leave the "
-            "model out to build the saved one, or use its own dataset."
+            f"{directory} holds a {manifest['class']}, a module that only your own code can build. Build it, and give "
+            f"it: stoker.load({str(directory)!r}, into=module)."
         )
-    kinds = manifest["row_optimizer"]["kind"], model.embeddings.optimizer.kind
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(f"{directory} holds the state of row optimizer {kinds[0]!r}, the model has {kinds[1]!r}.")
-
-
-def _load_table(directory: Path, entry: Mapping[str, Any], model: RecModel) -> None:
-    done = 0
-    for shard in entry["shards"]:
-        if shard["start"] != done:
-            raise CheckpointError(f"{directory}: table {entry['name']!r} has no rows {done:,} to {shard['start']:,}.")
-        try:
-            with safe_open(directory / shard["file"], framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise CheckpointError(f"{directory / shard['file']} cannot be read ({error}).") from error
-        model.embeddings.write(entry["name"], done, Rows(tensors.pop("weight"), tensors))
-        done += int(shard["rows"])
-    if done != entry["num_embeddings"]:
-        raise CheckpointError(
-            f"{directory}: table {entry['name']!r} has {done:,} rows in its files, the manifest says "
-            f"{entry['num_embeddings']:,}."
-        )
-
-
-def _load_dense(
-    directory: Path,
-    file: Any,
-    model: RecModel,
-    optimizer: torch.optim.Optimizer | None,
-    values: Mapping[str, Any] | None,
-) -> None:
-    names = set(file.keys())
-    with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            if f"model.{name}" not in names:
-                raise CheckpointError(f"{directory / _DENSE} lacks the parameter {name!r}.")
-            value.copy_(file.get_tensor(f"model.{name}"))
-    if optimizer is None:
-        return
-    if values is None:
-        raise CheckpointError(f"{directory} was saved without a dense optimizer, so it has no state for one.")
-    if values["kind"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{directory} holds the state of dense optimizer {values['kind']!r}, not {type(optimizer).__name__!r}."
-        )
-    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in values["state"].items()}
-    for name in sorted(names):
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = file.get_tensor(name)
-    groups = [
-        {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        for group in values["param_groups"]
-    ]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return str(manifest["model"]["model"])

@@ -38,6 +38,7 @@ __all__ = [
     "open_dataset",
     "own_dataset",
     "settings_around",
+    "unknown_model",
     "whole_beside",
 ]
 
@@ -235,6 +236,8 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     run = RunDirectory(path)
     if not path.exists():
+        if (kept := ckpt.left_by_a_kill(path)) is not None:
+            return kept
         raise CheckpointError(f"{path} does not exist.")
     if _STEP.fullmatch(path.name) and (path.parent.parent / "config.json").is_file():
         raise CheckpointError(f"{path} is damaged: it has no manifest.json. {whole_beside(path)}")
@@ -252,6 +255,23 @@ def find_checkpoint(path: str | Path) -> Path:
             )
         raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
     return newest
+
+
+def unknown_model(checkpoint: Path, name: str) -> str:
+    """Say how to make the model ``name`` of a checkpoint, or of its run, known, for the end of a message."""
+    run = _run_around(checkpoint) or RunDirectory(checkpoint)
+    path = None
+    with suppress(ConfigError):
+        path = run.read("config.json").get("model_class")
+    if path is None:
+        return (
+            f"Give --import package.module:Class, the class with name {name!r}; in Python call "
+            "stoker.models.import_model with that path, or import the module that adds it to stoker.models.MODELS."
+        )
+    return (
+        f"It was trained with {path}. Give --import {path}, where that can be imported; in Python call "
+        f"stoker.models.import_model({path!r}), or import the module that adds it to stoker.models.MODELS."
+    )
 
 
 def whole_beside(checkpoint: Path) -> str:
