@@ -170,7 +170,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     from stoker.tables.home import MemoryHome
     from stoker.tables.log_home import LogHome
     from stoker.tables.slotted import SlottedRows
-    from stoker.training import checkpoint
+    from stoker.training import storing
 
     counts: Counter[str] = Counter()
 
@@ -185,7 +185,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
 
         setattr(owner, name, call)
 
-    watch(checkpoint, "_save_tensors", "checkpoint")
+    watch(storing, "_save_tensors", "checkpoint")
     watch(os, "replace", "rename")
     watch(SlottedRows, "stage", "staging")
     watch(FileHome, "_store", "writeback")

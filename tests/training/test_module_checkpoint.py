@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -321,6 +322,9 @@ def test_extra_state_that_does_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=words):
             stoker.load(path, net, extra_state=given_now)
+    with pytest.raises(CheckpointError, match=r"also holds extra state 'plateau', .*extra_state=\{\} to go on without"):
+        stoker.load(path, net, script.optimizers)
+    stoker.load(path, net, script.optimizers, extra_state={})
     off = torch.amp.GradScaler("cpu", enabled=False)
     stoker.save(tmp_path / "b", net, extra_state={"scaler": off})
     with pytest.raises(CheckpointError, match=r"extra_state\['scaler'\], a GradScaler, does not take the state"):
@@ -344,7 +348,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name(value: Any, words: str
 
 def test_row_optimizers_get_their_settings_back_when_training_is_resumed(tmp_path: Path) -> None:
     script = Script(Net(rows=stoker.Adagrad(lr=0.3, schedule=stoker.CosineDecay(steps=9))))
-    path = script.save(tmp_path / "a")
+    path = script.save(tmp_path / "a")  # with its optimizers
     other = Script(Net())
     stoker.load(path, other.net)
     assert other.net.tables.optimizer.lr == 0.1
@@ -361,6 +365,25 @@ def test_a_module_is_loaded_only_into_one(tmp_path: Path) -> None:
         stoker.load(FORMAT_1, Net())
     with pytest.raises(CheckpointError, match=r"module is a OrderedDict; save takes the nn\.Module itself"):
         stoker.save(tmp_path / "b", Net().state_dict())  # type: ignore[arg-type]
+
+
+def test_the_examples_of_the_docs_run(tmp_path: Path) -> None:
+    import doctest
+
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    runner.run(parser.get_doctest(stoker.save.__doc__ or "", {}, "save", None, None))
+    assert runner.summarize() == (0, 6)
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    [source] = re.findall(r"### A module of your own.*?```python\n(.*?)```", page, re.DOTALL)
+    script = Script(Net())
+    names: dict[str, Any] = {
+        "stoker": stoker, "net": script.net, "adam": script.optimizers["main"], "sgd": script.optimizers["aside"],
+        "scheduler": script.scheduler, "scaler": script.scaler, "epoch": 3,
+    }  # fmt: skip
+    exec(source, names)
+    for _ in range(2):
+        names["save"](tmp_path / "a")
+        assert names["resume"](tmp_path / "a") == 3
 
 
 class Killed(BaseException):

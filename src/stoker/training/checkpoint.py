@@ -347,7 +347,7 @@ def load(
         saved.check(module, optimizers, extra_state, resuming=resuming)
         if stream is not None and manifest["stream"] is None:
             raise CheckpointError(f"{directory} was saved without a stream, so it has no data position.")
-        saved.fill(module, optimizers, extra_state, resuming=resuming)
+        saved.fill(module, optimizers, extra_state)
         if resuming:
             torch.set_rng_state(tensors["generator.cpu"])
             if (on := device_of(module)).type == "cuda" and "generator.cuda" in tensors:

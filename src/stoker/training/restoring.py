@@ -69,6 +69,7 @@ class Saved:
     def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: Tensors) -> None:
         self.directory, self.manifest, self.tensors = directory, manifest, tensors
         self.first = int(manifest["format_version"]) == 1
+        self._settings: dict[str, RowOptimizer] = {}  # those that the module does not have yet
         self.trained: dict[str, Any] = manifest.get("trained", {})
         self.optimizers: dict[str, Any] = manifest.get("optimizers", {})
         self.extras: dict[str, Any] = manifest.get("extra_state", {})
@@ -103,6 +104,7 @@ class Saved:
             )
         self._check_tables(module, resuming=resuming)
         self._check_dense(module)
+        self._settings = dict(self._other_settings(module)) if resuming and not self.first else {}
         if optimizers and not self.optimizers:
             raise CheckpointError(
                 f"{self.directory} was saved without a dense optimizer, so it has no state for one. Load without one."
@@ -115,16 +117,20 @@ class Saved:
         for name, optimizer in optimizers.items():
             what = f"the state of optimizer {name!r} in {self.directory}"
             check_optimizer(what, self.optimizers[name], optimizer, None if self.first else module)
-        if extra_state is not None:
-            self._check_extra_state(extra_state)
+        self._check_extra_state(extra_state or {})
+        objects = [name for name, entry in self.extras.items() if entry["object"]]
+        left = [name for name in objects if name not in (extra_state or {})]
+        if left and (extra_state or (optimizers and extra_state is None)):
+            raise CheckpointError(
+                f"{self.directory} also holds extra state {_names(left)}, without which training would not go on as "
+                "it did. Give those objects too, or extra_state={} to go on without any."
+            )
 
     def fill(
         self,
         module: nn.Module,
         optimizers: Mapping[str, torch.optim.Optimizer],
         extra_state: Mapping[str, Any] | None,
-        *,
-        resuming: bool,
     ) -> None:
         """Put everything in place, after :meth:`check`.
 
@@ -132,7 +138,7 @@ class Saved:
             CheckpointError: a file that cannot be read, or an object that refuses its state.
         """
         trained, tables = trained_in(module), tables_in(module)
-        for name, row_optimizer in self._other_settings(module) if resuming and not self.first else ():
+        for name, row_optimizer in self._settings.items():
             trained[name].optimizer = row_optimizer
         for entry in self.manifest["tables"]:
             self._load_table(entry, tables[entry.get("module", "embeddings")])
@@ -245,11 +251,6 @@ class Saved:
                         else "it was saved as a value. Leave it out, and take it from the result's extra_state."
                     )
                 )
-        if left := [name for name, entry in self.extras.items() if entry["object"] and name not in extra_state]:
-            raise CheckpointError(
-                f"{self.directory} also holds extra state {_names(left)}, without which training would not go on as "
-                "it did. Give those objects too."
-            )
 
     def _other_settings(self, module: nn.Module) -> Iterator[tuple[str, RowOptimizer]]:
         """Yield the row optimizers that have other settings in the checkpoint than in ``module``."""
