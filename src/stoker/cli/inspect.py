@@ -394,6 +394,8 @@ def _show_machine(console: Console, found: dict[str, Any]) -> None:
     _line(console, "packages", ", ".join(versions))
     for kind, backend in found["backends"].items():
         _line(console, f"tables on {kind}", f"{backend['name']}: {backend['why']}")
+    if (kept := found["kernel_cache"]) is not None:
+        _line(console, "kernel cache", ", ".join(filter(None, (kept["path"], kept["why"]))))
     _line(console, "torch.compile", found["compiler"]["path"] if found["compiler"]["usable"] else "no")
     threads = ", ".join(f"{name} {value}" for name, value in found["threads"].items() if value is not None)
     _line(console, "threads", threads)

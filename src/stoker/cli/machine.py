@@ -89,6 +89,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         "gpus": gpus,
         "packages": packages,
         "backends": backends,
+        "kernel_cache": _kernel_cache() if packages["numba"] is not None else None,
         "compiler": compiler,
         "threads": {
             "torch": torch.get_num_threads(),
@@ -151,6 +152,27 @@ def _backend(kind: str) -> dict[str, Any]:
         "triton": "Triton kernels for the GPU",
     }
     return {"name": name, "why": why.get(name, "")}
+
+
+def _kernel_cache() -> dict[str, str | None]:
+    """Which directory keeps the kernels that Numba compiles, and why this one."""
+    try:
+        from stoker.ops.jit import TEMPORARY, cache_directory
+
+        path = cache_directory()
+    except Exception as error:  # whatever a broken installation raises
+        return {"path": None, "why": f"{type(error).__name__}: {error}"}
+    if path is None:
+        why = "no directory can be written, so every process compiles its own kernels. Set NUMBA_CACHE_DIR to one that can"
+    elif os.environ.get("NUMBA_CACHE_DIR") and path.is_relative_to(os.environ["NUMBA_CACHE_DIR"]):
+        why = "as NUMBA_CACHE_DIR says"
+    elif path.parent.name.startswith(TEMPORARY):
+        why = "in the temporary directory, as neither the package nor the home directory can be written"
+    elif path.name == "__pycache__":
+        why = "next to the package"
+    else:
+        why = "in the user's cache directory, as the package's cannot be written"
+    return {"path": None if path is None else str(path), "why": why}
 
 
 def _compiler() -> dict[str, Any]:

@@ -11,7 +11,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from stoker.ops.jit import jit
 
 __all__ = ["bisect"]
 
@@ -24,7 +25,7 @@ _FEW = 500  # they end once less than one id in so many is exchanged
 _ONE = 65536.0  # costs are whole numbers, so that they add up to the same on every machine
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bisect(
     order: Int64,  # [n] ids to be ordered; changed in place
     starts: Int64,  # [N + 1] first pair of each id

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numba as nb
 import numpy as np
 
 from stoker.data.dense_kernels import column_at
+from stoker.ops.jit import jit
 
 __all__ = ["CodeColumns", "code_at", "code_type", "gather_feature"]
 
 _TYPES = (np.uint8, np.uint16, np.uint32)  # their places here tell kernels which one it is
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 
 def code_type(most: int) -> np.dtype[Any]:
@@ -35,7 +34,7 @@ class CodeColumns:
         self.rows = len(self._held[0]) if self._held else 0
 
 
-@_jit
+@jit
 def code_at(address, kind, n, row):  # type: ignore[no-untyped-def]
     """The code of a row."""
     if kind == 0:
@@ -45,7 +44,7 @@ def code_at(address, kind, n, row):  # type: ignore[no-untyped-def]
     return np.uint64(column_at(address, n, np.uint32)[np.uint64(row)])
 
 
-@_jit
+@jit
 def _gather(codes, lut, base, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
     # Unsigned: no look at whether a place counts from the end.
     unsigned_base, column = np.uint64(base), np.uint64(place)
@@ -57,7 +56,7 @@ def _gather(codes, lut, base, rows, first, last, out, at, place):  # type: ignor
     return unknown
 
 
-@_jit
+@jit
 def gather_feature(address, kind, n, lut, base, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
     """out[at + i, place] = lut[base + codes[rows[i]]], for i from ``first`` to ``last``; how many of them are 0."""
     if kind == 0:

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 
 from stoker.data.exact_sums import add_values, no_values, room
+from stoker.ops.jit import jit
 
 __all__ = [
     "DIGITS",
@@ -42,7 +43,6 @@ __all__ = [
     "write_tile",
 ]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 STRIPE = 64  # rows written together, so that the row-major output stays in cache
 SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 TILE = 2**13  # rows whose logarithms are taken together
@@ -103,13 +103,13 @@ def _number_of(x):  # type: ignore[no-untyped-def]
     return lambda x: np.nan if x == missing else np.float64(x)
 
 
-@_jit
+@jit
 def column_at(address, n, dtype):  # type: ignore[no-untyped-def]
     """The column [n] of a type at an address."""
     return _carray(_pointer(address), (n,), dtype)
 
 
-@_jit
+@jit
 def stretches(rows, first, stop):  # type: ignore[no-untyped-def]
     """Write where stretches of rows that follow each other begin and end; how many there are."""
     count = 0
@@ -121,7 +121,7 @@ def stretches(rows, first, stop):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def _clipped(x, fill, low, high, more):  # type: ignore[no-untyped-def]
     x = _number(x)
     x = fill if np.isnan(x) else x
@@ -129,7 +129,7 @@ def _clipped(x, fill, low, high, more):  # type: ignore[no-untyped-def]
     return (high if x > high else x) + more
 
 
-@_jit
+@jit
 def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-untyped-def]
     """out[i] = column[rows[i]], filled where it is missing and clipped; where a logarithm follows (``step[2]``: how
     often), max(., 0) + 1 of that. ``first`` and ``stop`` are the stretches of ``rows``: a loop over one takes several
@@ -151,7 +151,7 @@ def _filled(column, rows, first, stop, step, fill, out):  # type: ignore[no-unty
         at += count
 
 
-@_jit
+@jit
 def _flagged(column, rows, first, stop, out):  # type: ignore[no-untyped-def]
     """out[i] = 1 where column[rows[i]] is missing, else 0. As :func:`_filled`."""
     if first.size * SHORT > rows.size:
@@ -167,14 +167,14 @@ def _flagged(column, rows, first, stop, out):  # type: ignore[no-untyped-def]
         at += count
 
 
-@_jit
+@jit
 def _fill_rows(column, rows, first, stop, step, fill, row, flags, tile):  # type: ignore[no-untyped-def]
     _filled(column, rows, first, stop, step, fill, tile[row])
     if flags >= 0:
         _flagged(column, rows, first, stop, tile[flags])
 
 
-@_jit
+@jit
 def _fill_tile(addresses, types, n, rows, first, stop, steps, fills, order, flags, tile):  # type: ignore[no-untyped-def]
     """tile[order[c], i]: the value of column c in ``rows[i]`` as :func:`_filled` has it; tile[flags[c], i]: its flag,
     if flags[c] is not -1."""
@@ -190,13 +190,13 @@ def _fill_tile(addresses, types, n, rows, first, stop, steps, fills, order, flag
             _fill_rows(column_at(address, n, np.float64), rows, first, stop, step, fill, row, flag, tile)
 
 
-@_jit
+@jit
 def _write_missing(column, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
     for i in range(first, last):
         out[np.uint64(at + i), np.uint64(place)] = np.isnan(_number(column[np.uint64(rows[np.uint64(i)])]))
 
 
-@_jit
+@jit
 def write_missing(address, kind, n, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
     """out[at + i, place] = 1 where ``rows[i]`` of a column is missing, else 0, for i from ``first`` to ``last``."""
     if kind == 0:
@@ -209,7 +209,7 @@ def write_missing(address, kind, n, rows, first, last, out, at, place):  # type:
         _write_missing(column_at(address, n, np.float64), rows, first, last, out, at, place)
 
 
-@_jit
+@jit
 def write_stripe(tile, scales, places, out, at, first, last):  # type: ignore[no-untyped-def]
     """out[at + i, places[r]] = (tile[r, i] - shift) * scale, for i from ``first`` to ``last``.
 
@@ -221,14 +221,14 @@ def write_stripe(tile, scales, places, out, at, first, last):  # type: ignore[no
             out[np.uint64(at + i), place] = (tile[row, np.uint64(i)] - shift) * scale
 
 
-@_jit
+@jit
 def write_tile(tile, scales, places, out, at):  # type: ignore[no-untyped-def]
     """:func:`write_stripe` of all rows of a tile."""
     for first in range(0, tile.shape[1], STRIPE):
         write_stripe(tile, scales, places, out, at, first, min(first + STRIPE, tile.shape[1]))
 
 
-@_jit
+@jit
 def _add_tile(tile, order, summed, sums, held):  # type: ignore[no-untyped-def]
     """Add the values of the columns that are ``summed``."""
     for c in range(order.size):
@@ -236,7 +236,7 @@ def _add_tile(tile, order, summed, sums, held):  # type: ignore[no-untyped-def]
             add_values(tile[order[c]], sums[c], held)
 
 
-@_jit
+@jit
 def narrowed(column, out):  # type: ignore[no-untyped-def]
     """Write the values [n] to ``out``, float32; whether each is what it was."""
     for begin in range(0, column.size, 256):
@@ -251,7 +251,7 @@ def narrowed(column, out):  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def whole_narrowed(column, out, missing):  # type: ignore[no-untyped-def]
     """Write the values [n] to ``out``, whole numbers of few bits whose greatest, ``missing``, stands for NaN; whether
     each is below that and what it was, of which -0.0 is none."""
@@ -271,7 +271,7 @@ def whole_narrowed(column, out, missing):  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def finite(column):  # type: ignore[no-untyped-def]
     """Whether no value is infinite; NaN is not."""
     found = 0
@@ -280,7 +280,7 @@ def finite(column):  # type: ignore[no-untyped-def]
     return found == 0
 
 
-@_jit
+@jit
 def nan_for_null(values, bits, offset, out):  # type: ignore[no-untyped-def]
     """out[i] = values[i], NaN where bit ``offset + i`` of ``bits``, uint8, is not set."""
     first = np.uint64(offset)
@@ -365,7 +365,7 @@ def present_sums(raw: Any, rows: Any, columns: Any) -> Any:
     return sums
 
 
-@_jit
+@jit
 def present(column, rows, out):  # type: ignore[no-untyped-def]
     """Write the values of ``rows`` that are there to the front of ``out``; how many there are."""
     count = 0
@@ -376,7 +376,7 @@ def present(column, rows, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@_jit
+@jit
 def bracketed(column, rows, low, high, counts, between):  # type: ignore[no-untyped-def]
     """Write the values of ``rows`` between ``low`` and ``high``, both excluded, to the front of ``between``; how many.
 
@@ -407,7 +407,7 @@ def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, b
         digits_of(raw[c], rows, shift, prefixes[k], bins[k])
 
 
-@_jit
+@jit
 def digits_of(column, rows, shift, prefixes, bins):  # type: ignore[no-untyped-def]
     digit = np.uint64(shift)
     for i in range(rows.size):

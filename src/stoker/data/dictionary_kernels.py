@@ -6,11 +6,10 @@ and only its distinct values meet the large table. Open addressing, linear probi
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 import numpy.typing as npt
+
+from stoker.ops.jit import jit
 
 __all__ = [
     "block_ints",
@@ -30,16 +29,15 @@ __all__ = [
 ]
 
 _INLINE = 12  # bytes of a text that lie in its view
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 
-@_jit
+@jit
 def _mix(value):  # type: ignore[no-untyped-def]
     h = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(32))
 
 
-@_jit
+@jit
 def _word(data, at):  # type: ignore[no-untyped-def]
     """Eight bytes as one number: a single load, for unsigned places need no look at whether they are negative."""
     at = np.uint64(at)
@@ -55,7 +53,7 @@ def _word(data, at):  # type: ignore[no-untyped-def]
     )
 
 
-@_jit
+@jit
 def _text_hash(data, start, length):  # type: ignore[no-untyped-def]
     h = np.uint64(length)
     at, stop = start, start + length
@@ -70,7 +68,7 @@ def _text_hash(data, start, length):  # type: ignore[no-untyped-def]
     return _mix(h ^ rest)
 
 
-@_jit
+@jit
 def _same_text(a, at, b, bt, length):  # type: ignore[no-untyped-def]
     stop = at + length
     while at + 8 <= stop:
@@ -86,13 +84,13 @@ def _same_text(a, at, b, bt, length):  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def _copy(data, at, length, out, to):  # type: ignore[no-untyped-def]
     for p in range(np.uint64(length)):
         out[np.uint64(to) + p] = data[np.uint64(at) + p]
 
 
-@_jit
+@jit
 def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
     """Number ``values`` from 1 by first occurrence into ``codes`` (missing: 0); returns how many there are.
 
@@ -123,7 +121,7 @@ def block_ints(values, missing, codes, distinct, table):  # type: ignore[no-unty
     return found
 
 
-@_jit
+@jit
 def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-untyped-def]
     """As :func:`block_ints` for texts; ``first`` receives the position of each distinct one."""
     mask = np.uint64(table.size - 1)
@@ -156,7 +154,7 @@ def block_texts(data, starts, lengths, codes, first, table):  # type: ignore[no-
     return found
 
 
-@_jit
+@jit
 def block_views(views, base, absent, codes, distinct, table, found):  # type: ignore[no-untyped-def]
     """Number texts by their views of 16 bytes, int64 [n, 2], as :func:`block_ints` does numbers.
 
@@ -195,7 +193,7 @@ def block_views(views, base, absent, codes, distinct, table, found):  # type: ig
     return found
 
 
-@_jit
+@jit
 def copy_spans(data, starts, places, ends, out):  # type: ignore[no-untyped-def]
     """Copy text ``places[k]``, which begins at ``data[starts[k]]``, to where ``ends`` says that it goes."""
     for k in range(places.size):
@@ -203,7 +201,7 @@ def copy_spans(data, starts, places, ends, out):  # type: ignore[no-untyped-def]
         _copy(data, starts[k], ends[places[k] + 1] - begin, out, begin)
 
 
-@_jit
+@jit
 def spread_lists(codes, begins, source, out):  # type: ignore[no-untyped-def]
     """Write the list behind each code, ``source[begins[code - 1] : begins[code]]``, one after the other; 0: none."""
     at = np.uint64(0)
@@ -215,7 +213,7 @@ def spread_lists(codes, begins, source, out):  # type: ignore[no-untyped-def]
                 at += np.uint64(1)
 
 
-@_jit
+@jit
 def gather_bytes(data, starts, lengths, out, ends):  # type: ignore[no-untyped-def]
     """Copy texts one after the other into ``out``; ``ends`` [n + 1] receives where each begins and ends."""
     at = 0
@@ -227,14 +225,14 @@ def gather_bytes(data, starts, lengths, out, ends):  # type: ignore[no-untyped-d
         ends[i + 1] = at
 
 
-@_jit
+@jit
 def count_codes(codes, chosen, counts):  # type: ignore[no-untyped-def]
     """Add the occurrences of each code among the chosen rows."""
     for i in range(codes.size):
         counts[codes[i]] += chosen[i]
 
 
-@_jit
+@jit
 def insert_ints(slots, values, counts, entry_values, entry_counts, entries, refs):  # type: ignore[no-untyped-def]
     """Add a block's dictionary to a table's. ``slots`` [size, 2] int64 holds value and entry + 1 (0: free).
 
@@ -262,7 +260,7 @@ def insert_ints(slots, values, counts, entry_values, entry_counts, entries, refs
     return entries
 
 
-@_jit
+@jit
 def find_ints(slots, values, out):  # type: ignore[no-untyped-def]
     """Entry of each value in a table's ``slots``, -1 where it has none."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -274,7 +272,7 @@ def find_ints(slots, values, out):  # type: ignore[no-untyped-def]
         out[i] = slots[at, 1] - 1
 
 
-@_jit
+@jit
 def find_texts(slots, data, ends, arena, entry_ends, out):  # type: ignore[no-untyped-def]
     """As :func:`find_ints` for texts."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -297,7 +295,7 @@ def find_texts(slots, data, ends, arena, entry_ends, out):  # type: ignore[no-un
             at = (at + np.uint64(1)) & mask
 
 
-@_jit
+@jit
 def rehash_ints(slots, entry_values, entries):  # type: ignore[no-untyped-def]
     """Fill empty ``slots`` with the entries there are."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -309,7 +307,7 @@ def rehash_ints(slots, entry_values, entries):  # type: ignore[no-untyped-def]
         slots[at, 1] = entry + 1
 
 
-@_jit
+@jit
 def insert_texts(slots, data, ends, counts, arena, entry_ends, entry_counts, entries, refs):  # type: ignore[no-untyped-def]
     """As :func:`insert_ints` for texts, whose bytes are kept one after the other in ``arena``.
 
@@ -346,7 +344,7 @@ def insert_texts(slots, data, ends, counts, arena, entry_ends, entry_counts, ent
     return entries
 
 
-@_jit
+@jit
 def rehash_texts(slots, old):  # type: ignore[no-untyped-def]
     """Move the filled slots of ``old`` into empty ``slots``."""
     mask = np.uint64(slots.shape[0] - 1)

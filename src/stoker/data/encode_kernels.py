@@ -5,26 +5,22 @@ Rows are written in stripes, of which all that a row has stays in the processor'
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
 from stoker.data.code_columns import code_at, gather_feature
 from stoker.data.dense_kernels import STRIPE, write_stripe
+from stoker.ops.jit import jit
 
 __all__ = ["gather", "gather_bags", "write_rows"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def _gather_stripe(addresses, types, n, lut, bases, rows, first, last, out, at, zeros):  # type: ignore[no-untyped-def]
     for f in range(addresses.size):
         zeros[f] += gather_feature(addresses[f], types[f], n, lut, bases[f], rows, first, last, out, at, f)
 
 
-@_jit
+@jit
 def gather(addresses, types, n, lut, bases, rows, out, at, zeros):  # type: ignore[no-untyped-def]
     """out[at + i, f] = lut[bases[f] + codes[f, rows[i]]]; adds the ids that are 0 to ``zeros``.
 
@@ -35,7 +31,7 @@ def gather(addresses, types, n, lut, bases, rows, out, at, zeros):  # type: igno
         _gather_stripe(addresses, types, n, lut, bases, rows, first, last, out, at, zeros)
 
 
-@_jit
+@jit
 def write_rows(  # type: ignore[no-untyped-def]
     tile, scales, places, dense, addresses, types, n, lut, bases, rows, ids, known, labels, at, zeros
 ):
@@ -52,7 +48,7 @@ def write_rows(  # type: ignore[no-untyped-def]
             labels[np.uint64(at + i)] = known[np.uint64(rows[np.uint64(i)])]
 
 
-@_jit
+@jit
 def gather_bags(  # type: ignore[no-untyped-def]
     addresses, types, n, slots, flat, flat_base, bags, bag_base, lut, bases, rows, lengths, row_starts, out, zeros
 ):

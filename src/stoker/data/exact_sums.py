@@ -14,17 +14,16 @@ Squares are exact, too, and nothing underflows or overflows on the way.
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
+
+from stoker.ops.jit import jit
 
 __all__ = ["COUNT", "add_values", "counted_sums", "mean_and_deviation", "no_values", "room", "times"]
 
 Sums = npt.NDArray[np.int64]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 _BLOCK = 2**10  # values that are added together: sums of as many products of at most 2**52 stay within an int64
 _HALF = 27  # bits of the lower half of 53, with a sign
 _PART = 26  # bits of the lower parts of three, with a sign
@@ -49,7 +48,7 @@ def room() -> Sums:
     return np.zeros((_EXPONENTS, 4), np.int64)
 
 
-@_jit
+@jit
 def _shifted(limbs, first, number, shift):  # type: ignore[no-untyped-def]
     """Add ``number * 2**shift`` to the number whose limbs begin at ``first``."""
     at, shift = first + (shift >> 5), shift & 31
@@ -59,7 +58,7 @@ def _shifted(limbs, first, number, shift):  # type: ignore[no-untyped-def]
     limbs[at + 2] += high >> 32
 
 
-@_jit
+@jit
 def _carried(limbs, first, stop):  # type: ignore[no-untyped-def]
     """Leave 32 bits in every limb but the last, which has the sign."""
     for at in range(first, stop - 1):
@@ -67,24 +66,24 @@ def _carried(limbs, first, stop):  # type: ignore[no-untyped-def]
         limbs[at] &= _LIMB
 
 
-@_jit
+@jit
 def _power(exponent, half):  # type: ignore[no-untyped-def]
     """2**(exponent - 1023), times 1.5 with ``half`` = 1."""
     return np.int64(exponent << 52 | half << 51).view(np.float64)
 
 
-@_jit
+@jit
 def _bits(x):  # type: ignore[no-untyped-def]
     return np.float64(x).view(np.uint64)
 
 
-@_jit
+@jit
 def _sum_of(bits, count, base):  # type: ignore[no-untyped-def]
     """The sum of whole numbers from that of the bits of ``base`` plus each of them, which went around 2**64."""
     return np.int64(bits - np.uint64(count) * _bits(base))
 
 
-@_jit
+@jit
 def _add_near(values, sums):  # type: ignore[no-untyped-def]
     """Add at most 2**10 values if whole numbers of 76 bits times one power of two hold them; whether they did."""
     words = values.view(np.int64)
@@ -138,7 +137,7 @@ def _add_near(values, sums):  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def _add_any(values, sums, held):  # type: ignore[no-untyped-def]
     """Add at most 2**10 values."""
     words = values.view(np.int64)
@@ -173,7 +172,7 @@ def _add_any(values, sums, held):  # type: ignore[no-untyped-def]
             row[:] = 0
 
 
-@_jit
+@jit
 def add_values(values, sums, held):  # type: ignore[no-untyped-def]
     """Add ``values`` [n] float64 to ``sums`` [L], a row of :func:`no_values`, working in ``held`` of :func:`room`."""
     for begin in range(0, values.size, _BLOCK):

@@ -21,6 +21,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import fetch_add
 from stoker.ops.native import Kernel, arguments
 
@@ -146,7 +147,7 @@ def copy_rows(
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bag_offsets(
     rows: Int64,  # [B]
     starts: Int64,  # [S + 1]
@@ -191,7 +192,7 @@ def bag_offsets(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def copy_bags(scratch: Int64, id_width: int, target: int) -> None:
     """Copy each row's ids one after the other to the address ``target``."""
     count = scratch.shape[1]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
@@ -16,16 +15,16 @@ from stoker.data.groups import group_file, write_group_file
 from stoker.data.schema import Schema
 from stoker.data.task import SPLITS
 from stoker.data.vocabulary import TableBuilder
+from stoker.ops.jit import jit
 from stoker.units import plural
 
 __all__ = ["Groups", "cut_warning", "write_groups"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 Groups = tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]  # what write_groups returns
 
 
-@_jit
+@jit
 def _chosen(splits, split, codes, entries, labels, names, found):  # type: ignore[no-untyped-def]
     """Write the entry and the label of each row of a split; how many there are."""
     count = 0

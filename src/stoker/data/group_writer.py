@@ -3,19 +3,17 @@ compiler."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 import numpy.typing as npt
+
+from stoker.ops.jit import jit
 
 __all__ = ["GroupWriter"]
 
 Int32 = npt.NDArray[np.int32]
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 
-@_jit
+@jit
 def _number(names, labels, numbers, rows, positive, count, out):  # type: ignore[no-untyped-def]
     """Write the numbers of named groups to ``out``, new ones from ``count`` on; how many there are then."""
     for i in range(names.size):

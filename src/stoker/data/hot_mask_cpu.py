@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from stoker.ops.jit import jit
 
 __all__ = ["bag_mask", "one_hot_mask"]
 
 Ints = npt.NDArray[np.integer]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def one_hot_mask(
     ids: Ints,  # [n, F]
     limits: npt.NDArray[np.int64],  # [F] first cold id
@@ -32,7 +33,7 @@ def one_hot_mask(
         mask[row] = hot
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bag_mask(
     ids: Ints,  # [L]
     lengths: npt.NDArray[np.int32],  # [n, F]

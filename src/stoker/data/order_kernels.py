@@ -11,9 +11,10 @@ from typing import Any
 import numba as nb
 import numpy as np
 
+from stoker.ops.jit import jit
+
 __all__ = ["encrypt"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 _inline: Any = nb.njit(inline="always")
 
 
@@ -43,7 +44,7 @@ def _once(value, keys, low_bits, low_mask, high_mask):  # type: ignore[no-untype
     return (np.uint64(high) << low_bits) | np.uint64(low)
 
 
-@_jit
+@jit
 def encrypt(start, words, low_bits, low_mask, high_mask, limit, out):  # type: ignore[no-untyped-def]
     """out[i] = the place of ``start + i`` among the first ``limit``: encrypted until it falls inside."""
     keys = (words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])

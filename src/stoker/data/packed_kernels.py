@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
 from stoker.data.code_columns import gather_feature
 from stoker.data.dense_kernels import STRIPE, column_at, write_missing, write_stripe
+from stoker.ops.jit import jit
 
 __all__ = ["greatest_code", "write_records"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def greatest_code(column, missing):  # type: ignore[no-untyped-def]
     """The greatest code of a column of whole numbers, as :func:`write_records` has them."""
     found = 0
@@ -24,14 +20,14 @@ def greatest_code(column, missing):  # type: ignore[no-untyped-def]
     return found
 
 
-@_jit
+@jit
 def _write_codes(column, missing, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
     where = np.uint64(place)
     for i in range(first, last):
         out[np.uint64(at + i), where] = (np.int32(column[np.uint64(rows[np.uint64(i)])]) + 1) & missing
 
 
-@_jit
+@jit
 def write_records(  # type: ignore[no-untyped-def]
     tile, scales, places, dense, dense_place, addresses, types, n, coded, flags, codes, code_types, code_rows, lut,
     bases, ids, rows, known, label_size, label_place, records, shorts, floats, words, longs, at, zeros,

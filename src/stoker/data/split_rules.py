@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
@@ -19,12 +18,12 @@ from stoker.data.schema import Schema
 from stoker.data.schema_check import near
 from stoker.data.vocabulary import TableBuilder
 from stoker.errors import DataError
+from stoker.ops.jit import jit
 
 __all__ = ["PartRows", "Splitter", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ class PartRows:
 Open = Callable[[PartRows], Part]
 
 
-@_jit
+@jit
 def _latest(positions, users, times, first_row, two_times, last_row, before_row, seen):  # type: ignore[no-untyped-def]
     """Per user: time and row of the latest row, the row that was latest before it, and how many rows."""
     latest_time, before_time = two_times[0], two_times[1]

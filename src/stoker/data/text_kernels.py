@@ -10,12 +10,10 @@ A block is a uint8 array that ends with a newline. Legend: n lines, P outputs of
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
 from stoker.data.word_kernels import few_decimals, hex_digits
+from stoker.ops.jit import jit
 
 __all__ = [
     "FLOAT",
@@ -42,13 +40,12 @@ _OK, _MISSING, _SLOW = 0, 1, 2
 _LONGEST = 40  # bytes of a number that the fast scanners look at
 _MAX_EXACT = 2**53  # mantissas up to here and powers of ten up to 22 divide to the correctly rounded double
 
-_jit: Any = nb.njit(nogil=True, cache=True)
-_inline: Any = nb.njit(nogil=True, cache=True, inline="always")
+_inline = jit(inline="always")
 
 _POWERS = np.array([10.0**i for i in range(23)])
 
 
-@_jit
+@jit
 def _scan_hex(data, at):  # type: ignore[no-untyped-def]
     """Value bits, position after the digits, status."""
     value, stop = hex_digits(data, at)
@@ -57,7 +54,7 @@ def _scan_hex(data, at):  # type: ignore[no-untyped-def]
     return np.int64(value), stop, status
 
 
-@_jit
+@jit
 def _scan_int(data, at):  # type: ignore[no-untyped-def]
     value = np.int64(0)
     negative = data[at] == 45
@@ -74,7 +71,7 @@ def _scan_int(data, at):  # type: ignore[no-untyped-def]
     return -value if negative else value, at, status
 
 
-@_jit
+@jit
 def _scan_float(data, at):  # type: ignore[no-untyped-def]
     value = np.int64(0)
     negative = data[at] == 45
@@ -108,7 +105,7 @@ def _scan_float(data, at):  # type: ignore[no-untyped-def]
     return -result if negative else result, at, _OK
 
 
-@_jit
+@jit
 def _equal(data, start, stop, nulls, first, last):  # type: ignore[no-untyped-def]
     if stop - start != last - first:
         return False
@@ -118,7 +115,7 @@ def _equal(data, start, stop, nulls, first, last):  # type: ignore[no-untyped-de
     return same
 
 
-@_jit
+@jit
 def _is_null(data, start, stop, nulls, ends):  # type: ignore[no-untyped-def]
     first = np.int64(0)
     for i in range(ends.size):
@@ -128,7 +125,7 @@ def _is_null(data, start, stop, nulls, ends):  # type: ignore[no-untyped-def]
     return False
 
 
-@_jit
+@jit
 def _plain_line(  # type: ignore[no-untyped-def]
     data, at, sep, quote, kinds, slots, row, floats, ints, absent, starts, lengths
 ):
@@ -201,7 +198,7 @@ def _plain_line(  # type: ignore[no-untyped-def]
     return -1
 
 
-@_jit
+@jit
 def parse_block(  # type: ignore[no-untyped-def]
     data,  # [bytes] uint8, ends with a newline; quoted text with doubled quotes is unescaped in place
     sep,  # uint8
@@ -360,7 +357,7 @@ def parse_block(  # type: ignore[no-untyped-def]
     return rows, lines, num_bad, num_slow
 
 
-@_jit
+@jit
 def count_lines(data):  # type: ignore[no-untyped-def]
     """Newlines in the block."""
     total = 0
@@ -369,7 +366,7 @@ def count_lines(data):  # type: ignore[no-untyped-def]
     return total
 
 
-@_jit
+@jit
 def has_high_bytes(data):  # type: ignore[no-untyped-def]
     """Whether any byte is outside ASCII."""
     seen = np.uint8(0)
@@ -378,7 +375,7 @@ def has_high_bytes(data):  # type: ignore[no-untyped-def]
     return seen >= 128
 
 
-@_jit
+@jit
 def split_spans(data, starts, lengths, sep, most, last):  # type: ignore[no-untyped-def]
     """Cut texts at ``sep``: starts and lengths of the parts, and how many of them each text keeps.
 
@@ -419,7 +416,7 @@ def split_spans(data, starts, lengths, sep, most, last):  # type: ignore[no-unty
     return part_starts, part_lengths, counts
 
 
-@_jit
+@jit
 def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ignore[no-untyped-def]
     """Parse texts into ``floats`` or ``ints``; status 0 good, 1 missing, 2 needs the careful parser."""
     # A scanner stops at what is no digit, and texts of a column may follow each other without a byte between them.
@@ -449,7 +446,7 @@ def parse_spans(data, starts, lengths, kind, floats, ints, status):  # type: ign
         status[i] = _OK if found == _OK and here == size else _SLOW
 
 
-@_jit
+@jit
 def hash_spans(data, starts, lengths, seed, out):  # type: ignore[no-untyped-def]
     """A 64-bit hash of each text (FNV-1a, then the splitmix64 finisher); missing: 0."""
     for i in range(starts.size):
@@ -466,7 +463,7 @@ def hash_spans(data, starts, lengths, seed, out):  # type: ignore[no-untyped-def
         out[i] = h ^ (h >> np.uint64(31))
 
 
-@_jit
+@jit
 def spread(codes, ends, starts, lengths):  # type: ignore[no-untyped-def]
     """Where the text behind each code begins, and its bytes; -1 for code 0."""
     for i in range(codes.size):

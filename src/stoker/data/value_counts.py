@@ -9,11 +9,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from stoker.data.dense_kernels import SHORT, Columns, column_at, stretches
+from stoker.ops.jit import jit
 from stoker.ops.memory import zeros
 
 __all__ = ["MOST_COUNTERS", "Counters", "ValueCounts"]
@@ -22,7 +22,6 @@ Array = npt.NDArray[Any]
 MOST_COUNTERS = 2**21  # of all columns, which each thread has for itself: 16 MiB
 _TILE = 2**15  # rows that all columns are counted of before the next ones
 _LANES = 4  # counters of a value of 8 bits: it often follows itself, and one counter would wait for its own sum
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 
 class Counters:
@@ -46,7 +45,7 @@ class Counters:
         return sum(self._all, zeros(self._shape, np.int64))
 
 
-@_jit
+@jit
 def _count_bytes(column, rows, first, stop, lanes):  # type: ignore[no-untyped-def]
     if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
@@ -57,7 +56,7 @@ def _count_bytes(column, rows, first, stop, lanes):  # type: ignore[no-untyped-d
             lanes[i & np.uint64(_LANES - 1), column[i]] += 1
 
 
-@_jit
+@jit
 def _count_shorts(column, rows, first, stop, counts):  # type: ignore[no-untyped-def]
     if first.size * SHORT > rows.size:
         for i in range(np.uint64(rows.size)):
@@ -68,7 +67,7 @@ def _count_shorts(column, rows, first, stop, counts):  # type: ignore[no-untyped
             counts[column[i]] += 1
 
 
-@_jit
+@jit
 def _count(addresses, types, n, rows, first, stop, begins, counts):  # type: ignore[no-untyped-def]
     """Add the ``rows`` of K columns to their ``counts[begins[k] : begins[k + 1]]``; the last of these: missing values.
 

@@ -6,17 +6,16 @@ Reading them one by one costs a mispredicted branch per field, as their lengths 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from stoker.ops.jit import jit
+
 __all__ = ["few_decimals", "hex_digits"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 _DIGIT = np.full(256, 255, np.uint8)
 for _i, _c in enumerate(b"0123456789abcdef"):
@@ -62,7 +61,7 @@ def _trailing_zeros(typingctx, word):
     return signature, codegen
 
 
-@_jit
+@jit
 def hex_digits(data, at):
     """Value of the digits from ``at`` on (uint64, the last 16 of them) and the position after them.
 
@@ -90,7 +89,7 @@ def hex_digits(data, at):
     return value, at
 
 
-@_jit
+@jit
 def few_decimals(data, at):
     """Value and number of the up to seven decimal digits from ``at`` on; number 8: there are more.
 

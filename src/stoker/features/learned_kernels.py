@@ -8,13 +8,13 @@ import numba as nb
 import numpy as np
 
 from stoker.ops import llvm_memory
+from stoker.ops.jit import jit
 
 __all__ = [
     "count_at", "deal_rows", "find_pairs", "first_of_pairs", "insert_pairs", "number_codes", "number_firsts",
     "refill_pairs", "rest_means", "rests_of_folds", "smoothed_means", "sum_folds", "take_counts", "take_numbers",
 ]  # fmt: skip
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 _prefetch: Any = llvm_memory.prefetch
 _AHEAD = 16  # keys whose slots are asked for before they are looked at
 
@@ -28,7 +28,7 @@ def _mixed(key):  # type: ignore[no-untyped-def]
     return h ^ (h >> np.uint64(29))
 
 
-@_jit
+@jit
 def sum_folds(places, folds, given, count, ends, order, fold_of, held, of_key, of_fold):  # type: ignore[no-untyped-def]
     """Sums of labels and numbers of rows: of each key and fold that has rows, of each key, of each fold.
 
@@ -77,7 +77,7 @@ def sum_folds(places, folds, given, count, ends, order, fold_of, held, of_key, o
     return entries
 
 
-@_jit
+@jit
 def rests_of_folds(places, folds, labels, ends, order, of_key, of_fold, rest, rows):  # type: ignore[no-untyped-def]
     """What the other folds of its key hold for each row: sum of labels and number of rows, as those that
     :func:`sum_folds` finds, to the bit, without an entry per key and fold.
@@ -132,7 +132,7 @@ def rests_of_folds(places, folds, labels, ends, order, of_key, of_fold, rest, ro
         begin = stop
 
 
-@_jit
+@jit
 def rest_means(rest, rows, folds, others, smoothing):  # type: ignore[no-untyped-def]
     """Encodings of rows that teach, in place of ``rest``; ``others`` [folds]: the mean of all other folds."""
     for i in range(rest.size):
@@ -141,7 +141,7 @@ def rest_means(rest, rows, folds, others, smoothing):  # type: ignore[no-untyped
         rest[i] = (rest[i] + smoothing * prior) / weight if weight > 0 else prior
 
 
-@_jit
+@jit
 def deal_rows(rows, seed, folds, out):  # type: ignore[no-untyped-def]
     """splitmix64 of each number, exclusive or ``seed``, modulo ``folds``."""
     for i in range(rows.size):
@@ -151,14 +151,14 @@ def deal_rows(rows, seed, folds, out):  # type: ignore[no-untyped-def]
         out[i] = (h ^ (h >> np.uint64(31))) % folds
 
 
-@_jit
+@jit
 def count_at(counts, places):  # type: ignore[no-untyped-def]
     """``counts[places[i]] += 1``."""
     for i in range(places.size):
         counts[places[i]] += 1
 
 
-@_jit
+@jit
 def smoothed_means(rows, folds, train, of_key, first, fold_of, held, mean, others, smoothing, out):  # type: ignore[no-untyped-def]
     """Encodings of rows whose keys are ``rows`` of the learned table, -1 for a key that it does not have.
 
@@ -182,7 +182,7 @@ def smoothed_means(rows, folds, train, of_key, first, fold_of, held, mean, other
         out[i] = (total + smoothing * prior) / weight if weight > 0 else prior
 
 
-@_jit
+@jit
 def insert_pairs(slots, left, right, count, keys, out):  # type: ignore[no-untyped-def]
     """Number the pairs of two codes: ``slots`` [size, 2] holds a pair and its number + 1 (0: free), ``keys`` the pairs.
 
@@ -203,7 +203,7 @@ def insert_pairs(slots, left, right, count, keys, out):  # type: ignore[no-untyp
     return count
 
 
-@_jit
+@jit
 def first_of_pairs(left, right, ends, order, stamp, seen, out):  # type: ignore[no-untyped-def]
     """out[i]: the first row with the pair of codes of row i; returns how many pairs there are.
 
@@ -238,7 +238,7 @@ def first_of_pairs(left, right, ends, order, stamp, seen, out):  # type: ignore[
     return count
 
 
-@_jit
+@jit
 def number_firsts(out, left, right, keys):  # type: ignore[no-untyped-def]
     """The first row of a row's pair, ``out``, becomes the number of the pair, by first occurrence; ``keys`` keeps the
     pairs as :func:`insert_pairs` does."""
@@ -252,7 +252,7 @@ def number_firsts(out, left, right, keys):  # type: ignore[no-untyped-def]
             out[i] = out[out[i]]  # of an earlier row, so a number already
 
 
-@_jit
+@jit
 def find_pairs(slots, left, right, out):  # type: ignore[no-untyped-def]
     """The number of each pair of codes, -1 where it has none or a code is below 0."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -273,7 +273,7 @@ def find_pairs(slots, left, right, out):  # type: ignore[no-untyped-def]
         out[i] = slots[at, 1] - 1
 
 
-@_jit
+@jit
 def refill_pairs(slots, keys, count):  # type: ignore[no-untyped-def]
     """Fill empty ``slots`` with the pairs there are."""
     mask = np.uint64(slots.shape[0] - 1)
@@ -285,7 +285,7 @@ def refill_pairs(slots, keys, count):  # type: ignore[no-untyped-def]
         slots[at, 1] = number + 1
 
 
-@_jit
+@jit
 def number_codes(numbers, codes, back, count, out):  # type: ignore[no-untyped-def]
     """out[i] = numbers[codes[i]]; a code that has none (-1) gets ``count``, which goes up, and ``back`` keeps it."""
     for i in range(codes.size):
@@ -300,7 +300,7 @@ def number_codes(numbers, codes, back, count, out):  # type: ignore[no-untyped-d
     return count
 
 
-@_jit
+@jit
 def take_numbers(numbers, codes, out):  # type: ignore[no-untyped-def]
     """out[i] = numbers[codes[i]], -1 for a code that has none."""
     for i in range(codes.size):
@@ -308,7 +308,7 @@ def take_numbers(numbers, codes, out):  # type: ignore[no-untyped-def]
         out[i] = numbers[code] if 0 <= code < numbers.size else -1
 
 
-@_jit
+@jit
 def take_counts(counts, places, out):  # type: ignore[no-untyped-def]
     """out[i] = counts[places[i]]; -1 finds the last one."""
     for i in range(places.size):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
+
+from stoker.ops.jit import jit
 
 __all__ = ["by_group", "count_before", "deal", "in_order", "last_before", "rank_in_group"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def deal(shares, begins, out):  # type: ignore[no-untyped-def]
     """out: the rows by (share, row); ``begins`` [shares + 1] zeros, receives where each share begins there, and n."""
     for i in range(shares.size):
@@ -30,7 +27,7 @@ def deal(shares, begins, out):  # type: ignore[no-untyped-def]
     begins[0] = 0
 
 
-@_jit
+@jit
 def in_order(groups, order):  # type: ignore[no-untyped-def]
     """Whether rows are sorted by (group, order) already."""
     for i in range(1, groups.size):
@@ -39,7 +36,7 @@ def in_order(groups, order):  # type: ignore[no-untyped-def]
     return True
 
 
-@_jit
+@jit
 def by_group(groups, order, count, out):  # type: ignore[no-untyped-def]
     """out: the rows by (group, order, row); groups are numbers below ``count``. O(n) where rows of a group come in
     order, as in a log."""
@@ -72,7 +69,7 @@ def by_group(groups, order, count, out):  # type: ignore[no-untyped-def]
         first = stop
 
 
-@_jit
+@jit
 def last_before(groups, order, event, out):  # type: ignore[no-untyped-def]
     """out[i]: the latest event row of i's group whose order is less than i's, -1 where there is none.
 
@@ -89,7 +86,7 @@ def last_before(groups, order, event, out):  # type: ignore[no-untyped-def]
             pending = i
 
 
-@_jit
+@jit
 def count_before(groups, order, event, window, least, out):  # type: ignore[no-untyped-def]
     """out[i]: events of i's group with order in [order[i] - window, order[i]); a negative window has no beginning, nor
     has one of an order below ``least``: its beginning is no number."""
@@ -107,7 +104,7 @@ def count_before(groups, order, event, window, least, out):  # type: ignore[no-u
         out[i] = counted
 
 
-@_jit
+@jit
 def rank_in_group(groups, order, dense, out):  # type: ignore[no-untyped-def]
     """out[i]: 1 + how many rows of the group have a lower order, or with ``dense`` how many lower values there are."""
     begin, rank = 0, 0

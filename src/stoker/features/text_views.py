@@ -12,10 +12,10 @@ import polars as pl
 from stoker.data.dictionaries import views_of
 from stoker.data.ordered import ordered_map
 from stoker.errors import DataError
+from stoker.ops.jit import jit
 
 __all__ = ["pieces_of", "repeated", "repeated_rows", "texts_of_views", "views_of_spans"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 _inline: Any = nb.njit(nogil=True, inline="always")
 _SOON = 2**10  # texts that are looked at whether one is there again
 _MOST_BYTES = 2**31 - 1  # of a buffer: views have 32 bits for where a text begins
@@ -106,7 +106,7 @@ def repeated_rows(frame: pl.DataFrame, size: Any, rows: Any, *, threads: int = 2
     return pl.DataFrame(list(ordered_map(work, frame.get_columns(), threads)))
 
 
-@_jit
+@jit
 def _repeat_views(views, size, out):  # type: ignore[no-untyped-def]
     at = 0
     for i in range(size.size):
@@ -116,7 +116,7 @@ def _repeat_views(views, size, out):  # type: ignore[no-untyped-def]
             at += 1
 
 
-@_jit
+@jit
 def _repeat(size, rows, rank):  # type: ignore[no-untyped-def]
     at = 0
     for i in range(size.size):
@@ -140,7 +140,7 @@ def _put_view(data, start, length, row, views, raw):  # type: ignore[no-untyped-
     return True
 
 
-@_jit
+@jit
 def _long_bytes(lengths):  # type: ignore[no-untyped-def]
     total = 0
     for i in range(lengths.size):
@@ -148,7 +148,7 @@ def _long_bytes(lengths):  # type: ignore[no-untyped-def]
     return total
 
 
-@_jit
+@jit
 def _view_spans(data, starts, lengths, part, views, raw, held, cache):  # type: ignore[no-untyped-def]
     used = 0
     for i in range(starts.size):
@@ -195,7 +195,7 @@ def _next_cut(data, at, stop, cut):  # type: ignore[no-untyped-def]
     return stop
 
 
-@_jit
+@jit
 def _count_pieces(data, starts, lengths, cut, most, counts):  # type: ignore[no-untyped-def]
     for i in range(starts.size):
         counts[i] = 0
@@ -209,7 +209,7 @@ def _count_pieces(data, starts, lengths, cut, most, counts):  # type: ignore[no-
                 at += cut.size
 
 
-@_jit
+@jit
 def _view_pieces(data, starts, lengths, cut, size, wanted, views, raw):  # type: ignore[no-untyped-def]
     longer, row = False, 0
     for i in range(starts.size):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
+
+from stoker.ops.jit import jit
 
 __all__ = ["count_ids", "number_rows", "place_rows"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, seen, mark, inverse, others):
     """What has a place of its own, in the order of the batch: id k below ``fixed`` [T] gets ``inverse`` -1 - place.
 
@@ -47,7 +44,7 @@ def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, s
     return placed
 
 
-@_jit
+@jit
 def number_rows(
     ids, offsets, jagged, table_start, table_features, first_row, table_rows, fixed, others, keys, numbers, rows,
     inverse,
@@ -99,7 +96,7 @@ def number_rows(
     return found
 
 
-@_jit
+@jit
 def count_ids(offsets, batch, table_start, table_features, others):
     """Into ``others`` [T] the ids of each table in a batch of several ids a bag."""
     features = table_features.size

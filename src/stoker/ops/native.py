@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, typeof, types
+from numba import cfunc, typeof, types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
 from numba.core.options import DefaultOptions
 from numba.extending import intrinsic
 
+from stoker.ops.jit import cached, jit
 from stoker.ops.threads import team
 
 __all__ = ["Kernel", "arguments", "call", "thread_index"]
@@ -112,7 +113,7 @@ def _start(typingctx, openmp, entry, threads, index, kernel_arguments, following
     return signature, codegen
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _launch(openmp, entry, threads, index, kernel_arguments, following):
     _start(openmp, entry, threads, index, kernel_arguments, following)
 
@@ -154,9 +155,12 @@ class Kernel:
             kind = types.Tuple([typeof(value) for value in values])
             signature = types.void(types.CPointer(kind), *self._numbers)
             # The object stays alive beside the address of its code.
-            compiled: Any = cfunc(signature, cache=True, error_model="numpy", **self._options)(self._function)
+            compiled: Any = cached(lambda keep: self._compile(signature, keep))
             known = self._entries[key] = (int(compiled.address), compiled)
         return known[0]
+
+    def _compile(self, signature: Any, keep: bool) -> Any:
+        return cfunc(signature, cache=keep, error_model="numpy", **self._options)(self._function)
 
     def run(self, *values: Any, following: tuple[Any, ...] = (), threads: int | None = None) -> None:
         """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
+
+from stoker.ops.jit import jit
 
 __all__ = ["chosen_ends", "chosen_values", "rises"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
-
-@_jit
+@jit
 def rises(offsets, count):  # type: ignore[no-untyped-def]
     """Whether offsets rise from 0 to ``count``."""
     if offsets.size == 0 or offsets[0] != 0 or offsets[offsets.size - 1] != count:
@@ -23,7 +20,7 @@ def rises(offsets, count):  # type: ignore[no-untyped-def]
     return not falls
 
 
-@_jit
+@jit
 def chosen_ends(offsets, columns, features, ends):  # type: ignore[no-untyped-def]
     """Where the chosen bags begin and end, [B * C + 1]; returns how many ids they have."""
     at, bag = 0, 0
@@ -37,7 +34,7 @@ def chosen_ends(offsets, columns, features, ends):  # type: ignore[no-untyped-de
     return at
 
 
-@_jit
+@jit
 def chosen_values(offsets, columns, features, values, out):  # type: ignore[no-untyped-def]
     """The values [L] of the chosen bags, one bag after the other."""
     at = np.uint64(0)

@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import binding
 from numba import njit
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import fetch_add
 from stoker.ops.llvm_pairs import transpose
 from stoker.ops.llvm_tiles import LANES, tile_across, tile_product
@@ -27,7 +28,7 @@ _PAIR = 2 if _WIDE else 1
 _STEP = LANES * _PAIR
 
 
-@njit(cache=True, nogil=True)
+@jit
 def split_level(keys, count):
     """The last digits of ascending ``keys`` [P], and the nodes above.
 
@@ -49,7 +50,7 @@ def split_level(keys, count):
     return digits, inverse, above[: found + 1].copy(), children[: found + 1].copy()
 
 
-@njit(cache=True, nogil=True)
+@jit
 def order_level(digits, radix):
     """A stable sort of the nodes [P] by digit: digits in order, the order, its inverse, distinct digits and starts."""
     size = len(digits)
@@ -78,7 +79,7 @@ def order_level(digits, radix):
     return ordered, order, by_prefix, distinct[:found].copy(), start[: found + 1].copy()
 
 
-@njit(cache=True, nogil=True)
+@jit
 def tasks_of(start, width, parent, rank):
     """Blocks of at most BLOCK rows with one slice, [T, 3] (number of the digit, first row, last), each row's offset.
 

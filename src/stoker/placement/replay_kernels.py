@@ -15,11 +15,10 @@ lookups hit, misses, compulsory misses, rows written back.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 import numpy.typing as npt
+
+from stoker.ops.jit import jit
 
 __all__ = ["belady", "bitmap", "count_uses", "lfu", "link", "lru", "pipelined"]
 
@@ -28,7 +27,6 @@ Int64 = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 _ONE, _NONE = np.uint64(1), np.uint64(0)
 
 
@@ -41,7 +39,7 @@ def bitmap(size: int) -> tuple[Words, Int64]:
     return np.zeros(sum(levels), np.uint64), starts
 
 
-@_jit
+@jit
 def _insert(words: Words, starts: Int64, place: int) -> None:
     for level in range(starts.size):
         at = starts[level] + (place >> 6)
@@ -52,7 +50,7 @@ def _insert(words: Words, starts: Int64, place: int) -> None:
         place >>= 6
 
 
-@_jit
+@jit
 def _remove(words: Words, starts: Int64, place: int) -> None:
     for level in range(starts.size):
         at = starts[level] + (place >> 6)
@@ -62,12 +60,12 @@ def _remove(words: Words, starts: Int64, place: int) -> None:
         place >>= 6
 
 
-@_jit
+@jit
 def _holds(words: Words, place: int) -> bool:
     return bool((words[place >> 6] >> np.uint64(place & 63)) & _ONE != _NONE)
 
 
-@_jit
+@jit
 def _top_bit(word: np.uint64) -> int:
     place = 0
     for half in (32, 16, 8, 4, 2, 1):
@@ -78,7 +76,7 @@ def _top_bit(word: np.uint64) -> int:
     return place
 
 
-@_jit
+@jit
 def _largest(words: Words, starts: Int64) -> int:
     place = 0
     for level in range(starts.size - 1, -1, -1):
@@ -86,7 +84,7 @@ def _largest(words: Words, starts: Int64) -> int:
     return place
 
 
-@_jit
+@jit
 def link(rows: Int32, begin: int, end: int, nearest: Int64, following: Int64) -> None:
     """Fill ``following`` [L] for places [begin, end) from the back: the place of the row's next use, or L + row.
 
@@ -98,14 +96,14 @@ def link(rows: Int32, begin: int, end: int, nearest: Int64, following: Int64) ->
         nearest[row] = place
 
 
-@_jit
+@jit
 def count_uses(rows: Int32, begin: int, end: int, uses: Int64) -> None:
     """Add the places [begin, end) to ``uses`` [K]: in how many steps each row is."""
     for place in range(begin, end):
         uses[rows[place]] += 1
 
 
-@_jit
+@jit
 def _use(
     rows: Int32,
     counts: Int32,
@@ -131,7 +129,7 @@ def _use(
     return missing
 
 
-@_jit
+@jit
 def pipelined(
     rows: Int32,
     counts: Int32,
@@ -171,7 +169,7 @@ def pipelined(
             state[3] = state[0]
 
 
-@_jit
+@jit
 def lru(
     rows: Int32,
     counts: Int32,
@@ -210,7 +208,7 @@ def lru(
     state[0], state[1], state[2] = used, oldest, at
 
 
-@_jit
+@jit
 def _sift_down(heap: Int64, size: int, at: int) -> None:
     key = heap[at]
     while True:
@@ -226,7 +224,7 @@ def _sift_down(heap: Int64, size: int, at: int) -> None:
     heap[at] = key
 
 
-@_jit
+@jit
 def _drop_stale(heap: Int64, size: int, uses: Int32) -> int:
     """Keep the entries of rows not used since; returns how many there are."""
     kept = 0
@@ -240,7 +238,7 @@ def _drop_stale(heap: Int64, size: int, uses: Int32) -> int:
     return kept
 
 
-@_jit
+@jit
 def lfu(
     rows: Int32,
     counts: Int32,
@@ -298,7 +296,7 @@ def lfu(
     state[0], state[1] = used, size
 
 
-@_jit
+@jit
 def belady(
     rows: Int32,
     counts: Int32,

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from stoker.ops.jit import jit
 from stoker.placement import sampling_reference
 
 __all__ = ["bag_levels", "bag_rows", "bag_strata", "levels", "pool", "rows", "strata"]
@@ -28,15 +28,15 @@ Int64 = npt.NDArray[np.int64]
 _SHIFT, _FIRST = np.int64(46), np.int64((1023 + 6) << 6)
 
 
-pool = njit(nogil=True, cache=True)(sampling_reference.pool)
+pool = jit(sampling_reference.pool)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@jit(inline="always")
 def _stratum(row: int) -> Any:
     return (np.float64(row + 64).view(np.int64) >> _SHIFT) - _FIRST
 
 
-@njit(nogil=True, cache=True)
+@jit
 def strata(
     ids: Array,  # [n, F]
     starts: Int64,  # [K]
@@ -59,7 +59,7 @@ def strata(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _good(lengths: Array, row_offsets: Int64, size: int, r: int) -> bool:
     total = np.int64(0)
     for f in range(lengths.shape[1]):
@@ -69,7 +69,7 @@ def _good(lengths: Array, row_offsets: Int64, size: int, r: int) -> bool:
     return row_offsets[r] >= 0 and row_offsets[r + 1] <= size and row_offsets[r + 1] - row_offsets[r] == total
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bag_strata(
     ids: Array,  # [L]
     lengths: Array,  # [n, F]
@@ -98,7 +98,7 @@ def bag_strata(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def rows(
     ids: Array,  # [n, F]
     starts: Int64,  # [K]
@@ -120,7 +120,7 @@ def rows(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bag_rows(
     ids: Array,  # [L]
     lengths: Array,  # [n, F]
@@ -150,7 +150,7 @@ def bag_rows(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def levels(
     ids: Array,  # [n, F]
     starts: Int64,  # [K]
@@ -175,7 +175,7 @@ def levels(
     return -1
 
 
-@njit(nogil=True, cache=True)
+@jit
 def bag_levels(
     ids: Array,  # [L]
     lengths: Array,  # [n, F]

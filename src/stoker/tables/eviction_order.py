@@ -12,14 +12,12 @@ kept only while plans need it: if the window wants more rows than there are slot
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from stoker.ops.jit import jit
 from stoker.tables.row_directory import ADDRESS, SLOT, find
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "park", "rank_of", "set_next", "take_farthest", "unpark",
 ]  # fmt: skip
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot's record
 CHANGED, PARKED_FLAG = 1, 2  # flags: must go home when it leaves; may be given up
@@ -50,7 +47,7 @@ def _highest_bit(typingctx, word):
     return signature, codegen
 
 
-@_jit
+@jit
 def _table_of(first_row, row):
     low, high = 0, first_row.size - 1
     while high - low > 1:
@@ -62,7 +59,7 @@ def _table_of(first_row, row):
     return low
 
 
-@_jit
+@jit
 def rank_of(row, first_row, ranks):
     """Place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
     table = _table_of(first_row, row)
@@ -72,7 +69,7 @@ def rank_of(row, first_row, ranks):
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
-@_jit
+@jit
 def _row_of_rank(rank, first_row, ranks):
     start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[4]
     segment = _table_of(base, rank)
@@ -81,7 +78,7 @@ def _row_of_rank(rank, first_row, ranks):
     return first_row[table] + local
 
 
-@_jit
+@jit
 def _mark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -92,7 +89,7 @@ def _mark(tree, levels, rank):
         rank = word
 
 
-@_jit
+@jit
 def _unmark(tree, levels, rank):
     for level in range(levels.size):
         word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
@@ -103,7 +100,7 @@ def _unmark(tree, levels, rank):
         rank = word
 
 
-@_jit
+@jit
 def _highest(tree, levels):
     """The highest rank in the tree, or -1."""
     top = levels.size - 1
@@ -115,13 +112,13 @@ def _highest(tree, levels):
     return word
 
 
-@_jit
+@jit
 def _key(slot, slots, counters):
     step = slots[slot, NEXT] - counters[BASE]
     return (step << _RANK_BITS) | slots[slot, RANK]
 
 
-@_jit
+@jit
 def _sink(heap, size, at):
     """Let the key at ``at`` down to where it belongs."""
     key = heap[at]
@@ -138,7 +135,7 @@ def _sink(heap, size, at):
     heap[at] = key
 
 
-@_jit
+@jit
 def _rebuild(slots, order, counters):
     """The heap of all parked slots with a known use."""
     heap, size = order[2], 0
@@ -157,7 +154,7 @@ def _rebuild(slots, order, counters):
     counters[HEAP], counters[KEPT], counters[POPPED] = size, 1, 0
 
 
-@_jit
+@jit
 def _push(slot, slots, order, counters):
     """Enter a parked slot that has a known use, if the heap is kept."""
     heap = order[2]
@@ -179,7 +176,7 @@ def _push(slot, slots, order, counters):
     heap[at] = key
 
 
-@_jit
+@jit
 def _pop(directory, slots, order, first_row, ranks, counters):
     """The parked slot with the farthest known use, the rarest of those; there must be one."""
     heap = order[2]
@@ -197,7 +194,7 @@ def _pop(directory, slots, order, first_row, ranks, counters):
             return slot
 
 
-@_jit
+@jit
 def park(slot, slots, order, counters):
     """The slot may be given up."""
     slots[slot, FLAGS] |= PARKED_FLAG
@@ -208,7 +205,7 @@ def park(slot, slots, order, counters):
         _push(slot, slots, order, counters)
 
 
-@_jit
+@jit
 def unpark(slot, slots, order, counters):
     """The slot may no longer be given up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
@@ -217,7 +214,7 @@ def unpark(slot, slots, order, counters):
         _unmark(order[0], order[1], slots[slot, RANK])
 
 
-@_jit
+@jit
 def set_next(slot, step, slots, order, counters):
     """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
@@ -234,7 +231,7 @@ def set_next(slot, step, slots, order, counters):
         _push(slot, slots, order, counters)
 
 
-@_jit
+@jit
 def take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters):
     """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be so many."""
     found = 0

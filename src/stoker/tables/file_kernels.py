@@ -16,12 +16,12 @@ from __future__ import annotations
 import ctypes
 import errno
 from functools import cache
-from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import fetch_add, row_move
 from stoker.ops.llvm_rows import row_init
 from stoker.tables import file_layout
@@ -33,10 +33,10 @@ __all__ = ["fetch", "plan_reads", "plan_writes", "store", "system_calls"]
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()
 _EINTR = errno.EINTR
-_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+_jit = jit(error_model="numpy")
 
-plan_reads = njit(nogil=True, cache=True)(file_layout.plan_reads)
-plan_writes = njit(nogil=True, cache=True)(file_layout.plan_writes)
+plan_reads = jit(file_layout.plan_reads)
+plan_writes = jit(file_layout.plan_writes)
 
 
 @cache
@@ -81,7 +81,7 @@ def _errno(typingctx, function):
     return signature, codegen
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _transfer(call, error, fd, buffer, size, offset, direct):
     """Move ``size`` bytes; returns (bytes moved, error number). Fewer bytes without an error mean the file ended."""
     done = 0
@@ -100,13 +100,13 @@ def _transfer(call, error, fd, buffer, size, offset, direct):
     return done, 0
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _fail(fault, code, row, writing):
     if fetch_add(fault, 1) == 0:
         fault[1], fault[2], fault[3] = code, row, writing
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _first_cut(rows, at, begin, stop, per_block, block, record, end):
     """The first row of a run whose record does not end by ``end``."""
     for i in range(begin, stop):

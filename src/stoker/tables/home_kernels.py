@@ -14,10 +14,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import fetch_add, prefetch, prefetch_bytes, row_move
 from stoker.ops.llvm_rows import row_init
 from stoker.ops.native import Kernel, arguments
@@ -40,7 +40,7 @@ def _set_bits(typingctx, array, at, bits):
     return signature, codegen
 
 
-@njit(nogil=True, cache=True)
+@jit
 def table_of(first_row, row):
     """The table a row belongs to."""
     low, high = 0, len(first_row) - 1
@@ -53,14 +53,14 @@ def table_of(first_row, row):
     return low
 
 
-@njit(nogil=True, cache=True)
+@jit
 def _mark_one(words, row):
     word, bit = row >> 6, np.int64(1) << (row & 63)
     if not words[word] & bit:  # nearly always set already: reading keeps the line shared between threads
         _set_bits(words, word, bit)
 
 
-@njit(nogil=True, cache=True)
+@jit
 def mark(words, rows):
     """Set the bits of ``rows``; other threads may do so at the same time."""
     for i in range(len(rows)):

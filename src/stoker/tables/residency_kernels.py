@@ -9,11 +9,9 @@ Legend: C slots, E entries of the window (ring), T tables, G segments.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import prefetch
 from stoker.tables.eviction_order import (
     CHANGED,
@@ -63,12 +61,11 @@ __all__ = [
     "skip",
 ]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 FREE, WANTED = 0, 3  # counters: empty slots, rows with an announced use
 
 
-@_jit
+@jit
 def announce(rows, hints, start, step, directory, entries, slots, order, counters):
     """Enter a batch's rows as entries ``start`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
     ring = entries.shape[0] - 1
@@ -95,7 +92,7 @@ def announce(rows, hints, start, step, directory, entries, slots, order, counter
             set_next(slot, step, slots, order, counters)
 
 
-@_jit
+@jit
 def plan(
     rows, staged, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
     landed, first_row, ranks, directory, entries, empty, slots, order, counters,
@@ -198,7 +195,7 @@ def plan(
     return 0, fence, fetched, written
 
 
-@_jit
+@jit
 def release(given, mark, slots, order, counters):
     """Let go of a batch's slots; those of no other batch in flight may be given up."""
     for i in range(given.size):
@@ -212,7 +209,7 @@ def release(given, mark, slots, order, counters):
             park(slot, slots, order, counters)
 
 
-@_jit
+@jit
 def cancel(rows, directory, slots, order, counters):
     """Forget every announced use of ``rows``."""
     for i in range(rows.size):
@@ -229,7 +226,7 @@ def cancel(rows, directory, slots, order, counters):
             forget_idle(directory, rows[i], counters)
 
 
-@_jit
+@jit
 def forget_hints(step, slots, order, counters):
     """Forget next uses before ``step``, which none of those announced is."""
     for slot in range(slots.shape[0]):
@@ -237,7 +234,7 @@ def forget_hints(step, slots, order, counters):
             set_next(slot, np.int64(-1), slots, order, counters)
 
 
-@_jit
+@jit
 def skip(rows, directory, entries, slots, order, counters):
     """Forget the first announced use of ``rows``."""
     ring = entries.shape[0] - 1

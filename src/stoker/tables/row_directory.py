@@ -7,35 +7,32 @@ and rows on their way home: bounded by the slots and the window, not by the tabl
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba as nb
 import numpy as np
 
+from stoker.ops.jit import jit
 from stoker.ops.llvm_memory import prefetch
 
 __all__ = ["ADDRESS", "AHEAD", "FIRST", "LAST", "RECORDS", "SLOT", "ask", "find", "forget_idle", "insert", "rehash"]
 
-_jit: Any = nb.njit(nogil=True, cache=True)
 
 ADDRESS, SLOT, FIRST, LAST = 0, 1, 2, 3  # columns
 RECORDS = 2  # place of the number of records among the counters
 AHEAD = 12  # lines asked for before they are needed
 
 
-@_jit
+@jit
 def _hash(key):
     h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     return h ^ (h >> np.uint64(32))
 
 
-@_jit
+@jit
 def ask(directory, row):
     at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
     prefetch(directory, at * 4)
 
 
-@_jit
+@jit
 def find(directory, row):
     """Place of the record of ``row``, or of the free record where it belongs."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -46,7 +43,7 @@ def find(directory, row):
     return np.int64(at)
 
 
-@_jit
+@jit
 def insert(directory, row, counters):
     """Place of the record of ``row``, made if missing."""
     at = find(directory, row)
@@ -59,7 +56,7 @@ def insert(directory, row, counters):
     return at
 
 
-@_jit
+@jit
 def _remove(directory, at, counters):
     """Take a record out and move up what would no longer be found."""
     mask = np.uint64(directory.shape[0] - 1)
@@ -76,7 +73,7 @@ def _remove(directory, at, counters):
     counters[RECORDS] -= 1
 
 
-@_jit
+@jit
 def forget_idle(directory, row, counters):
     """Drop the record of a row that is neither resident nor announced nor on its way home."""
     at = find(directory, row)
@@ -84,7 +81,7 @@ def forget_idle(directory, row, counters):
         _remove(directory, at, counters)
 
 
-@_jit
+@jit
 def rehash(old, new):
     """Move all records into the empty, larger ``new``."""
     for i in range(old.shape[0]):

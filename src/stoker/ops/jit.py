@@ -1,0 +1,89 @@
+"""Compile a kernel with Numba, and keep its machine code on disk where any directory can be written.
+
+Numba keeps compiled kernels in ``NUMBA_CACHE_DIR``, next to the module, or in the user's cache directory, and raises
+where it can write none of them, as in a read-only container. Here a private directory under the temporary one comes
+next, and a kernel that is compiled anew by every process last.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import numba
+from numba.core import config
+
+__all__ = ["TEMPORARY", "cache_directory", "cached", "jit"]
+
+TEMPORARY = "stoker-kernels-"  # and the user's number: the directory of the last resort
+T = TypeVar("T")
+_lock = Lock()  # of numba's CACHE_DIR, which all threads share
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile ``function`` as ``numba.njit`` does, without the interpreter's lock and with a cache on disk."""
+    if function is None:
+        return partial(jit, **options)
+    return cached(lambda keep: numba.njit(nogil=True, cache=keep, **options)(function))
+
+
+def cached(compile: Callable[[bool], T]) -> T:
+    """Return ``compile(True)``, where True asks Numba for a cache, or ``compile(False)`` if no directory can be written.
+
+    >>> cached(lambda keep: numba.njit(cache=keep)(_nothing))()
+    """
+    try:
+        return compile(True)
+    except RuntimeError as error:
+        if not _has_no_cache(error):
+            raise
+    folder = _temporary()
+    if folder is None:
+        return compile(False)
+    with _lock:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+        try:
+            return compile(True)
+        except RuntimeError as error:
+            if not _has_no_cache(error):
+                raise
+        finally:
+            config.CACHE_DIR = before
+    return compile(False)
+
+
+def cache_directory() -> Path | None:
+    """Return the directory that keeps compiled kernels; None if every process compiles its own."""
+    path = jit(_nothing).stats.cache_path
+    return None if path is None else Path(path)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _has_no_cache(error: RuntimeError) -> bool:
+    return "no locator available" in str(error)
+
+
+@cache
+def _temporary() -> Path | None:
+    """Make a directory under the temporary one that only this user can write; None where that cannot be.
+
+    Numba unpickles what it finds in a cache, so whoever can write there can run code as this user.
+    """
+    try:
+        user = os.geteuid() if hasattr(os, "geteuid") else os.getenv("USERNAME", "user")
+        folder = Path(tempfile.gettempdir()) / f"{TEMPORARY}{user}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    foreign = hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or bool(found.st_mode & 0o022))
+    return folder if stat.S_ISDIR(found.st_mode) and not foreign else None
