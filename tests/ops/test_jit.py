@@ -83,11 +83,10 @@ def test_kernels_are_kept_in_the_temporary_directory(sealed: Path) -> None:
 def test_kernels_are_compiled_without_a_cache_where_none_can_be(sealed: Path) -> None:
     user = os.geteuid() if hasattr(os, "geteuid") else os.getenv("USERNAME", "user")
     (sealed.parent / "tmp" / f"stoker-kernels-{user}").write_text("not a directory")
-    for _ in range(2):
-        result = run(sealed)
-        assert result["found"]["path"] is None
-        assert "Set NUMBA_CACHE_DIR" in result["found"]["why"]
-        assert result["hits"] == [0, 0]
+    result = run(sealed)
+    assert result["found"]["path"] is None
+    assert "Set NUMBA_CACHE_DIR" in result["found"]["why"]
+    assert result["hits"] == [0, 0]
 
 
 def test_numba_cache_dir_comes_first(sealed: Path, tmp_path: Path) -> None:
@@ -110,8 +109,9 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatc
         folder.chmod(0o777)
         assert make() is None
         folder.chmod(0o700)
-        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
-        (tmp_path / f"{jit.TEMPORARY}{os.geteuid()}").mkdir(mode=0o700)  # not that user's
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        (tmp_path / f"{jit.TEMPORARY}{other}").mkdir(mode=0o700)  # not that user's
         assert make() is None
         monkeypatch.undo()
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -163,7 +163,7 @@ def _kernel_cache() -> dict[str, str | None]:
     except Exception as error:  # whatever a broken installation raises
         return {"path": None, "why": f"{type(error).__name__}: {error}"}
     if path is None:
-        why = "no directory can be written, so every process compiles its own kernels. Set NUMBA_CACHE_DIR to one that can"
+        why = "no directory can be written, so every process compiles its own kernels. Set NUMBA_CACHE_DIR"
     elif os.environ.get("NUMBA_CACHE_DIR") and path.is_relative_to(os.environ["NUMBA_CACHE_DIR"]):
         why = "as NUMBA_CACHE_DIR says"
     elif path.parent.name.startswith(TEMPORARY):

@@ -34,7 +34,7 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def cached(compile: Callable[[bool], T]) -> T:
-    """Return ``compile(True)``, where True asks Numba for a cache, or ``compile(False)`` if no directory can be written.
+    """Return ``compile(True)``, True asking Numba for a cache; ``compile(False)`` if no directory can be written.
 
     >>> cached(lambda keep: numba.njit(cache=keep)(_nothing))()
     """
@@ -47,14 +47,15 @@ def cached(compile: Callable[[bool], T]) -> T:
     if folder is None:
         return compile(False)
     with _lock:
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+        settings: Any = config
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
         try:
             return compile(True)
         except RuntimeError as error:
             if not _has_no_cache(error):
                 raise
         finally:
-            config.CACHE_DIR = before
+            settings.CACHE_DIR = before
     return compile(False)
 
 
