@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from pathlib import Path
 
@@ -64,6 +65,69 @@ def test_container_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "memory.max").write_text("max\n")
     assert device.cpu_count() >= 1
     assert device.total_memory() != 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000"}, 64),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),  # of the group above
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "200000 100000"}, 2),
+        ("0::/not/mounted\n", {"cpu.max": "500000 100000"}, 5),  # a container sees its own group as the root
+        (
+            "5:memory:/a\n4:cpu,cpuacct:/a\n",
+            {"cpu/a/cpu.cfs_quota_us": "400000", "cpu/a/cpu.cfs_period_us": "100000"},
+            4,
+        ),
+        ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_processors_of_a_container(
+    groups: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(text + "\n")
+    monkeypatch.setattr(device, "_CGROUP", tmp_path / "mount")
+    monkeypatch.setattr(device, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert device.cpu_count() == cores
+
+
+def test_preparing_takes_the_processors_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = importlib.import_module("stoker.data.prepare")
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("300000 100000\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    threads = []
+    monkeypatch.setattr(prepare, "_run", lambda task, target, resume: threads.append(task.threads))
+    (tmp_path / "log.tsv").write_text("1\n")
+    with pytest.raises(AttributeError):  # of the report that is not there
+        prepare.prepare("criteo", tmp_path / "log.tsv", out=tmp_path / "out")
+    assert threads == [3]
+
+
+@pytest.mark.parametrize(
+    ("environment", "limit"),
+    [
+        ({}, 7),
+        ({"MALLOC_TOP_PAD_": "4096"}, 4096),
+        ({"GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.top_pad=0x2000"}, 8192),
+        ({"MALLOC_TOP_PAD_": "much"}, 7),
+    ],
+)
+def test_limits_of_the_allocator_from_the_environment(
+    environment: dict[str, str], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert device._malloc_limit("TOP_PAD", 7) == limit
 
 
 def test_probes_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

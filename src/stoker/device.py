@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -21,6 +22,7 @@ __all__ = [
     "has_bf16_products",
     "huge_pages",
     "keep_freed_memory",
+    "kept_memory",
     "peak_memory",
     "resident_memory",
     "resolve_device",
@@ -32,6 +34,7 @@ __all__ = [
 _keeps = False  # whether glibc keeps freed memory now
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
 _SIMD = (
     "sse4_2",
     "avx",
@@ -87,10 +90,24 @@ def device_memory(device: torch.device | str) -> tuple[int, int]:
 def cpu_count() -> int:
     """Cores this process may use: its affinity, and a container's quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = (_read(_CGROUP / "cpu.max") or "").split()
-    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]):
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
+    return max(1, min((cores, *_quotas())))
+
+
+def _quotas() -> Iterator[int]:
+    """Yield the whole cores that the quotas of this process's control group, and of those above it, give."""
+    for line in (_read(_GROUPS) or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        group = PurePosixPath(path)
+        for one in (group, *group.parents):
+            if not controllers:  # version 2
+                values = (_read(_CGROUP / str(one).lstrip("/") / "cpu.max") or "").split()
+            elif "cpu" in controllers.split(","):
+                folder = _CGROUP / "cpu" / str(one).lstrip("/")
+                values = [(_read(folder / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+            else:
+                continue
+            if len(values) == 2 and all(value.isdigit() and int(value) for value in values):  # not "max", not -1
+                yield int(values[0]) // int(values[1])
 
 
 def total_memory() -> int | None:
@@ -204,15 +221,41 @@ def keep_freed_memory() -> bool:
     return _keeps
 
 
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Keep freed memory (:func:`keep_freed_memory`) within; afterwards only if it was kept before."""
+    if _keeps:
+        yield
+        return
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        return_freed_memory()
+
+
 def return_freed_memory() -> None:
     """Undo :func:`keep_freed_memory`: large blocks go back to the kernel again as they are freed.
+
+    Limits that the environment sets (``MALLOC_MMAP_THRESHOLD_`` and so on) are set again. glibc no longer adapts the
+    others: a block of 4 MiB and more is mapped by itself, and 8 MiB and more of free memory are returned.
 
     For work whose stages need memory for different things: a preparation behind a training in one process took 0.9 GiB
     more at its peak of 2.2.
     """
     global _keeps
     if _keeps:
-        _keeps = not _keep(2**22, 2**23, 2**17)
+        limits = (("MMAP_THRESHOLD", 2**22), ("TRIM_THRESHOLD", 2**23), ("TOP_PAD", 2**17))
+        _keeps = not _keep(*(_malloc_limit(name, default) for name, default in limits))
+
+
+def _malloc_limit(name: str, default: int) -> int:
+    """Return what the environment sets for this limit of glibc's allocator, in bytes, or ``default``."""
+    tunables = dict(entry.partition("=")[::2] for entry in os.environ.get("GLIBC_TUNABLES", "").split(":"))
+    try:
+        return int(os.environ.get(f"MALLOC_{name}_") or tunables[f"glibc.malloc.{name.lower()}"], 0)
+    except (KeyError, ValueError):
+        return default
 
 
 def _keep(map_above: int, trim_above: int, top: int) -> bool:

@@ -41,7 +41,7 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, Progress, Task
-from stoker.device import give_back_memory, return_freed_memory
+from stoker.device import cpu_count, give_back_memory, return_freed_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
 
@@ -178,7 +178,7 @@ def run_prepare(
         files=sources,
         out=_working_directory(target, sources, overwrite),
         limit=BadLineLimit(strict=strict, max_bad=max_bad),
-        threads=threads or _cores(),
+        threads=threads or cpu_count(),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
         hold_bytes=hold_bytes,
@@ -266,11 +266,6 @@ def _like(path: Path, recipe: object, preset: str | None) -> Like:
             f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
         )
     return Like(path, recipe)
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:

@@ -16,7 +16,7 @@ import torch
 from stoker.data.batch import Batch
 from stoker.data.dataset import Dataset
 from stoker.data.reader import BatchStream
-from stoker.device import has_bf16_products, keep_freed_memory, resolve_device
+from stoker.device import has_bf16_products, resolve_device
 from stoker.errors import ConfigError
 from stoker.models import MODELS, RecModel
 from stoker.optim import Constant, Schedule
@@ -33,6 +33,7 @@ from stoker.training.interrupt import Interrupted, StopSignals
 from stoker.training.log import RunLog
 from stoker.training.metrics import deciding
 from stoker.training.placing import Epochs, moved, movement, place_run, tidy
+from stoker.training.process import process_settings
 from stoker.training.progress import Clock, Diverged, Progress, SaveTimer, explain
 from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
@@ -55,7 +56,7 @@ def train(
     display: Display | Mode = "auto",
     **settings: Any,
 ) -> TrainResult:
-    """Train a model, or continue a run.
+    """Train a model, or continue a run. Threads, generators and allocator are afterwards as they were before.
 
     Args:
         dataset: what ``stoker prepare`` wrote; when resuming, None means the run's own.
@@ -81,7 +82,7 @@ def train(
     choice = choose_batch_size(data, config) if auto and resume is None else None
     if choice is not None:
         config = config.replace(batch_size=choice.batch_size)
-    with tidy(config) as models:
+    with process_settings(config), tidy(config) as models:
         return _train(data, config, out, resume, display, models, choice)
 
 
@@ -95,10 +96,6 @@ def _train(
     choice: BatchChoice | None,
 ) -> TrainResult:
     """:func:`train` with its arguments checked; ``models`` gets the model, ``choice`` says how its batch size came."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    keep_freed_memory()
-    torch.manual_seed(config.seed)  # for models that draw while they train
     device = resolve_device(config.device)
     optimizer = config.make_row_optimizer(Constant())
     placement = place_run(config, data, optimizer)

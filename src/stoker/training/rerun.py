@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +19,11 @@ from stoker.timeline import span
 from stoker.training import checkpoint
 from stoker.training.config import TrainConfig
 from stoker.training.evaluation import check_dataset
+from stoker.training.process import seed_generators
 from stoker.training.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
 
-__all__ = ["MACHINE", "Rerun", "Section", "find_section", "undisturbed"]
+__all__ = ["MACHINE", "Rerun", "Section", "find_section"]
 
 #: Settings that may differ from the run's: they leave its numbers alone (device, backend, threads but for rounding).
 MACHINE = frozenset(
@@ -124,7 +124,7 @@ class Rerun:
         self, section: Section, placement: Placement | None, *, wait: bool = False, endless: bool = False
     ) -> None:
         config = section.config
-        torch.manual_seed(config.seed)
+        seed_generators(config)
         stream = section.batches()
         self.section = section
         self.schedule = config.make_schedule(section.total)
@@ -193,16 +193,3 @@ def _set_generators(state: tuple[Tensor, Tensor | None], device: torch.device) -
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
-
-
-@contextmanager
-def undisturbed(config: TrainConfig) -> Iterator[None]:
-    """The run's number of threads within; the caller's, and the state of torch's generators, afterwards."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng():
-        try:
-            if config.threads is not None:
-                torch.set_num_threads(config.threads)
-            yield
-        finally:
-            torch.set_num_threads(threads)

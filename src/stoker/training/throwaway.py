@@ -15,7 +15,7 @@ from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run, tidy
-from stoker.training.rerun import undisturbed
+from stoker.training.process import process_settings
 from stoker.training.room import batch_options
 from stoker.training.scheduled import HotColdStream, run_feed, run_stream
 
@@ -85,8 +85,7 @@ def throwaway(
     """
     config = config.replace(batch_order="shuffled")
     schedule = schedule or Constant()
-    with undisturbed(config), tidy(config) as models:
-        torch.manual_seed(config.seed)
+    with process_settings(config), tidy(config) as models:
         optimizer = config.make_row_optimizer(row_schedule or schedule)
         placement = place_run(config, data, optimizer)
         # As the run will read them: where rows are held decides how long a step takes.

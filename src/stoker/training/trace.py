@@ -22,7 +22,8 @@ from stoker.errors import ConfigError
 from stoker.optim import Constant
 from stoker.timeline import Recorder, Span, span
 from stoker.training.placing import place_run, slotted
-from stoker.training.rerun import Rerun, find_section, undisturbed
+from stoker.training.process import process_settings
+from stoker.training.rerun import Rerun, find_section
 from stoker.training.totals import STAGES
 
 __all__ = ["StageTime", "Trace", "trace"]
@@ -105,7 +106,7 @@ def trace(
     recorded = min(steps, section.steps - warm)
     recorder = Recorder()
     examples = 0
-    with undisturbed(section.config):
+    with process_settings(section.config):
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
         rerun = Rerun(section, placement, wait=True, endless=True)
         try:

@@ -30,7 +30,8 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
 from stoker.training.placing import place_run, slotted
-from stoker.training.rerun import Rerun, Section, find_section, undisturbed
+from stoker.training.process import process_settings
+from stoker.training.rerun import Rerun, Section, find_section
 from stoker.units import format_size, parse_size
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -127,7 +128,7 @@ def verify(
     """
     started = time.perf_counter()
     section = find_section(run, steps=steps, begin=begin, data=data, settings=settings)
-    with undisturbed(section.config):
+    with process_settings(section.config):
         section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
         _check_memory(section, placement)
         placed = Rerun(section, placement)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from stoker.data.synthetic import choices, draw, formats, purchases
 from stoker.data.synthetic.curve import Curve
 from stoker.data.synthetic.formats import Options, Part, Source
 from stoker.data.synthetic.truth import SyntheticTruth, TruthMeter
+from stoker.device import cpu_count
 from stoker.errors import ConfigError, DependencyError
 from stoker.units import parse_count, parse_share
 
@@ -174,7 +174,7 @@ def source_of(recipe: str, options: Options) -> Source:
 
 def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | None) -> Iterator[Any]:
     """``make(start, stop)`` over all blocks, on threads, in order; only a few results exist at a time."""
-    workers = workers or min(4, os.cpu_count() or 1)
+    workers = workers or min(4, cpu_count())
     pending: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for start in range(0, max(rows, 1), BLOCK):
