@@ -7,7 +7,58 @@ needs no more than torch, numpy and safetensors.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py compares these names with those below
+    from stoker import features, optim
+    from stoker.data import recipes, synthetic
+    from stoker.data.batch import Batch
+    from stoker.data.dataset import Dataset
+    from stoker.data.features import Feature, FeatureSpec
+    from stoker.data.id_order import Reordering
+    from stoker.data.prepare import prepare
+    from stoker.data.reorder import reorder
+    from stoker.data.schema import Schema
+    from stoker.errors import CheckpointError, ConfigError, DataError, SchemaError, StokerError
+    from stoker.models import DCN, DIN, DLRM, TBSM, DeepFM, RecModel, SequenceModel, Tabular
+    from stoker.optim import (
+        LAMB,
+        SGD,
+        Adagrad,
+        Adam,
+        Constant,
+        CosineDecay,
+        DenseLAMB,
+        OneCycle,
+        PolynomialDecay,
+        RowWiseAdagrad,
+        StepDecay,
+    )
+    from stoker.placement.classify import classify
+    from stoker.placement.hot_profile import HotProfile
+    from stoker.placement.placement import Placement
+    from stoker.placement.planner import plan
+    from stoker.placement.popularity import profile
+    from stoker.placement.replay import replay
+    from stoker.tables import (
+        Cached,
+        Device,
+        EmbeddingTables,
+        HostPipelined,
+        HotCold,
+        Replicas,
+        Strategy,
+        TableConfig,
+        TensorTrain,
+        TTEmbeddingBag,
+        stage,
+        tables_for,
+    )
+    from stoker.training import TrainConfig, evaluate, load, predict, save, train
+    from stoker.training.compare import compare
+    from stoker.training.find_lr import find_lr
+    from stoker.training.trace import trace
+    from stoker.training.verify import verify
 
 __version__ = "0.1.0"
 
@@ -84,17 +135,85 @@ _MODULES = {
     "synthetic": "stoker.data.synthetic",
 }
 
-__all__ = sorted(["__version__", *_HOME, *_MODULES])  # noqa: PLE0605  (a list, but of names known only here)
+__all__ = [  # noqa: RUF022  (in the order of characters)
+    "Adagrad",
+    "Adam",
+    "Batch",
+    "Cached",
+    "CheckpointError",
+    "ConfigError",
+    "Constant",
+    "CosineDecay",
+    "DCN",
+    "DIN",
+    "DLRM",
+    "DataError",
+    "Dataset",
+    "DeepFM",
+    "DenseLAMB",
+    "Device",
+    "EmbeddingTables",
+    "Feature",
+    "FeatureSpec",
+    "HostPipelined",
+    "HotCold",
+    "HotProfile",
+    "LAMB",
+    "OneCycle",
+    "Placement",
+    "PolynomialDecay",
+    "RecModel",
+    "Reordering",
+    "Replicas",
+    "RowWiseAdagrad",
+    "SGD",
+    "Schema",
+    "SchemaError",
+    "SequenceModel",
+    "StepDecay",
+    "StokerError",
+    "Strategy",
+    "TBSM",
+    "TTEmbeddingBag",
+    "TableConfig",
+    "Tabular",
+    "TensorTrain",
+    "TrainConfig",
+    "__version__",
+    "classify",
+    "compare",
+    "evaluate",
+    "features",
+    "find_lr",
+    "load",
+    "optim",
+    "plan",
+    "predict",
+    "prepare",
+    "profile",
+    "recipes",
+    "reorder",
+    "replay",
+    "save",
+    "stage",
+    "synthetic",
+    "tables_for",
+    "trace",
+    "train",
+    "verify",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name not in _HOME:
-        raise AttributeError(f"module 'stoker' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        if name not in _HOME:
+            raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -145,7 +145,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     if rows is None:
         return None
     settings = {"tt_rank": rank, "tt_rows": rows}
-    proposed = config.replace(**settings)
+    proposed = config.replace(tt_rank=rank, tt_rows=rows)
     placement = place_run(proposed, data, optimizer)
     assert placement is not None
     return _Proposal(settings, placement, measure_step(proposed, data, placement))

@@ -9,7 +9,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,24 @@ from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, tables_for
 
-__all__ = ["RecModel"]
+__all__ = ["ModelSettings", "RecModel"]
 
 _ROWS = RowWiseAdagrad(lr=0.05)
+
+
+class ModelSettings(TypedDict, total=False):
+    """Keyword settings of :class:`RecModel` that its subclasses pass on, for editors and type checkers."""
+
+    embedding_dim: int
+    pooling: Literal["sum", "mean"]
+    dtype: Literal["float32", "bfloat16"]
+    dense_dtype: Literal["float32", "bfloat16"]
+    optimizer: RowOptimizer | None
+    seed: int
+    device: torch.device | str
+    backend: BackendName
+    placement: Strategy | Mapping[str, Strategy] | None
+    tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None
 
 
 class RecModel(nn.Module, ABC):

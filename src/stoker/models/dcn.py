@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
-from stoker.models.base import RecModel
+from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, linear, normal
 
 __all__ = ["DCN"]
@@ -57,7 +57,7 @@ class DCN(RecModel):
         rank: int | None = 64,
         hidden: Sequence[int] = (512, 256),
         structure: Literal["parallel", "stacked"] = "parallel",
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(spec, **settings)
         if cross_layers < 1 or (rank is not None and rank < 1):

@@ -6,14 +6,14 @@ Legend: B examples, F features, N dense columns, D columns of a table, K = D - 1
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
-from stoker.models.base import RecModel
+from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
 
 __all__ = ["DeepFM"]
@@ -33,7 +33,9 @@ class DeepFM(RecModel):
 
     name: ClassVar[str] = "deepfm"
 
-    def __init__(self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Any) -> None:
+    def __init__(
+        self, spec: FeatureSpec, *, hidden: Sequence[int] = (400, 400, 400), **settings: Unpack[ModelSettings]
+    ) -> None:
         super().__init__(spec, **settings)
         if self.embedding_dim < 2:
             raise ConfigError(

@@ -6,13 +6,14 @@ Legend: B examples, T steps, S vectors of a step, G pooled features, D columns o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
+from stoker.models.base import ModelSettings
 from stoker.models.layers import Dice, PReLU, dense_generator, linear, parts
 from stoker.models.sequence import SequenceModel
 
@@ -70,7 +71,7 @@ class DIN(SequenceModel):
         attention: Sequence[int] = (36,),
         hidden: Sequence[int] = (200, 80),
         activation: Literal["prelu", "dice"] = "prelu",
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(spec, history=history, **settings)
         if activation not in _ACTIVATIONS:

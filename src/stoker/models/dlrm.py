@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from stoker.data.features import FeatureSpec
-from stoker.models.base import RecModel
+from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.mlp import ALIGN
@@ -40,7 +40,7 @@ class DLRM(RecModel):
         *,
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(spec, **settings)
         dim, fields = self.embedding_dim, len(spec.features) + 1

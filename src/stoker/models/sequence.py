@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.data.batch import Batch
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError, DataError
-from stoker.models.base import RecModel
+from stoker.models.base import ModelSettings, RecModel
 
 __all__ = ["SequenceModel"]
 
@@ -36,7 +36,9 @@ class SequenceModel(RecModel):
         ConfigError: no pair was found, or pairs that cannot be the steps of one history.
     """
 
-    def __init__(self, spec: FeatureSpec, *, history: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, spec: FeatureSpec, *, history: Mapping[str, str] | None = None, **settings: Unpack[ModelSettings]
+    ) -> None:
         pairs = _find_pairs(spec) if history is None else dict(history)
         self.num_steps = _check_pairs(spec, pairs)
         super().__init__(spec, steps=dict.fromkeys(pairs.values(), self.num_steps), **settings)

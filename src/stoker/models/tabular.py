@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
-from stoker.models.base import RecModel
+from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import BatchNorm, dense_generator, parts
 from stoker.ops.mlp import ALIGN, mlp
 from stoker.ops.reference import derive_key
@@ -64,7 +64,7 @@ class Tabular(RecModel):
         max_dim: int = 600,
         dropout: float | Sequence[float] = 0.0,
         embedding_dropout: float = 0.0,
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         columns = self.table_dims(spec, {"dims": dims, "max_dim": max_dim})
         super().__init__(spec, table_dims=columns, **settings)

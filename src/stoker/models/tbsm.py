@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from stoker.data.features import FeatureSpec
 from stoker.errors import ConfigError
+from stoker.models.base import ModelSettings
 from stoker.models.layers import MLP, dense_generator, normal
 from stoker.models.sequence import SequenceModel
 from stoker.ops.interaction import dot_interaction
@@ -59,7 +60,7 @@ class TBSM(SequenceModel):
         top: Sequence[int] = (60,),
         inner: Literal["definite", "indefinite", "dot"] = "definite",
         position: str = "position",
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(spec, history=history, **settings)
         if inner not in ("definite", "indefinite", "dot"):

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 
@@ -32,6 +32,7 @@ from stoker.tables.tensor_train import stored_tables
 from stoker.training.metrics import DECIDING
 from stoker.training.model_options import check_options, own_options
 from stoker.training.scaling import RULES, Scaling
+from stoker.training.settings import TrainSettings
 from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "ROW_OPTIONS", "TrainConfig"]
@@ -290,15 +291,15 @@ class TrainConfig:
             raise ConfigError(f"settings {unknown} do not exist. Known are: {', '.join(sorted(known))}.")
         return cls(**values)
 
-    def replace(self, **changes: Any) -> TrainConfig:
+    def replace(self, **changes: Unpack[TrainSettings]) -> TrainConfig:
         """The same settings but for ``changes``.
 
         Raises:
             ConfigError: a setting that does not exist.
         """
-        if changes:
-            self.from_dict(changes)
-        return replace(self, **changes)
+        values: dict[str, Any] = dict(changes)
+        self.from_dict(values)
+        return replace(self, **values)
 
     def total_steps(self, epoch: int) -> int:
         """Batches of the whole run, where an epoch has ``epoch`` of them."""

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from stoker.data.dataset import Dataset
 from stoker.errors import ConfigError
 from stoker.optim import Constant, Schedule
 from stoker.training.config import TrainConfig
 from stoker.training.rundir import open_dataset
+from stoker.training.settings import TrainSettings
 from stoker.training.throwaway import throwaway
 
 __all__ = ["Finding", "find_lr"]
@@ -133,7 +134,7 @@ def find_lr(
     which: Which = "both",
     smoothing: float = 0.9,
     progress: Callable[[int, int], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> Finding:
     """Train a model that is thrown away with rates that rise from step to step, and see what its loss does.
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -40,6 +40,7 @@ from stoker.training.resume import reopen, restore
 from stoker.training.room import batch_options, check_disk, check_memory
 from stoker.training.rundir import INTERIM, RunDirectory, open_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
+from stoker.training.settings import TrainSettings
 from stoker.units import format_count, format_size, plural
 
 __all__ = ["TrainResult", "train"]
@@ -54,7 +55,7 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     display: Display | Mode = "auto",
-    **settings: Any,
+    **settings: Unpack[TrainSettings],
 ) -> TrainResult:
     """Train a model, or continue a run. Threads, generators and allocator are afterwards as they were before.
 
@@ -77,8 +78,8 @@ def train(
     """
     auto = settings.get("batch_size") == "auto"
     if auto:  # what a run chose when it began is among its settings
-        settings = {name: value for name, value in settings.items() if name != "batch_size"}
-    data, config = _opened(dataset, config, out, resume, settings)
+        del settings["batch_size"]
+    data, config = _opened(dataset, config, out, resume, dict(settings))
     choice = choose_batch_size(data, config) if auto and resume is None else None
     if choice is not None:
         config = config.replace(batch_size=choice.batch_size)

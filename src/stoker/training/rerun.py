@@ -22,16 +22,12 @@ from stoker.training.evaluation import check_dataset
 from stoker.training.process import seed_generators
 from stoker.training.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
+from stoker.training.settings import MachineSettings
 
 __all__ = ["MACHINE", "Rerun", "Section", "find_section"]
 
 #: Settings that may differ from the run's: they leave its numbers alone (device, backend, threads but for rounding).
-MACHINE = frozenset(
-    {
-        "device_memory", "host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill",
-        "device", "backend", "threads",
-    }
-)  # fmt: skip
+MACHINE = frozenset(MachineSettings.__annotations__)
 
 
 @dataclass(frozen=True, kw_only=True)

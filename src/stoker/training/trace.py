@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 from stoker.data.dataset import Dataset
 from stoker.data.files import atomic_file
@@ -24,6 +24,7 @@ from stoker.timeline import Recorder, Span, span
 from stoker.training.placing import place_run, slotted
 from stoker.training.process import process_settings
 from stoker.training.rerun import Rerun, find_section
+from stoker.training.settings import MachineSettings
 from stoker.training.totals import STAGES
 
 __all__ = ["StageTime", "Trace", "trace"]
@@ -75,7 +76,7 @@ def trace(
     begin: int | Literal["start"] | None = None,
     data: Dataset | str | Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[MachineSettings],
 ) -> Trace:
     """Replay steps of a run and record what each thread does.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from stoker.tables.storage import Rows
 from stoker.training.placing import place_run, slotted
 from stoker.training.process import process_settings
 from stoker.training.rerun import Rerun, Section, find_section
+from stoker.training.settings import MachineSettings
 from stoker.units import format_size, parse_size
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -104,7 +105,7 @@ def verify(
     begin: int | Literal["start"] | None = None,
     data: Dataset | str | Path | None = None,
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[MachineSettings],
 ) -> Verification:
     """Replay steps of a run with its rows placed and with all of them resident, and compare the bits.
 

@@ -1,0 +1,138 @@
+"""Type checkers and editors see every public name, and the settings of runs and models."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import stoker
+from stoker.models.base import ModelSettings
+from stoker.training.rerun import MACHINE
+from stoker.training.settings import MachineSettings, TrainSettings
+
+ROOT = Path(stoker.__file__).parent
+
+
+def test_typed_names_are_the_lazy_ones() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    typed = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        for alias in node.names:
+            assert alias.asname is None
+            typed[alias.name] = node.module
+    modules = {name: f"{typed.pop(name)}.{name}" for name in stoker._MODULES}
+    assert modules == stoker._MODULES
+    assert typed == stoker._HOME
+    assert set(stoker.__all__) == {"__version__", *typed, *modules}
+
+
+def test_settings_of_runs_are_the_fields_of_the_configuration() -> None:
+    wider = {"batch_size": int | typing.Literal["auto"], "home_path": str | os.PathLike[str] | None}
+    fields = typing.get_type_hints(stoker.TrainConfig)
+    given = typing.get_type_hints(TrainSettings)
+    assert set(given) == {field.name for field in dataclasses.fields(stoker.TrainConfig)}
+    assert {name: kind for name, kind in given.items() if name not in wider} == {
+        name: kind for name, kind in fields.items() if name not in wider
+    }
+    assert {name: given[name] for name in wider} == wider
+    assert not TrainSettings.__required_keys__
+    assert set(MachineSettings.__annotations__) == MACHINE
+
+
+def test_settings_of_models_are_the_arguments_of_the_base() -> None:
+    arguments = typing.get_type_hints(stoker.RecModel.__init__)
+    names = [name for name, one in inspect.signature(stoker.RecModel.__init__).parameters.items() if one.kind == 3]
+    # What subclasses decide: `steps` is for sequence models, `table_dims` for models of mixed widths.
+    assert set(names) - {"steps", "table_dims"} == set(ModelSettings.__annotations__)
+    assert typing.get_type_hints(ModelSettings) == {name: arguments[name] for name in ModelSettings.__annotations__}
+
+
+# A line that ends in "# wrong: CODE" must be reported with that code, every other line must not.
+_PROGRAM = """
+from pathlib import Path
+
+import stoker
+from stoker import DLRM, train
+from stoker import Trainer  # wrong: attr-defined
+
+data = stoker.Dataset("data/criteo")
+stoker.prepare("criteo", "day_*.tsv", out="data/criteo", threads=2)
+stoker.prepare("criteo", "day_*.tsv", outt="data/criteo")  # wrong: call-arg
+stoker.nonsense  # wrong: attr-defined
+result = train(data, out="runs/a", epochs=2, batch_size="auto", home_path=Path("spill"), row_optimizer="adam")
+print(result.run / "x", result.test["auc"])
+result.tset  # wrong: attr-defined
+train(data, out="runs/a", epoch=2)  # wrong: call-arg
+train(data, out="runs/a", epochs="two")  # wrong: arg-type
+train(data, out="runs/a", batch_size="large")  # wrong: arg-type
+train(data, out="runs/a", row_optimizer="adma")  # wrong: arg-type
+train(data, stoker.TrainConfig(lookahead=4), resume="runs/a", display="plain")
+stoker.TrainConfig(look_ahead=4)  # wrong: call-arg
+stoker.TrainConfig().replace(threads=2).replace(thread=2)  # wrong: call-arg
+stoker.find_lr(data, lr_steps=50, dense_lr=0.1)
+stoker.find_lr(data, lr_step=50)  # wrong: call-arg
+stoker.verify("runs/a", steps=3, device_memory="1GiB")
+stoker.verify("runs/a", row_lr=0.1)  # wrong: call-arg
+stoker.trace("runs/a", in_flight="3")  # wrong: arg-type
+model = DLRM(data.schema, embedding_dim=16, bottom=(64, 16), optimizer=stoker.RowWiseAdagrad(lr=0.02))
+DLRM(data.schema, embeding_dim=16)  # wrong: call-arg
+stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)
+stoker.DIN(data.schema, activation="dics")  # wrong: arg-type
+stoker.TBSM(data.schema, pooling="max")  # wrong: arg-type
+stoker.SGD(learning_rate=0.1)  # wrong: call-arg
+for batch in stoker.stage(data.train.batches(8192, seed=0), model.embeddings, lookahead=64):
+    model.loss(batch).backward()
+data.train.batches(8192, sed=0)  # wrong: call-arg
+for batch in stoker.stage(data.train.batches(8192), model.embeddings, look_ahead=64):  # wrong: call-arg
+    batch.label  # wrong: attr-defined
+placement = stoker.plan(model.tables, data.counts, optimizer=stoker.SGD(lr=0.1), device_memory="4GiB")
+placement["C3"] = stoker.TensorTrain(rank=32)
+stoker.TensorTrain(rank="32")  # wrong: arg-type
+stoker.recipes.criteo(preset="nvt")
+stoker.recipes.criterion()  # wrong: attr-defined
+stoker.evaluate(model, data.valid, k=5)["auc"] + 1.0
+stoker.evaluate(data.valid, model)  # wrong: arg-type
+stoker.load("runs/a").model.predict(batch)
+stoker.load("runs/a").modle  # wrong: attr-defined
+"""
+
+# What other packages know is not asked here: reading torch takes mypy a quarter of a minute.
+_CONFIGURATION = """
+[mypy]
+follow_imports = silent
+disable_error_code = import-untyped,import-not-found
+[mypy-torch.*,numpy.*,polars.*,pyarrow.*,numba.*,llvmlite.*,rich.*,typer.*,safetensors.*,tensorboard.*,matplotlib.*]
+follow_imports = skip
+"""
+
+
+def test_mypy_reports_misspellings(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("needs mypy. Run: pip install mypy")
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    (tmp_path / "mypy.ini").write_text(_CONFIGURATION)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", os.devnull, "program.py"]
+    environment = {**os.environ, "MYPYPATH": str(ROOT.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert not done.stderr
+    reported: dict[int, set[str]] = {}
+    for line in done.stdout.splitlines():
+        place, _, text = line.partition(": error: ")
+        if text:
+            name, number = place.split(":")[:2]
+            assert name == "program.py", line
+            reported.setdefault(int(number), set()).add(text.rpartition("[")[2].rstrip("]"))
+    lines = dict(enumerate(_PROGRAM.splitlines(), 1))
+    wrong = {line: {line.partition("# wrong: ")[2]} for line in lines.values() if "# wrong: " in line}
+    assert {lines[number]: codes for number, codes in reported.items()} == wrong
