@@ -52,9 +52,13 @@ class TrainSettings(MachineSettings, total=False):
     batch_order: Literal["auto", "shuffled", "hot-cold"]
     swap_rate: float
     schedule_rows: int
-    row_optimizer: Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "lamb"]
+    row_optimizer: Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"]
     row_lr: float | None
     row_weight_decay: float
+    row_momentum: float
+    row_nesterov: bool
+    row_beta: float
+    row_l1: float
     row_l2: float
     row_clip_value: float | None
     row_clip_norm: float | None
@@ -78,6 +82,7 @@ class TrainSettings(MachineSettings, total=False):
     ranking_k: int
     patience: int | None
     save_every: int | None
+    checkpoint_minutes: float
     keep_last: int
     log_every: int
     tensorboard: bool
