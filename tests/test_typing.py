@@ -91,10 +91,11 @@ stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)
 stoker.DIN(data.schema, activation="dics")  # wrong: arg-type
 stoker.TBSM(data.schema, pooling="max")  # wrong: arg-type
 stoker.SGD(learning_rate=0.1)  # wrong: call-arg
-for batch in stoker.stage(data.train.batches(8192, seed=0), model.embeddings, lookahead=64):
-    model.loss(batch).backward()
+for staged in stoker.stage(data.train.batches(8192, seed=0), model.embeddings, lookahead=64):
+    model.loss(staged).backward()
 data.train.batches(8192, sed=0)  # wrong: call-arg
-for batch in stoker.stage(data.train.batches(8192), model.embeddings, look_ahead=64):  # wrong: call-arg
+stoker.stage(data.train.batches(8192), model.embeddings, look_ahead=64)  # wrong: call-arg
+for batch in data.train.batches(8192):
     batch.label  # wrong: attr-defined
 placement = stoker.plan(model.tables, data.counts, optimizer=stoker.SGD(lr=0.1), device_memory="4GiB")
 placement["C3"] = stoker.TensorTrain(rank=32)
