@@ -239,8 +239,9 @@ def test_a_staged_batch_is_handed_out_while_others_are_brought():
     tables = small(Cached(slots=100))
     storage = tables.groups[0].storage
     lookups = Bags(torch.arange(5).view(-1, 1))
-    storage.announce(lookups)
-    lease = storage.stage()
+    queue = storage.queue()
+    queue.announce(lookups)
+    lease = queue.stage()
     entered, leave = threading.Event(), threading.Event()
     fetch = storage._link.fetch
 
@@ -250,8 +251,8 @@ def test_a_staged_batch_is_handed_out_while_others_are_brought():
         fetch(rows, slots)
 
     storage._link.fetch = slow
-    storage.announce(Bags(torch.arange(50, 60).view(-1, 1)))
-    thread = threading.Thread(target=storage.stage)
+    queue.announce(Bags(torch.arange(50, 60).view(-1, 1)))
+    thread = threading.Thread(target=queue.stage)
     thread.start()
     try:
         assert entered.wait(30)

@@ -244,14 +244,15 @@ def test_copies_are_whole_and_their_own(copied, placement):
         ids = torch.stack([torch.randint(0, n, (6,), generator=generator) for n in (7, 30, 5)], dim=1)
         model["tables"](ids).square().sum().backward()
 
-    step(model, 1)
+    step(model.train(), 1)
+    model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = copied(model)
     assert not other.training
     assert [group.strategy for group in other["tables"].groups] == [group.strategy for group in tables.groups]
-    step(other, 2)
+    step(other.train(), 2)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    step(model, 2)
+    step(model.train(), 2)
     first, second = model.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

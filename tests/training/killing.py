@@ -169,7 +169,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     from stoker.tables.file_home import FileHome
     from stoker.tables.home import MemoryHome
     from stoker.tables.log_home import LogHome
-    from stoker.tables.slotted import SlottedRows
+    from stoker.tables.slotted import Queue
     from stoker.training import storing
 
     counts: Counter[str] = Counter()
@@ -187,7 +187,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
 
     watch(storing, "_save_tensors", "checkpoint")
     watch(os, "replace", "rename")
-    watch(SlottedRows, "stage", "staging")
+    watch(Queue, "stage", "staging")
     watch(FileHome, "_store", "writeback")
     watch(LogHome, "_store", "writeback")
     watch(MemoryHome, "_store", "writeback")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
 import torch
@@ -161,6 +161,12 @@ class RecModel(nn.Module, ABC):
     def dense_parameters(self) -> list[nn.Parameter]:
         """Everything but the rows: what a ``torch.optim`` optimizer takes."""
         return [parameter for parameter in self.parameters() if parameter is not self.embeddings.handle]
+
+    def dense_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of everything but the rows: parameters, then buffers."""
+        for name, value in (*self.named_parameters(), *self.named_buffers()):
+            if value is not self.embeddings.handle:
+                yield name, value
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B] float32."""

@@ -146,7 +146,8 @@ class Saved:
             each.tick = int(self.trained[name]["tick"])
         if self.first:
             with torch.no_grad():
-                for name, value in (*module.named_parameters(), *module.named_buffers()):
+                assert isinstance(module, RecModel)
+                for name, value in module.dense_tensors():
                     value.copy_(self.tensors[f"model.{name}"])
         else:
             values = {name: decode(value, self.tensors) for name, value in self.manifest["values"].items()}
@@ -212,7 +213,8 @@ class Saved:
 
     def _check_dense(self, module: nn.Module) -> None:
         if self.first:
-            for name, _ in (*module.named_parameters(), *module.named_buffers()):
+            assert isinstance(module, RecModel)
+            for name, _ in module.dense_tensors():
                 if f"model.{name}" not in self.tensors:
                     raise CheckpointError(f"{self.directory}: the dense part lacks the parameter {name!r}.")
             return

@@ -343,7 +343,7 @@ def _pairs(mine: Rows, other: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
 def _dense_tensors(rerun: Rerun) -> Iterator[tuple[str, Tensor]]:
     model, dense = rerun.model, rerun.dense
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    yield from ((name, value.detach()) for name, value in (*model.named_parameters(), *model.named_buffers()))
+    yield from ((name, value.detach()) for name, value in model.dense_tensors())
     for parameter, state in dense.state.items():
         yield from ((f"{names[parameter]}.{key}", value) for key, value in state.items() if isinstance(value, Tensor))
 
