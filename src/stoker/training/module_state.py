@@ -101,8 +101,10 @@ def _without_rows(module: nn.Module) -> Iterator[None]:
 
 def dense_state(module: nn.Module) -> dict[str, Any]:
     """Return ``module.state_dict()`` without rows of tables: parameters, persistent buffers and extra state."""
+    handles = _handles(module)
     with _without_rows(module):
-        return {plain_name(name): value for name, value in module.state_dict().items()}
+        state = module.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in state.items() if id(value) not in handles}
 
 
 def load_dense_state(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -112,11 +114,15 @@ def load_dense_state(module: nn.Module, state: Mapping[str, Any]) -> None:
         CheckpointError: the module refuses a value.
     """
     with _without_rows(module):
-        names = list(module.state_dict())
+        mine = module.state_dict(keep_vars=True)  # and the parameters that stand for rows, which stay
         try:
-            module.load_state_dict({name: state[plain_name(name)] for name in names})
+            module.load_state_dict({name: state.get(plain_name(name), value) for name, value in mine.items()})
         except RuntimeError as error:
             raise CheckpointError(f"{type(module).__name__} does not take the saved values: {error}") from error
+
+
+def _handles(module: nn.Module) -> set[int]:
+    return {id(each.handle) for each in trained_in(module).values() if hasattr(each, "handle")}
 
 
 def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:

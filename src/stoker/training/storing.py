@@ -59,6 +59,7 @@ def write_files(
     tensors: dict[str, Tensor] = {}
     manifest: dict[str, Any] = {"kind": "checkpoint", "files": files, "tables": entries, "dense_optimizer": None}
     if first:
+        assert isinstance(module, RecModel)
         tensors |= {f"model.{name}": value for name, value in module.dense_tensors()}
         for each in optimizers.values():
             manifest["dense_optimizer"] = optimizer_values(each, "optimizer", tensors)
