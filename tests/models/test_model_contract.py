@@ -116,6 +116,52 @@ def test_logits_and_probabilities(case: Any, spec: FeatureSpec, rows: int) -> No
     torch.testing.assert_close(scores, torch.sigmoid(logits))
 
 
+def exported(name: str, spec: FeatureSpec, **settings: Any) -> tuple[RecModel, torch.export.ExportedProgram]:
+    model = build(CASES[name], spec, **settings).train()
+    program = model.export_dense(random_batch(spec, 4))
+    assert model.training
+    return model.eval(), program
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exported_dense_parts_score_batches_of_any_size(name: str) -> None:
+    spec = TWO_SEQUENCES if issubclass(CASES[name][0], SequenceModel) else DENSE
+    model, program = exported(name, spec)
+    # It runs without Stoker, and without the rows.
+    used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert "aten.linear.default" in used
+    assert not any("stoker" in target for target in used), used
+    assert sum(value.numel() for value in program.parameters()) == sum(one.numel() for one in model.dense_parameters())
+    assert not any("embeddings" in key for key in program.state_dict)
+    score = program.module()
+    for rows in (1, 2, 7, 33):
+        inputs = model.inputs(random_batch(spec, rows, seed=rows))
+        with torch.no_grad():
+            torch.testing.assert_close(score(*inputs), model.dense_part(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_exported_programs_are_kept_in_files(tmp_path: Path) -> None:
+    model, program = exported("dlrm", NO_DENSE, dense_dtype="bfloat16")
+    torch.export.save(program, tmp_path / "dense.pt2")
+    score = torch.export.load(tmp_path / "dense.pt2").module()
+    for rows in (2, 9):
+        batch = random_batch(NO_DENSE, rows)
+        with torch.no_grad():
+            logits = score(*model.inputs(batch))
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits, model(batch), rtol=2e-2, atol=2e-2)
+
+
+def test_one_example_is_enough_to_export_and_none_is_refused() -> None:
+    model = build(CASES["dcn"], DENSE).eval()
+    score = model.export_dense(random_batch(DENSE, 1)).module()
+    inputs = model.inputs(random_batch(DENSE, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(score(*inputs), model.dense_part(*inputs), rtol=1e-5, atol=1e-6)
+    with pytest.raises(stoker.ConfigError, match="at least 1 example"):
+        model.export_dense(Batch(dense=torch.zeros(0, 3), ids=torch.zeros(0, 3, dtype=torch.int64)))
+
+
 def test_each_example_is_scored_by_itself(case: Any, spec: FeatureSpec) -> None:
     model = build(case, spec)
     batch = random_batch(spec, 9)

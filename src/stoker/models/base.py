@@ -42,6 +42,25 @@ class ModelSettings(TypedDict, total=False):
     tensor_train: Mapping[str, TensorTrain | Mapping[str, Any]] | None
 
 
+class _DensePart(nn.Module):
+    """A model's dense part with its parameters and buffers, and without its tables."""
+
+    def __init__(self, model: RecModel) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            if child is not model.embeddings:
+                self.add_module(name, child)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in model.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        self._model = [model]  # in a list, so that its tables do not become part of this module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        model = self._model[0]
+        return model._logits(model.dense_part, inputs)
+
+
 class RecModel(nn.Module, ABC):
     """A click model: embedding tables, and a dense part over dense columns and pooled rows.
 
@@ -176,6 +195,9 @@ class RecModel(nn.Module, ABC):
         # Evaluation is not compiled: its odd batch sizes would each compile anew, and its numbers should be
         # those of a model loaded from a checkpoint.
         score = self._compiled if self.training and self._compiled is not None else self.dense_part
+        return self._logits(score, inputs)
+
+    def _logits(self, score: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         if self.dense_dtype == "float32":
             return score(*inputs)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -214,6 +236,37 @@ class RecModel(nn.Module, ABC):
                 "(apt install g++), or leave --compile out."
             )
         self._compiled = torch.compile(self.dense_part, **{"dynamic": False, **options})
+
+    @torch.no_grad()
+    def export_dense(self, batch: Batch) -> torch.export.ExportedProgram:
+        """Return the dense part, as in evaluation, as a ``torch.export`` program of PyTorch's own operations.
+
+        The program holds the dense parameters and no rows, and runs where Stoker is not installed. It takes what
+        :meth:`inputs` returns, such as dense columns [B, num_dense] and pooled rows [B, F, D], for any B of at least 1,
+        and returns logits [B] float32, equal to those of the model within rounding.
+
+        >>> program = model.export_dense(batch)
+        >>> torch.export.save(program, "dense.pt2")
+        >>> logits = program.module()(*model.inputs(batch))
+
+        Args:
+            batch: an example of at least one row; its values do not matter.
+
+        Raises:
+            ConfigError: the batch is empty.
+        """
+        if not len(batch):
+            raise ConfigError("export_dense needs a batch of at least 1 example, and this one has 0. Give it another.")
+        training = self.training
+        self.eval()
+        try:
+            inputs = self.inputs(batch.to(self.device))
+            if len(batch) == 1:  # torch.export takes a size of 1 for a constant
+                inputs = tuple(torch.cat([each, each]) for each in inputs)
+            rows = torch.export.Dim("batch", min=1)
+            return torch.export.export(_DensePart(self), inputs, dynamic_shapes=(tuple({0: rows} for _ in inputs),))
+        finally:
+            self.train(training)
 
     def config(self) -> dict[str, Any]:
         """Settings as plain JSON values. Optimizer and device are not part of the model."""

@@ -66,7 +66,7 @@ class DLRM(RecModel):
             x = self.bottom(dense)  # [B, D]
         else:
             assert self.constant is not None
-            x = self.constant.expand(len(embedded), -1)
+            x = self.constant.expand(embedded.shape[0], -1)
         logits: Tensor = self.top(dot_interaction(x, embedded, align=ALIGN))  # [B, 1]
         return logits.squeeze(1)
 

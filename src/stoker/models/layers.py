@@ -92,7 +92,7 @@ class BatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if x.dtype == torch.float64 else x.float()
-        batch = self.training and torch.is_grad_enabled() and len(x) > 1
+        batch = self.training and torch.is_grad_enabled() and x.shape[0] > 1
         assert self.running_mean is not None
         assert self.num_batches_tracked is not None
         if batch:

@@ -128,7 +128,7 @@ class Tabular(RecModel):
         x = dropped(embedded, self.embedding_dropout)
         if self.dense_norm is not None:
             numbers = self.dense_norm(dense)
-            spare = numbers.new_zeros(len(x), -(x.shape[1] + numbers.shape[1]) % ALIGN)
+            spare = numbers.new_zeros(x.shape[0], -(x.shape[1] + numbers.shape[1]) % ALIGN)
             x = torch.cat([x, numbers, spare], dim=1)
         weights, biases = parts(self.layers)
         for layer, (norm, share) in enumerate(zip(self.norms, self.dropout, strict=True)):

@@ -122,10 +122,10 @@ class TBSM(SequenceModel):
         # What steps have does not depend on the example: they go through the layers once a batch.
         places = torch.arange(1, count + 1, device=dense.device, dtype=dense.dtype).unsqueeze(1) / (count + 1)
         past = nn.functional.pad(places, (0, len(self._others)))
-        place = dense.new_ones(len(dense), 1) if self._place is None else dense[:, self._place].unsqueeze(1)
+        place = dense.new_ones(dense.shape[0], 1) if self._place is None else dense[:, self._place].unsqueeze(1)
         last = torch.cat([place, dense[:, self._others]], dim=1)
         made: Tensor = self.bottom(torch.cat([past, last]))
-        return torch.cat([made[:count].expand(len(dense), -1, -1), made[count:].unsqueeze(1)], dim=1)
+        return torch.cat([made[:count].expand(dense.shape[0], -1, -1), made[count:].unsqueeze(1)], dim=1)
 
     def _towers(self, made: Tensor, steps: Tensor, context: list[Tensor]) -> Tensor:
         """One DLRM over all steps: [B, T + 1, V].

@@ -108,6 +108,8 @@ def _flat(tensor: Tensor) -> np.ndarray:
 
 
 def _fast(embedded: Tensor) -> bool:
+    if torch.compiler.is_exporting():  # a program that is exported runs where Stoker is not
+        return False
     return _HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
 
 
