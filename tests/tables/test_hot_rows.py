@@ -138,7 +138,9 @@ def test_batches_that_do_not_fit_come_in_parts_or_are_refused() -> None:
     found = train(made(HotCold(hot=HOT, slots=25 + 4)), batches)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     refusing = made(HotCold(hot=HOT, slots=25 + 4, spill="refuse"))
-    with pytest.raises(TooFewSlots, match=r"at once in addition to the 25 hot rows, but 4 slots are there .*fewer rows hot"):
+    with pytest.raises(
+        TooFewSlots, match=r"at once in addition to the 25 hot rows, but 4 slots are there .*fewer rows hot"
+    ):
         refusing(batches[0])
     refusing(hot_ids(60, 0).clamp(max=0))  # hot rows need no room
     refusing.close()

@@ -454,29 +454,21 @@ class EmbeddingTables(nn.Module):
     ) -> Tensor | None:  # fmt: skip
         """:meth:`backward_of` for all groups of a call, given the gradient of its output, with leases of their own."""
         offsets = self.splitter.check(ids, offsets, weights)
-        total = None
-        with torch.enable_grad():
-            given = None if weights is None else weights.detach().requires_grad_(weights_wanted)
-            parts = self.splitter.split(ids, offsets, given)
-            for index, (lookups, version) in enumerate(zip(parts, versions, strict=True)):
-                pooled_grad = self.splitter.apart(grad)[index]
-                pooling = self.splitter.groups[index]
-                if lookups.space is not pooling.space:  # max pooling: which id was largest
-                    with torch.no_grad():
-                        out = self.groups[index].lookup(lookups, self.groups[index].acquire(lookups))
-                    out.requires_grad_()
-                    (pooled_grad,) = torch.autograd.grad(pooling.pool(out, lookups), out, pooled_grad)
-                plain = lookups.bags.weights
-                bare = Lookups(replace(lookups.bags, weights=None if plain is None else plain.detach()), lookups.space)
-                wanted = self.backward_of(
-                    index, bare, pooled_grad, self.groups[index].acquire(bare), version, rows=rows,
-                    weights=weights_wanted, trains=trains,
-                )  # fmt: skip
-                if wanted is not None and plain is not None:
-                    assert given is not None
-                    part = wanted if plain is given else torch.autograd.grad(plain, given, wanted.view_as(plain))[0]
-                    total = part if total is None else total + part
-        return None if total is None or weights is None else total.view_as(weights)
+        total = None if weights is None else torch.zeros(weights.numel(), device=weights.device)
+        parts = self.splitter.split(ids, offsets, weights)
+        grads = self.splitter.apart(grad)
+        for index, (lookups, version) in enumerate(zip(parts, versions, strict=True)):
+            group, pooling, mine = self.groups[index], self.splitter.groups[index], grads[index]
+            if lookups.space is not pooling.space:  # max pooling: which id was largest
+                mine = pooling.pool_gradient(group.lookup(lookups, group.acquire(lookups)), lookups, mine)
+            wanted = self.backward_of(
+                index, lookups, mine, group.acquire(lookups), version, rows=rows, weights=weights_wanted, trains=trains
+            )
+            if wanted is not None and total is not None:
+                places = self.splitter.split(ids, offsets, torch.arange(len(total), device=ids.device))[index]
+                assert places.bags.weights is not None
+                total[places.bags.weights] = wanted.view(-1)
+        return None if total is None or weights is None else total.view_as(weights).to(weights.dtype)
 
     def check_loop(self) -> None:
         """Refuse a loop whose row steps would mean something else (docs/pytorch.md).

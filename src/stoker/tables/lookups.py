@@ -136,6 +136,26 @@ class GroupLookups:
             parts.append(largest.masked_fill(~present[:, where].any(dim=1, keepdim=True), 0.0))
         return torch.cat(parts, dim=1)
 
+    def pool_gradient(self, out: Tensor, lookups: Lookups, grad: Tensor) -> Tensor:
+        """The gradient of :meth:`pool` by hand, for compiled code, where autograd is not at hand.
+
+        Args:
+            out: [B, P, D] what the kernels found.
+            lookups: of max pooling.
+            grad: of :meth:`pool`'s result.
+        """
+        assert lookups.bags.offsets is not None
+        layout, found = self._layouts[lookups.space], torch.zeros_like(out)
+        present = (bag_lengths(lookups.bags.offsets) > 0).view(-1, len(layout), 1)
+        for name, where in layout.slices.items():
+            mine = grad[:, self.layout.slices[name]]
+            if name not in self.layout.steps:
+                masked = out[:, where].masked_fill(~present[:, where], -torch.inf)
+                place = masked.max(dim=1, keepdim=True).indices
+                mine = torch.zeros_like(masked).scatter_(1, place, mine)
+            found[:, where] = mine
+        return found
+
     def joined(self, many: Sequence[tuple[Lookups, Tensor]]) -> tuple[Lookups, Tensor]:
         """Several lookups and their gradients [B, P, D] as one, in order."""
         if len(many) == 1:

@@ -1,0 +1,792 @@
+"""Ordinary PyTorch loops around the tables end with the rows of nn.EmbeddingBag and its optimizer, or say why not.
+
+Data are small integers and powers of two, so every sum is exact and results are compared to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stoker
+from stoker import Batch, EmbeddingTables, TableConfig
+from stoker.tables.storage import Rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+ROWS, DIM, FEATURES = 40, 4, 2
+PLACEMENTS: dict[str, Any] = {
+    "device": None,
+    "cached": stoker.Cached(slots=24),
+    "few slots": stoker.Cached(slots=9),
+    "file": stoker.Cached(slots=24, home="file"),
+    "hot and cold": stoker.HotCold(hot={"t": 6}, slots=24),
+    "pipelined": stoker.HostPipelined(slots=24),
+}
+
+
+def start() -> Tensor:
+    return torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM) % 13 - 6
+
+
+def made(
+    where: str = "device", *, lr: float = 0.5, optimizer: Any = None, pooling: Any = "sum", **options: Any
+) -> EmbeddingTables:
+    table = TableConfig(
+        name="t", num_embeddings=ROWS, embedding_dim=DIM, features=("a", "b"), pooling=pooling, **options
+    )
+    tables = EmbeddingTables([table], optimizer=optimizer or stoker.SGD(lr=lr), placement=PLACEMENTS[where])
+    state = next(tables.read("t"))[1].state
+    tables.write("t", 0, Rows(start(), {name: torch.zeros(ROWS, *t.shape[1:]) for name, t in state.items()}))
+    return tables
+
+
+class Bags(nn.Module):
+    """What the tables replace."""
+
+    def __init__(self, pooling: str = "sum", padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(
+            ROWS, DIM, mode=pooling, sparse=pooling != "max", include_last_offset=True, padding_idx=padding_idx
+        )
+        self.bag.weight.data.copy_(start())
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        flat = ids.reshape(-1)
+        offsets = torch.arange(len(flat) + 1) if offsets is None else offsets
+        return self.bag(flat, offsets, weights).view(-1, FEATURES, DIM)
+
+
+def batches(count: int = 6, size: int = 4, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, ROWS, (size, FEATURES), generator=generator) for _ in range(count)]
+
+
+def jagged(count: int = 6, size: int = 4, seed: int = 0, longest: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        lengths = torch.randint(0, longest + 1, (size * FEATURES,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        found.append((torch.randint(0, ROWS, (int(offsets[-1]),), generator=generator), offsets))
+    return found
+
+
+def target(step: int, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(-2, 3, shape, generator=generator).float()
+
+
+def loss_of(out: Tensor, step: int) -> Tensor:
+    """Linear, so that integer rows keep integer gradients."""
+    return (out * target(step, out.shape)).sum()
+
+
+def same_rows(tables: EmbeddingTables, bags: Bags) -> None:
+    assert torch.equal(tables.rows("t"), bags.bag.weight.detach())
+
+
+@pytest.fixture(params=list(PLACEMENTS))
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_gradients_accumulated_over_micro_batches(where: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    for turn in range(3):
+        with tables.accumulate():
+            for step, ids in enumerate(batches(4, seed=turn)):
+                (loss_of(tables(ids), step) / 4).backward()
+                (loss_of(bags(ids), step) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same_rows(tables, bags)
+    assert tables.tick == 3
+
+
+def adagrad_of_bags(bags: Bags, turns: int, micro: int) -> None:
+    optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.5, eps=1e-8)
+    for turn in range(turns):
+        for step, ids in enumerate(batches(micro, seed=turn)):
+            loss_of(bags(ids), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accumulation_with_adagrad_as_an_optimizer(where: str) -> None:
+    tables, bags = made(where, optimizer=stoker.Adagrad(lr=0.5, eps=1e-8)), Bags()
+    rows = tables.as_optimizer()
+    for turn in range(3):
+        for step, ids in enumerate(batches(3, seed=turn)):
+            loss_of(tables(ids), step).backward()
+        rows.step()
+        rows.zero_grad()
+    adagrad_of_bags(bags, 3, 3)
+    torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["one loss", "two backwards"])
+def test_two_lookups_in_one_step(where: str, how: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    first, second = batches(2)
+    if how == "one loss":
+        (loss_of(tables(first), 0) + loss_of(tables(second), 1)).backward()
+    else:
+        with tables.accumulate():
+            loss_of(tables(first), 0).backward()
+            loss_of(tables(second), 1).backward()
+    (loss_of(bags(first), 0) + loss_of(bags(second), 1)).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
+def test_two_lookups_with_per_sample_weights_that_are_learned(where: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    grads = []
+    for module in (tables, bags):
+        weights = [torch.full((len(ids),), 2.0, requires_grad=True) for ids, _ in jagged(2)]
+        total = sum(
+            loss_of(module(ids, offsets, each), step)
+            for step, ((ids, offsets), each) in enumerate(zip(jagged(2), weights, strict=True))
+        )
+        total.backward()  # type: ignore[union-attr]
+        grads.append([each.grad for each in weights])
+    optimizer.step()
+    same_rows(tables, bags)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_weight_gradient_after_the_rows_changed_is_refused() -> None:
+    tables = made()
+    weights = torch.ones(4 * FEATURES, requires_grad=True)
+    ids = batches(1)[0]
+    offsets = torch.arange(4 * FEATURES + 1)
+    early = tables(ids.reshape(-1), offsets, weights)
+    loss_of(tables(ids), 0).backward()
+    with pytest.raises(RuntimeError, match="changed between this forward and its backward"):
+        early.sum().backward()
+
+
+@pytest.fixture
+def scaler() -> Iterator[torch.amp.GradScaler]:
+    yield torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    gc.collect()
+
+
+def test_a_gradient_scaler_steps_rows_and_dense_part_alike(where: str, scaler: torch.amp.GradScaler) -> None:
+    tables, bags = made(where), Bags()
+    rows, optimizer = tables.as_optimizer(), torch.optim.SGD(bags.parameters(), lr=0.5)
+    for step, ids in enumerate(batches()):
+        scaler.scale(loss_of(tables(ids), step)).backward()
+        scaler.step(rows)
+        scaler.update()
+        rows.zero_grad()
+        loss_of(bags(ids), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_rows(tables, bags)
+
+
+def test_a_gradient_scaler_skips_a_step_whose_gradient_overflowed(scaler: torch.amp.GradScaler) -> None:
+    tables = made()
+    rows, before = tables.as_optimizer(), tables.rows("t")
+    (scaler.scale(tables(batches(1)[0]).sum()) * float("inf")).backward()
+    scaler.step(rows)
+    scaler.update()
+    rows.zero_grad()
+    assert torch.equal(tables.rows("t"), before)
+    assert tables.tick == 0
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_gradient_scaler_beside_rows_that_step_inside_backward_is_refused(scaler: torch.amp.GradScaler) -> None:
+    tables = made()
+    before = tables.rows("t")
+    with pytest.raises(stoker.ConfigError, match=r"GradScaler is in use.*as_optimizer"):
+        scaler.scale(loss_of(tables(batches(1)[0]), 0)).backward()
+    assert torch.equal(tables.rows("t"), before)
+    tables.step_each_backward()
+    loss_of(tables(batches(1)[0]), 0).backward()
+    assert tables.tick == 1
+
+
+def test_a_scaler_that_is_off_is_no_trouble() -> None:
+    tables, scaler = made(), torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(tables(batches(1)[0]), 0)).backward()
+    assert tables.tick == 1
+
+
+def test_gradient_norms_are_clipped_over_rows_and_dense_part() -> None:
+    tables, bags = made(), Bags()
+    ours, theirs = nn.Linear(FEATURES * DIM, 1), nn.Linear(FEATURES * DIM, 1)
+    theirs.load_state_dict(ours.state_dict())
+    bags.bag.sparse = False  # clip_grad_norm_ takes no sparse gradients
+    model = nn.ModuleDict({"tables": tables, "head": ours})
+    plain = nn.ModuleDict({"tables": bags, "head": theirs})
+    rows, dense = tables.as_optimizer(), torch.optim.SGD(ours.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step, ids in enumerate(batches()):
+        norms = []
+        for each, optimizers in ((model, (rows, dense)), (plain, (optimizer,))):
+            (each["head"](each["tables"](ids).flatten(1)).square().mean() * (step + 1)).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(each.parameters(), 0.5)))
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "clip", [lambda p: nn.utils.clip_grad_norm_(p, 1e9), lambda p: nn.utils.clip_grad_value_(p, 1e-31)]
+)
+def test_clipping_behind_a_step_inside_backward_is_refused(clip: Callable[[Any], Any]) -> None:
+    tables = made()
+    loss_of(tables(batches(1)[0]), 0).backward()
+    clip(tables.parameters())
+    with pytest.raises(stoker.ConfigError, match=r"clipped or unscaled after backward.*as_optimizer"):
+        tables(batches(1)[0])
+
+
+def test_clipping_by_value_is_refused() -> None:
+    tables = made()
+    rows = tables.as_optimizer()
+    loss_of(tables(batches(1)[0]), 0).backward()
+    nn.utils.clip_grad_value_(tables.parameters(), 1.0)
+    with pytest.raises(stoker.ConfigError, match="clip_value"):
+        rows.step()
+
+
+def test_accumulation_behind_steps_inside_backward_is_refused() -> None:
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for ids in batches(2):
+        head(tables(ids).flatten(1)).sum().backward()
+    with pytest.raises(stoker.ConfigError, match=r"SGD steps once for 2 backwards.*accumulate"):
+        optimizer.step()
+    tables.step_each_backward()
+    for ids in batches(2):
+        head(tables(ids).flatten(1)).sum().backward()
+    optimizer.step()
+
+
+def test_one_step_a_backward_is_no_trouble_whatever_else_steps() -> None:
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for ids in batches(4):
+        head(tables(ids).flatten(1)).sum().backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_schedulers_drive_the_learning_rate(where: str, in_backward: bool) -> None:
+    tables, bags = made(where), Bags()
+    rows, optimizer = tables.as_optimizer(in_backward=in_backward), torch.optim.SGD(bags.parameters(), lr=0.5)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, step_size=2, gamma=0.5) for each in (rows, optimizer)]
+    for step, ids in enumerate(batches()):
+        for module, each, schedule in zip((tables, bags), (rows, optimizer), schedules, strict=True):
+            loss_of(module(ids), step).backward()
+            each.step()
+            each.zero_grad()
+            schedule.step()
+    same_rows(tables, bags)
+    assert tables.lr == 0.125
+
+
+def test_the_learning_rate_can_be_set_and_keeps_the_state() -> None:
+    tables = made(optimizer=stoker.Adagrad(lr=0.5))
+    loss_of(tables(batches(1)[0]), 0).backward()
+    state = next(tables.read("t"))[1].state["sum"].clone()
+    tables.lr = 0.25
+    assert tables.optimizer.lr == 0.25
+    assert torch.equal(next(tables.read("t"))[1].state["sum"], state)
+    with pytest.raises(stoker.ConfigError, match="as_optimizer"):
+        tables.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # type: ignore[assignment]
+
+
+def test_a_gradient_scale(where: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    tables.gradient_scale = 0.25
+    for step, ids in enumerate(batches(2)):
+        loss_of(tables(ids), step).backward()
+        (loss_of(bags(ids), step) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda rows, model: rows.zero_grad(),
+        lambda rows, model: model.zero_grad(),
+        lambda rows, model: model.zero_grad(set_to_none=False),
+    ],
+)
+def test_cleared_gradients_are_not_used(clear: Callable[[Any, Any], None]) -> None:
+    tables, bags = made(), Bags()
+    rows, optimizer = tables.as_optimizer(), torch.optim.SGD(bags.parameters(), lr=0.5)
+    first, second = batches(2)
+    loss_of(tables(first), 0).backward()
+    clear(rows, tables)
+    rows.step()
+    assert tables.tick == 0
+    loss_of(tables(second), 1).backward()
+    rows.step()
+    loss_of(bags(second), 1).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+
+
+def test_frozen_rows_stay() -> None:
+    for freeze in (lambda t: t.requires_grad_(False), lambda t: t.freeze(), lambda t: t.freeze("t")):
+        tables = made()
+        freeze(tables)
+        head = nn.Linear(FEATURES * DIM, 1)
+        head(tables(batches(1)[0]).flatten(1)).sum().backward()
+        assert torch.equal(tables.rows("t"), start())
+        assert tables.tick == 0
+        tables.requires_grad_(True).unfreeze()
+        head(tables(batches(1)[0]).flatten(1)).sum().backward()
+        assert not torch.equal(tables.rows("t"), start())
+    with pytest.raises(stoker.ConfigError, match="no tables"):
+        tables.freeze("nothing")
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=12), stoker.Cached(slots=40)])
+def test_one_frozen_table_of_several(placement: Any, mean: bool) -> None:
+    """Also with an optimizer that would move rows of zero gradient."""
+    configs = [
+        TableConfig(name=name, num_embeddings=20, embedding_dim=4, pooling="mean" if mean else "sum") for name in "ab"
+    ]
+    optimizer = stoker.Adam(lr=0.1, weight_decay=0.1)
+    frozen, free = (EmbeddingTables(configs, optimizer=optimizer, placement=each) for each in (placement, None))
+    frozen.freeze("a")
+    before = frozen.rows("a")
+    for ids, offsets in jagged(4):
+        for tables in (frozen, free):
+            tables(ids % 20, offsets).square().sum(dim=2)[:, 1].sum().backward()
+    assert torch.equal(frozen.rows("a"), before)
+    assert torch.equal(frozen.rows("b"), free.rows("b"))
+
+
+def test_eval_mode_keeps_rows_and_says_so() -> None:
+    tables = made().eval()
+    out = tables(batches(1)[0])
+    with pytest.warns(UserWarning, match="eval mode: rows were not updated"):
+        out.square().sum().backward()
+    assert torch.equal(tables.rows("t"), start())
+
+
+def test_saliency_by_autograd_grad_changes_nothing() -> None:
+    tables, head = made(), nn.Linear(FEATURES * DIM, 1)
+    embedded = tables(batches(1)[0])
+    (gradient,) = torch.autograd.grad(head(embedded.flatten(1)).sum(), embedded)
+    assert gradient.shape == embedded.shape
+    assert torch.equal(tables.rows("t"), start())
+
+
+def test_averaged_models_are_refused() -> None:
+    model = nn.ModuleDict({"tables": made(), "head": nn.Linear(2, 1)})
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.module["tables"](batches(1)[0])  # nothing is averaged yet
+    averaged.update_parameters(model)
+    with pytest.raises(stoker.ConfigError, match="averaged or replaced"):
+        averaged.module["tables"].eval()(batches(1)[0])
+    by_hand = copy.deepcopy(model).eval()
+    for mine, theirs in zip(by_hand.parameters(), model.parameters(), strict=True):
+        mine.data.lerp_(theirs.data, 0.01)
+    with pytest.raises(stoker.ConfigError, match="averaged or replaced"):
+        by_hand["tables"](batches(1)[0])
+
+
+def test_a_copy_trains_on_its_own() -> None:
+    model = nn.ModuleDict({"tables": made(), "head": nn.Linear(FEATURES * DIM, 1)})
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    for ids in batches(3):
+        other["head"](other["tables"](ids).flatten(1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other.eval()["tables"](batches(1)[0])
+    assert torch.equal(model["tables"].rows("t"), start())
+
+
+def test_graphs_that_are_kept_pin_no_slots() -> None:
+    """Logits collected without no_grad, and used after all."""
+    tables, bags = made("few slots"), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    kept = [tables(ids) for ids in batches(6, size=3)]
+    theirs = [bags(ids) for ids in batches(6, size=3)]
+    sum(loss_of(out, step) for step, out in enumerate(kept)).backward()  # type: ignore[union-attr]
+    sum(loss_of(out, step) for step, out in enumerate(theirs)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    same_rows(tables, bags)
+
+
+def test_an_example_with_more_rows_than_slots_says_what_helps() -> None:
+    tables = EmbeddingTables(
+        [TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM)],
+        optimizer=stoker.SGD(lr=1.0),
+        placement=stoker.Cached(slots=3),
+    )
+    with pytest.raises(stoker.StokerError, match=r"one example needs 4 .*Give more memory") as error:
+        tables(torch.arange(4), torch.tensor([0, 4]))
+    assert "spill" not in str(error.value)
+
+
+def test_ids_changed_between_forward_and_backward_are_refused(where: str) -> None:
+    tables, ids = made(where), batches(1)[0]
+    out = tables(ids)
+    ids[0, 0] = (ids[0, 0] + 1) % ROWS
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert torch.equal(tables.rows("t"), start())
+
+
+def test_a_backward_that_fails_moves_no_row(where: str) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    first, second = batches(2)
+    weights = torch.ones(4 * FEATURES, requires_grad=True)
+    out = tables(first.reshape(-1), torch.arange(4 * FEATURES + 1), Fails.apply(weights))
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    assert torch.equal(tables.rows("t"), start())
+    loss_of(tables(second), 1).backward()
+    loss_of(bags(second), 1).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+
+
+def test_an_exception_inside_accumulate_drops_its_gradients() -> None:
+    tables = made()
+    with pytest.raises(KeyError), tables.accumulate():
+        loss_of(tables(batches(1)[0]), 0).backward()
+        raise KeyError
+    assert tables.tick == 0
+    assert torch.equal(tables.rows("t"), start())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(where: str, reentrant: bool) -> None:
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    for step, ids in enumerate(batches(2)):
+        seed = torch.ones(1, requires_grad=True)
+
+        def section(seed: Tensor, ids: Tensor = ids) -> Tensor:
+            return tables(ids) * seed
+
+        loss_of(torch.utils.checkpoint.checkpoint(section, seed, use_reentrant=reentrant), step).backward()
+        loss_of(bags(ids), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("longest", [1, 5])
+def test_max_pooling(where: str, longest: int) -> None:
+    if where == "few slots":
+        longest = 1
+    tables, bags = made(where, pooling="max"), Bags("max")
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    for turn in range(2):
+        with tables.accumulate():
+            for step, (ids, offsets) in enumerate(jagged(3, seed=turn, longest=longest)):
+                mine, theirs = tables(ids, offsets), bags(ids, offsets)
+                assert torch.equal(mine, theirs)
+                loss_of(mine, step).backward()
+                loss_of(theirs, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_rows(tables, bags)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [0, -1])
+def test_padding_idx(where: str, pooling: Any, padding: int) -> None:
+    tables, bags = made(where, pooling=pooling, padding_idx=padding), Bags(pooling, padding_idx=padding)
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    absent = padding % ROWS
+    for step, (ids, offsets) in enumerate(jagged(3, longest=2)):
+        ids = torch.where(ids % 3 == 0, absent, ids)
+        mine, theirs = tables(ids, offsets), bags(ids, offsets)
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+        loss_of(mine, step).backward()
+        loss_of(theirs, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach(), rtol=1e-6, atol=1e-6)
+    one = torch.tensor([[absent, 1], [2, absent]])
+    torch.testing.assert_close(tables(one), bags(one), rtol=1e-6, atol=1e-6)
+
+
+def test_a_wrong_padding_idx_is_refused() -> None:
+    with pytest.raises(stoker.ConfigError, match="padding_idx is 40"):
+        made(padding_idx=40)
+    with pytest.raises(stoker.ConfigError, match="pooling 'min'"):
+        made(pooling="min")
+
+
+@pytest.mark.parametrize("wrong", ["cached", {"t": "cached"}, 7])
+def test_a_placement_that_is_no_strategy_is_refused(wrong: Any) -> None:
+    with pytest.raises(stoker.ConfigError, match=r"no strategy. Give .*Cached\(fraction=0.1\)"):
+        EmbeddingTables(
+            [TableConfig(name="t", num_embeddings=4, embedding_dim=2)], optimizer=stoker.SGD(lr=1.0), placement=wrong
+        )
+
+
+def test_print_says_where_rows_are() -> None:
+    assert "Cached, 24 slots for 40 rows, backed by file, on cpu" in repr(made("file"))
+    assert "HotCold, 24 slots for 40 rows, 6 of them hot, backed by memory" in repr(made("hot and cold"))
+    assert "Device, on cpu" in repr(made())
+
+
+def test_autocast(where: str) -> None:
+    tables, bags = made(where), Bags()
+    ours, theirs = nn.Linear(FEATURES * DIM, 1), nn.Linear(FEATURES * DIM, 1)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    for ids in batches(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            mine, other = ours(tables(ids).flatten(1)), theirs(bags(ids).flatten(1))
+        mine.float().sum().backward()
+        other.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(tables.rows("t"), bags.bag.weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+class TwoTables(nn.Module):
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+        self.head = nn.Linear(FEATURES * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.tables(ids).flatten(1) * 2))
+
+
+@pytest.mark.parametrize("placed", ["device", "cached"])
+def test_compiled_whole_without_a_graph_break(placed: str) -> None:
+    torch.manual_seed(0)
+    plain, model = TwoTables(made("device")), TwoTables(made(placed))
+    model.head.load_state_dict(plain.head.state_dict())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ids in batches(4):
+        for each in (compiled, plain):
+            each(ids).square().mean().backward()
+    torch.testing.assert_close(model.tables.rows("t"), plain.tables.rows("t"))
+    assert model.tables.tick == plain.tables.tick == 4
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+    torch._dynamo.reset()
+
+
+def test_compiled_with_bags_and_learned_weights() -> None:
+    plain, tables = made(), made()
+    compiled = torch.compile(
+        lambda i, o, w: (tables(i, o, w) * 3).sum(dim=(1, 2)), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for step, (ids, offsets) in enumerate(jagged(4)):
+        weights = [torch.full((len(ids),), 2.0, requires_grad=True) for _ in range(2)]
+        outs = [compiled(ids, offsets, weights[0]), (plain(ids, offsets, weights[1]) * 3).sum(dim=(1, 2))]
+        for out in outs:
+            (out * (step + 1)).sum().backward()
+        assert torch.equal(weights[0].grad, weights[1].grad)
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+    torch._dynamo.reset()
+
+
+def test_compiled_with_max_pooling_and_several_groups() -> None:
+    """Of different widths, with padding."""
+    configs = [
+        TableConfig(name="a", num_embeddings=ROWS, embedding_dim=4, pooling="max", padding_idx=3),
+        TableConfig(name="b", num_embeddings=ROWS, embedding_dim=2),
+    ]
+    plain, tables = (EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5)) for _ in range(2))
+    compiled = torch.compile(lambda i, o: tables(i, o) * 3, fullgraph=True, backend="aot_eager", dynamic=True)
+    for ids, offsets in jagged(4):
+        assert torch.equal(compiled(ids, offsets), plain(ids, offsets) * 3)
+        compiled(ids, offsets).sum().backward()
+        (plain(ids, offsets) * 3).sum().backward()
+    assert torch.equal(tables.rows("a"), plain.rows("a"))
+    assert torch.equal(tables.rows("b"), plain.rows("b"))
+    torch._dynamo.reset()
+
+
+def test_the_operators_are_as_torch_wants_them() -> None:
+    tables, (ids, offsets) = made(), jagged(1)[0]
+    arguments = (tables.handle, ids, offsets, None, tables.number, False)
+    torch.library.opcheck(torch.ops.stoker.lookup, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def staged(stream: Any, tables: EmbeddingTables, **options: Any) -> Any:
+    return stoker.stage(stream, tables, lookups=lambda ids: ids, **options)
+
+
+def run(tables: EmbeddingTables, stream: Any, steps: Iterator[int] | None = None) -> None:
+    for step, ids in enumerate(stream):
+        loss_of(tables(ids), step).backward()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_evaluation_inside_a_staged_loop(where: str, background: bool) -> None:
+    """Staged itself, over the same tables."""
+    tables, plain = made(where), made()
+    found = []
+    for turn, (module, stream) in enumerate(
+        ((tables, staged(batches(8), tables, lookahead=4, background=background)), (plain, batches(8)))
+    ):
+        scores = []
+        for step, ids in enumerate(stream):
+            loss_of(module(ids), step).backward()
+            if step % 2:
+                others = batches(3, seed=9)
+                with torch.no_grad():
+                    for other in others if turn else staged(others, module, lookahead=4, background=background):
+                        scores.append(module(other).clone())
+        found.append(scores)
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_two_stages_that_take_turns(where: str, background: bool) -> None:
+    tables, plain = made(where), made()
+    streams = [staged(batches(6, seed=seed), tables, lookahead=3, background=background) for seed in (1, 2)]
+    for step, pair in enumerate(zip(*streams, strict=True)):
+        for ids in pair:
+            loss_of(tables(ids), step).backward()
+    for step, pair in enumerate(zip(batches(6, seed=1), batches(6, seed=2), strict=True)):
+        for ids in pair:
+            loss_of(plain(ids), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+def test_an_iterator_that_was_left_open(where: str) -> None:
+    """As in a notebook whose cell was interrupted."""
+    tables, plain = made(where), made()
+    left = iter(staged(batches(6, seed=3), tables, lookahead=4))
+    loss_of(tables(next(left)), 0).backward()
+    loss_of(plain(batches(6, seed=3)[0]), 0).backward()
+    run(tables, staged(batches(6, seed=4), tables, lookahead=4))
+    run(plain, batches(6, seed=4))
+    loss_of(tables(next(left)), 1).backward()
+    loss_of(plain(batches(6, seed=3)[1]), 1).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+def test_one_stage_read_by_two_loops_at_a_time() -> None:
+    tables, plain = made("cached"), made()
+    both = staged(batches(5), tables, lookahead=2)
+    for step, (first, second) in enumerate(zip(both, both, strict=True)):
+        for ids in (first, second):
+            loss_of(tables(ids), step).backward()
+    for step, ids in enumerate(batches(5)):
+        for _ in range(2):
+            loss_of(plain(ids), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+def given(ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Batch:
+    return Batch(dense=torch.zeros((len(offsets) - 1) // FEATURES, 0), ids=ids, offsets=offsets, weights=weights)
+
+
+def test_a_staged_lookup_uses_the_weights_and_offsets_it_is_given(where: str) -> None:
+    tables, plain = made(where), made()
+    for module, stream in (
+        (tables, stoker.stage([given(*each) for each in jagged()], tables, lookahead=3)),
+        (plain, [given(*each) for each in jagged()]),
+    ):
+        for step, batch in enumerate(stream):
+            weights = torch.full((len(batch.ids),), float(step), requires_grad=True)
+            offsets = batch.offsets
+            if step % 2:  # every bag but the first gives its ids to the one before it
+                offsets = torch.cat([offsets[:1], offsets[2:], offsets[-1:]])
+            loss_of(module(batch.ids, offsets, weights), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+@pytest.mark.parametrize("through", ["torch", "numpy", "another tensor"])
+def test_ids_changed_after_staging_are_looked_up_as_they_are(where: str, through: str) -> None:
+    tables, plain = made(where), made()
+    for module, stream in ((tables, staged(batches(), tables, lookahead=3)), (plain, batches())):
+        for step, ids in enumerate(stream):
+            if through == "torch":
+                ids.add_(1).remainder_(ROWS)
+            elif through == "numpy":
+                ids.numpy()[:] = (ids.numpy() + 1) % ROWS
+            else:
+                ids = (ids + 1) % ROWS
+            loss_of(module(ids), step).backward()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+def test_streams_that_use_their_buffers_again_are_refused(tmp_path: Any) -> None:
+    from stoker.testing import make_dataset
+
+    make_dataset(tmp_path / "data", rows=64, num_dense=1, num_embeddings=[20], seed=0)
+    data = stoker.Dataset(tmp_path / "data")
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(4,), top=(4,), placement=stoker.Cached(slots=10))
+    with pytest.raises(stoker.ConfigError, match="reuse=True"):
+        stoker.stage(data.train.batches(8, reuse=True), model)
+    tables, buffer = made("cached"), torch.zeros(4, FEATURES, dtype=torch.int64)
+
+    def stream() -> Iterator[Tensor]:
+        for ids in batches():
+            buffer.numpy()[:] = ids.numpy()
+            yield buffer
+
+    with pytest.raises(stoker.ConfigError, match=r"overwrote the ids of batch 0 .*tensors of their own"):
+        run(tables, staged(stream(), tables, lookahead=3))
+
+
+def test_what_stage_cannot_read_is_refused() -> None:
+    tables = made("cached")
+    with pytest.raises(stoker.ConfigError, match=r"gives a tuple.*lookups=lambda item: item\[0\]"):
+        next(iter(stoker.stage([(batches(1)[0], 1)], tables)))
+    with pytest.raises(stoker.ConfigError, match="holds 0"):
+        stoker.stage(batches(), nn.Linear(1, 1))
+    with pytest.raises(stoker.ConfigError, match="holds 2"):
+        stoker.stage(batches(), nn.ModuleList([made(), made()]))
+    with pytest.raises(stoker.ConfigError, match="lookups gave str"):
+        next(iter(stoker.stage([1], tables, lookups=lambda item: "ids")))
+    model = nn.ModuleDict({"rows": tables})
+    assert [
+        tuple(item["ids"].shape)
+        for item in stoker.stage([{"ids": batches(1)[0]}], model, lookups=lambda item: item["ids"])
+    ] == [(4, 2)]
+
+
+def test_batches_of_a_dataloader_with_workers(where: str) -> None:
+    tables, plain = made(where), made()
+    loader = torch.utils.data.DataLoader(torch.stack(batches(8, size=1)).flatten(0, 1), batch_size=2, num_workers=1)
+    run(tables, staged(loader, tables, lookahead=2))
+    run(plain, loader)
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
