@@ -408,3 +408,26 @@ def test_a_schema_keeps_its_features_in_files(prepared: Path) -> None:
     again = Schema.from_dict(data.manifest["schema"])
     assert again.feature == SCHEMA.feature
     assert again.hash() == SCHEMA.hash()
+
+
+@pytest.mark.parametrize("fold_by", [None, "item"])
+def test_target_encodings_of_grouped_rows_are_folded_by_the_group(tmp_path: Path, fold_by: str | None) -> None:
+    """Lists of five with one click each: where a list is in several folds, its encoding tells which row was clicked."""
+    lines = [f"{n // 5},{n % 7},{int(n % 5 == n // 5 % 5)}" for n in range(4_000)]
+    (tmp_path / "log.csv").write_text("\n".join(["list,item,clicked", *lines]) + "\n")
+    schema = Schema(label=Label(column="clicked"), group="list", categorical=(CategoricalColumn(name="item"),))
+    schema = schema.with_feature("mean_target by=list" + ("" if fold_by is None else f" fold_by={fold_by}"))
+    assert Schema.from_dict(schema.to_dict()) == schema
+    (feature,) = schema.feature
+    assert feature.to_dict()["fold_by"] == [fold_by or "list"]
+    dense, _, labels = read(stoker.prepare(schema, tmp_path / "log.csv"), "train")
+    clicked, other = dense[labels == 1, 0], dense[labels == 0, 0]
+    auc = np.mean(clicked[:, None] > other) + np.mean(clicked[:, None] == other) / 2
+    assert (abs(auc - 0.5) < 0.05) == (fold_by is None), auc
+
+
+def test_a_group_given_later_folds_target_encodings() -> None:
+    plain = [one.to_dict()["fold_by"] for one in SCHEMA.feature if isinstance(one, f.MeanTargetEncoding)]
+    assert plain == [["list"], []], "every row by itself"
+    grouped = replace(SCHEMA, group="user")
+    assert [one.fold_by for one in grouped.feature if isinstance(one, f.MeanTargetEncoding)] == [("list",), ("user",)]

@@ -290,6 +290,7 @@ class Schema:
             for key, more in self._with(text).items():
                 object.__setattr__(self, key, more)
         object.__setattr__(self, "derive", ())
+        object.__setattr__(self, "feature", tuple(feature.in_groups(self.group or None) for feature in self.feature))
         if self.feature:
             self._check_features()
         if not (self.dense or self.categorical or self.sequence):

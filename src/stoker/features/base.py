@@ -61,6 +61,10 @@ class Derivation(ABC):
     def check(self) -> None:  # noqa: B027  (a feature without settings has nothing to check)
         """Refuse settings that contradict themselves. Raises :class:`SchemaError`."""
 
+    def in_groups(self, column: str | None) -> Derivation:
+        """Return the feature with the defaults of a schema whose ``group`` is this column; None: it has none."""
+        return self
+
     @property
     def where(self) -> str:
         """How errors call it."""

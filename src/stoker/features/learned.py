@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -201,7 +201,7 @@ class MeanTargetEncoding(Learned):
         folds: into how many folds training rows are dealt, by a hash; 2 or more.
         smoothing: rows' worth of the mean of all; 0 or more.
         fold_by: rows with the same values share a fold: needed where labels within a group tell of each other, as of
-            the one clicked item of a list. Empty: every row by itself.
+            the one clicked item of a list. Empty: the ``group`` of the schema; without one, every row by itself.
         seed: of the folds.
     """
 
@@ -229,6 +229,9 @@ class MeanTargetEncoding(Learned):
     @property
     def inputs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.by, *self.fold_by)))
+
+    def in_groups(self, column: str | None) -> MeanTargetEncoding:
+        return self if self.fold_by or column is None else replace(self, fold_by=(column,))
 
     @property
     def keys(self) -> tuple[str, ...]:
