@@ -49,11 +49,11 @@ def quarantine(directory: Path) -> list[dict[str, Any]]:
 
 
 def digests(directory: Path, *, without: tuple[str, ...] = ()) -> dict[str, str]:
-    """sha256 of every file below ``directory``."""
+    """sha256 of every file below ``directory``, but for the note of where its input was."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in without
+        if path.is_file() and path.name not in (*without, ".request")
     }
 
 

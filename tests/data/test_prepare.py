@@ -353,13 +353,66 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
     assert not (out / "manifest.json").exists()
     stoker.prepare(shop(), raw, out=out)
     with pytest.raises(DataError, match=r"already holds a dataset.*pass overwrite=True to replace"):
-        stoker.prepare(shop(), raw, out=out)
+        stoker.prepare(shop(seed=1), raw, out=out)
     stoker.prepare(shop(), raw, out=out, overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(DataError, match=r"not empty and no dataset \(thesis"):
         stoker.prepare(shop(), raw, out=tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_a_finished_dataset_of_the_same_input_is_taken_as_it_is(
+    tmp_path: Path, reorder: bool
+) -> None:
+    raw, out = tmp_path / "log.csv", tmp_path / "out"
+    lines = [HEAD, *(f"{n % 2},u,a{n % 1999},{n},0,{('mo', 'mo', 'mo', 'tu', 'we')[n % 5]}" for n in range(6000))]
+    write(raw, lines)
+    schema = shop()
+    given: dict[str, Any] = {"out": out, "reorder": reorder}
+    made = run_prepare(schema, raw, **given)
+    before = {path: path.stat().st_mtime_ns for path in sorted(out.rglob("*"))}
+    found = run_prepare(schema, [raw], threads=1, **given)
+    assert (found.already, made.already) == (True, False)
+    for name in ("path", "rows", "positives", "tables", "lines", "bad", "groups"):
+        assert getattr(found, name) == getattr(made, name), name
+    assert {path: path.stat().st_mtime_ns for path in sorted(out.rglob("*"))} == before
+    assert stoker.prepare(schema, raw, **given).schema_hash == stoker.Dataset(out).schema_hash
+    (tmp_path / "other").mkdir()
+    other = write(tmp_path / "other" / "log.csv", lines)
+    for changed in (
+        {"recipe": shop(seed=1)}, {"files": other}, {"reorder": not reorder}, {"max_bad": "50%"}, {"strict": True},
+        {"files": [raw, other]},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match="already holds a dataset"):
+            run_prepare(**{"recipe": schema, "files": raw, **given, **changed})
+    assert not run_prepare(schema, raw, overwrite=True, **given).already
+    victim = next(out.glob("train/*.safetensors"))
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match="already holds a dataset"):  # a damaged one is not taken for finished
+        run_prepare(schema, raw, **given)
+    victim.write_bytes(whole)
+    assert run_prepare(schema, raw, **given).already
+    write(raw, [*lines[:-1], "1,u,a1,7,0,mo"])
+    with pytest.raises(DataError, match="already holds a dataset"):
+        run_prepare(schema, raw, **given)
+
+
+def test_recipes_of_stoker_are_known_again_and_code_of_others_is_not(tmp_path: Path) -> None:
+    raw = generated(tmp_path, "online-retail", 2000)
+    assert not run_prepare("online-retail", raw, out=tmp_path / "out").already
+    assert run_prepare("online-retail", raw, out=tmp_path / "out").already
+    own = Recipe(
+        name="own", description="", presets={"a": shop}, inputs={"log": RawInput(files=("*",), columns={"label": "int"})},
+        derive=lambda frames, schema: frames["log"],
+    )  # fmt: skip
+    frame = pl.DataFrame({"label": [0, 1, 1], "item": ["a", "b", "a"], "price": [1, 2, 3], "day": ["mo", "tu", "we"]})
+    frame.write_parquet(tmp_path / "own.parquet")
+    run_prepare(own, tmp_path / "own.parquet", out=tmp_path / "own")
+    with pytest.raises(DataError, match="already holds a dataset"):
+        run_prepare(own, tmp_path / "own.parquet", out=tmp_path / "own")
 
 
 def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +459,7 @@ def test_errors_name_parameters_and_the_command_line_its_options(tmp_path: Path)
     stoker.prepare(shop(), raw, out=tmp_path / "there")
     options = {"overwrite": "--overwrite", "strict": "--strict", "max_bad": "--max-bad"}
     for call, name in (
-        (lambda: stoker.prepare(shop(), raw, out=tmp_path / "there"), "overwrite"),
+        (lambda: stoker.prepare(shop(seed=1), raw, out=tmp_path / "there"), "overwrite"),
         (lambda: stoker.prepare(shop(), bad, out=tmp_path / "o", strict=True), "strict"),
         (lambda: stoker.prepare(shop(), [raw, bad], out=tmp_path / "o", max_bad="1%"), "max_bad"),
     ):

@@ -60,7 +60,7 @@ SCHEMA = Schema(
 def hash_tree(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*")) if path.is_file()
+        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".request"
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
 order of their numbers, day_2 before day_10; other files are read as given.
 
 An interrupted run goes on where it stopped when the same command is given
-again. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
+again; after a finished one there is nothing to do. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
 reason. A label that is a number but neither 0 nor 1 stops the run, unless
 --max-bad says what share of lines may be damaged. A compressed file that
 breaks off is named in the summary; with --max-bad or --strict it stops the run.
@@ -239,6 +239,8 @@ def _show(report: PrepareReport) -> None:
         parts.append(f"{plural(report.reused, 'step')} kept from the interrupted run")
     if report.dropped:
         parts.append(f"{plural(report.dropped, 'row')} left out by split, sampling or oov rule")
+    if report.already:
+        parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it anew"]
     console.print("; ".join(parts))
     if report.bad:
         bad_share = report.bad / max(report.lines, 1)

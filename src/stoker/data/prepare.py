@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.dataset import Dataset
+from stoker.data.files import atomic_file
 from stoker.data.fitting import Fitting
 from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
@@ -40,7 +41,7 @@ from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.data.split_rules import targets_of_files
-from stoker.data.task import NO_ROOM, Progress, Task
+from stoker.data.task import NO_ROOM, REQUEST, Progress, Task
 from stoker.device import cpu_count, give_back_memory, return_freed_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
@@ -66,6 +67,7 @@ class PrepareReport:
     dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
     warnings: list[str] = field(default_factory=list)  # files that break off or were named twice; groups that were cut
     groups: dict[str, Any] | None = None  # column, count, cut (groups with rows in several splits)
+    already: bool = False  # the dataset was there, prepared from the same files and settings: nothing was done
 
 
 def prepare(
@@ -99,7 +101,8 @@ def prepare(
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
             such label. Given, a compressed file that breaks off stops the run; else it is a Python warning.
-        overwrite: replace a dataset that is there.
+        overwrite: replace a dataset that is there. One that was prepared from the same files and settings by the same
+            version is taken as it is otherwise, and any other is refused.
         resume: go on where an interrupted run stopped; False starts from the beginning.
         reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
             does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
@@ -151,16 +154,7 @@ def run_prepare(
         raise ConfigError(
             "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
         )
-    if reorder is not False:
-        how = None if reorder is True else reorder
-        _refuse_inside(Path(out), expand([files] if isinstance(files, str | os.PathLike) else files)[0])
-        with _reordered(Path(out), how, overwrite=overwrite, threads=threads, progress=progress) as plain:
-            # A whole dataset there was left by a kill, perhaps of another command.
-            plain.report = run_prepare(
-                recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
-            )  # fmt: skip
-        return plain.report
+    started = time.perf_counter()
     measure: Like | None = None
     if like is not None:
         measure = _like(Path(like), recipe, preset)
@@ -176,7 +170,7 @@ def run_prepare(
         recipe=chosen,
         schema=schema,
         files=sources,
-        out=_working_directory(target, sources, overwrite),
+        out=target,
         limit=BadLineLimit(strict=strict, max_bad=max_bad),
         threads=threads or cpu_count(),
         report=progress or (lambda _: None),
@@ -184,10 +178,29 @@ def run_prepare(
         hold_bytes=hold_bytes,
         like=measure,
     )
+    how = Reordering() if reorder is True else reorder or None
+    request = task.request(how)
+    noted = [f"{path} was named more than once; it is read once." for path in again]
+    noted += filter(None, [text_order_warning(sources)])
+    recover(target)
+    if not overwrite and (there := _finished_dataset(target, request)) is not None:
+        report = _report(there.path, there.manifest, started, already=True)
+        report.warnings += [*_cut_groups(schema, there.manifest), *noted]
+        return report
+    if how is not None:
+        _refuse_inside(target, sources)
+        with _reordered(target, how, overwrite=overwrite, threads=threads, progress=progress) as plain:
+            # A whole dataset there was left by a kill, perhaps of another command.
+            plain.report = run_prepare(
+                recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
+                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
+            )  # fmt: skip
+        _note_request(target, request)
+        return plain.report
+    task.out = _working_directory(target, sources, overwrite)
     try:
-        report = _run(task, target, resume=resume)
-        report.warnings += [f"{path} was named more than once; it is read once." for path in again]
-        report.warnings += filter(None, [text_order_warning(sources)])
+        report = _run(task, target, request, resume=resume)
+        report.warnings += noted
         return report
     except OSError as error:
         if error.errno in NO_ROOM:
@@ -295,7 +308,23 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _run(task: Task, target: Path, *, resume: bool) -> PrepareReport:
+def _finished_dataset(target: Path, request: str | None) -> Dataset | None:
+    """Return the dataset at ``target``, where that is what ``request`` asks for."""
+    try:
+        if request is None or (target / REQUEST).read_text(encoding="ascii") != request:
+            return None
+        return Dataset(target)
+    except (OSError, UnicodeError, DataError):
+        return None  # for the preparation to say what is wrong
+
+
+def _note_request(folder: Path, request: str | None) -> None:
+    if request is not None:
+        with atomic_file(folder / REQUEST) as file:
+            file.write(request.encode())
+
+
+def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> PrepareReport:
     """Prepare in ``task.out``, which then takes the place of ``target``."""
     started = time.perf_counter()
     return_freed_memory()
@@ -310,6 +339,7 @@ def _run(task: Task, target: Path, *, resume: bool) -> PrepareReport:
             rows = read_rows(task)
             fitting = Fitting(task, rows.blocks)
             fitting.fit()
+            _note_request(task.out, request)
             manifest = publish(task, rows, fitting)
         except UnusableInput:
             task.discard()
@@ -330,20 +360,27 @@ def _run(task: Task, target: Path, *, resume: bool) -> PrepareReport:
     shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
     task.parts.clear()
     give_back_memory()
-    written = {name: entry["rows"] for name, entry in manifest["splits"].items()}
+    report = _report(target, manifest, started)
+    report.reused = task.reused
+    report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
+    report.warnings += [*task.limit.broken, *_cut_groups(task.schema, manifest)]
+    return report
+
+
+def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
+    """Return what the manifest of a prepared dataset tells."""
     return PrepareReport(
-        path=target,
-        rows=written,
+        path=path,
+        rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
         positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
         tables=_table_summary(manifest),
         lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
         bad=manifest["quarantined"],
         seconds=time.perf_counter() - started,
         peak_memory=_peak_memory(),
-        reused=task.reused,
-        dropped=sum(part.rows for part in fitting.parts) - sum(written.values()),
-        warnings=[*task.limit.broken, *_cut_groups(task.schema, manifest)],
+        reused=0,
         groups=manifest.get("groups"),
+        already=already,
     )
 
 

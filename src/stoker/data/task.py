@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,13 +31,14 @@ from stoker.features.merge import Merge
 if TYPE_CHECKING:
     from stoker.data.like import Like
 
-__all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
+__all__ = ["NO_ROOM", "REQUEST", "SPLITS", "Progress", "Task"]
 
 WORK_VERSION = 9  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_OURS = ("manifest.json", "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "features", ".work", *SPLITS)
+REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again
+_OURS = ("manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "features", ".work", *SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +145,29 @@ class Task:
             if name not in keep and path.exists():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def request(self, *settings: Any) -> str | None:
+        """Return a hash of all that decides the bytes of the dataset, and of further settings.
+
+        None where code that is not Stoker's has a part in it, which may be another tomorrow.
+        """
+        derive: Any = self.recipe.derive
+        function = getattr(derive, "func", derive)  # of a partial
+        parts = [*map(type, self.schema.feature), *([] if derive is None else [function])]
+        ours = all(str(part.__module__).startswith("stoker.") for part in parts)
+        if self.home is not None or not ours or not all(one.path.is_file() for one in self.merged):
+            return None
+        given = [getattr(derive, name, None) for name in ("args", "keywords")]
+        values = [self._inputs(), self.limit.strict, self.limit.share, repr([given, *settings])]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
     def _fingerprint(self) -> dict[str, Any]:
+        return {"work_version": WORK_VERSION, "block_bytes": self.block_bytes, **self._inputs()}
+
+    def _inputs(self) -> dict[str, Any]:
         return {
-            "work_version": WORK_VERSION,
             "stoker": stoker.__version__,
             "recipe": [self.recipe.name, self.recipe.preset_name],
             "schema": self.schema.hash(),
-            "block_bytes": self.block_bytes,
             "files": [_stamp(path) for path in self.files],
             "merged": [_stamp(one.path) for one in self.merged],
             "like": self.like.identity if self.like is not None else None,
