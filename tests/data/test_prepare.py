@@ -363,9 +363,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reorder", [False, True])
-def test_a_finished_dataset_of_the_same_input_is_taken_as_it_is(
-    tmp_path: Path, reorder: bool
-) -> None:
+def test_a_finished_dataset_of_the_same_input_is_taken_as_it_is(tmp_path: Path, reorder: bool) -> None:
     raw, out = tmp_path / "log.csv", tmp_path / "out"
     lines = [HEAD, *(f"{n % 2},u,a{n % 1999},{n},0,{('mo', 'mo', 'mo', 'tu', 'we')[n % 5]}" for n in range(6000))]
     write(raw, lines)
@@ -405,8 +403,8 @@ def test_recipes_of_stoker_are_known_again_and_code_of_others_is_not(tmp_path: P
     assert not run_prepare("online-retail", raw, out=tmp_path / "out").already
     assert run_prepare("online-retail", raw, out=tmp_path / "out").already
     own = Recipe(
-        name="own", description="", presets={"a": shop}, inputs={"log": RawInput(files=("*",), columns={"label": "int"})},
-        derive=lambda frames, schema: frames["log"],
+        name="own", description="", presets={"a": shop},
+        inputs={"log": RawInput(files=("*",), columns={"label": "int"})}, derive=lambda frames, schema: frames["log"],
     )  # fmt: skip
     frame = pl.DataFrame({"label": [0, 1, 1], "item": ["a", "b", "a"], "price": [1, 2, 3], "day": ["mo", "tu", "we"]})
     frame.write_parquet(tmp_path / "own.parquet")

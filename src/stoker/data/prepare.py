@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.dataset import Dataset
-from stoker.data.files import atomic_file
 from stoker.data.fitting import Fitting
 from stoker.data.group_numbers import cut_warning
 from stoker.data.id_order import Reordering
@@ -41,7 +40,7 @@ from stoker.data.recipe import OWN_SCHEMA, Recipe
 from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.data.split_rules import targets_of_files
-from stoker.data.task import NO_ROOM, REQUEST, Progress, Task
+from stoker.data.task import NO_ROOM, REQUEST, Progress, Task, note_request
 from stoker.device import cpu_count, give_back_memory, return_freed_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
@@ -189,13 +188,12 @@ def run_prepare(
         return report
     if how is not None:
         _refuse_inside(target, sources)
-        with _reordered(target, how, overwrite=overwrite, threads=threads, progress=progress) as plain:
+        with _reordered(target, how, request, overwrite=overwrite, threads=threads, progress=progress) as plain:
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
                 recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
                 resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
             )  # fmt: skip
-        _note_request(target, request)
         return plain.report
     task.out = _working_directory(target, sources, overwrite)
     try:
@@ -224,7 +222,7 @@ class _Plain:
 
 @contextmanager
 def _reordered(
-    out: Path, how: Reordering | None, *, overwrite: bool, threads: int | None,
+    out: Path, how: Reordering | None, request: str | None, *, overwrite: bool, threads: int | None,
     progress: Callable[[Progress], None] | None,
 ) -> Iterator[_Plain]:  # fmt: skip
     """Reorder into ``out`` what the block prepares beside it."""
@@ -240,7 +238,8 @@ def _reordered(
     yield plain
     try:
         made = run_reorder(
-            plain.path, out, how=how, overwrite=overwrite, threads=threads, progress=report, keep_source=False
+            plain.path, out, how=how, overwrite=overwrite, threads=threads, progress=report, keep_source=False,
+            request=request,
         )
     finally:
         remove_dataset(plain.path)
@@ -318,12 +317,6 @@ def _finished_dataset(target: Path, request: str | None) -> Dataset | None:
         return None  # for the preparation to say what is wrong
 
 
-def _note_request(folder: Path, request: str | None) -> None:
-    if request is not None:
-        with atomic_file(folder / REQUEST) as file:
-            file.write(request.encode())
-
-
 def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> PrepareReport:
     """Prepare in ``task.out``, which then takes the place of ``target``."""
     started = time.perf_counter()
@@ -339,7 +332,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
             rows = read_rows(task)
             fitting = Fitting(task, rows.blocks)
             fitting.fit()
-            _note_request(task.out, request)
+            note_request(task.out, request)
             manifest = publish(task, rows, fitting)
         except UnusableInput:
             task.discard()

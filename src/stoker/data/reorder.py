@@ -41,6 +41,7 @@ from stoker.data.integrity import ShardChecks
 from stoker.data.ordered import ordered_map
 from stoker.data.rebuild import rebuilt
 from stoker.data.shards import Shard
+from stoker.data.task import note_request
 from stoker.device import cpu_count
 from stoker.errors import DataError
 
@@ -124,10 +125,12 @@ def run_reorder(
     progress: Progress | None = None,
     threads: int | None = None,
     keep_source: bool = True,
+    request: str | None = None,
 ) -> ReorderReport:
     """As :func:`reorder`, returning what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
+    ``request``: of a preparation that reorders, for :func:`stoker.data.task.note_request`.
     """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
@@ -161,6 +164,7 @@ def run_reorder(
                 "stoker_version": stoker.__version__,
             },
         }
+        note_request(folder, request)
         write_manifest(folder, manifest)
     return _report(Dataset(out), started, reused=False)
 

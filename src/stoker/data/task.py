@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import stoker
 from stoker.data.columns import Block
+from stoker.data.files import atomic_file
 from stoker.data.layout import Layout
 from stoker.data.memory import Home, home_of
 from stoker.data.part_store import PartStore
@@ -31,14 +32,24 @@ from stoker.features.merge import Merge
 if TYPE_CHECKING:
     from stoker.data.like import Like
 
-__all__ = ["NO_ROOM", "REQUEST", "SPLITS", "Progress", "Task"]
+__all__ = ["NO_ROOM", "REQUEST", "SPLITS", "Progress", "Task", "note_request"]
 
 WORK_VERSION = 9  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again
-_OURS = ("manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "features", ".work", *SPLITS)
+_OURS = (
+    "manifest.json",
+    REQUEST,
+    "counts.safetensors",
+    "quarantine.jsonl",
+    "vocab",
+    "groups",
+    "features",
+    ".work",
+    *SPLITS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +183,13 @@ class Task:
             "merged": [_stamp(one.path) for one in self.merged],
             "like": self.like.identity if self.like is not None else None,
         }  # fmt: skip
+
+
+def note_request(folder: Path, request: str | None) -> None:
+    """Write what :meth:`Task.request` gave into the directory of the dataset, before its manifest."""
+    if request is not None:
+        with atomic_file(folder / REQUEST) as file:
+            file.write(request.encode())
 
 
 def _room() -> int:
