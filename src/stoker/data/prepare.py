@@ -238,7 +238,13 @@ def _reordered(
     yield plain
     try:
         made = run_reorder(
-            plain.path, out, how=how, overwrite=overwrite, threads=threads, progress=report, keep_source=False,
+            plain.path,
+            out,
+            how=how,
+            overwrite=overwrite,
+            threads=threads,
+            progress=report,
+            keep_source=False,
             request=request,
         )
     finally:
