@@ -16,6 +16,7 @@ from stoker.ops.backend import Backend, Bags, Rounding
 from stoker.ops.lamb import ROWS
 from stoker.ops.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
 from stoker.ops.rule import CODES, STATE, RowRule
+from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace
 
 __all__ = ["CpuBackend"]
@@ -146,7 +147,7 @@ class CpuBackend(Backend):
             offsets = bags.offsets.contiguous().numpy()
             kernel.run(_flat(weight), ids, offsets, *common, _block(batch * count, 256))
         if error[0]:
-            space.check(bags.ids, bags.offsets)
+            _refuse(space, bags)
         return out
 
     def update(
@@ -162,8 +163,11 @@ class CpuBackend(Backend):
         layout = self._layout(space)
         dim, count = weight.shape[1], len(space.features)
         batch = bags.batch_size(count)
+        if grad.shape != (batch, count, dim):
+            raise ValueError(f"the gradient has shape {tuple(grad.shape)}; {(batch, count, dim)} is expected.")
         if bags.ids.numel() == 0:
             return
+        error = np.zeros(1, dtype=np.int64)
         flags = (
             (CLIP_VALUE if rule.clip_value != math.inf else 0)
             | (CLIP_NORM if rule.clip_norm != math.inf else 0)
@@ -222,10 +226,17 @@ class CpuBackend(Backend):
                 places,
                 buffers,
                 counts,
+                error,
                 np.zeros(1, dtype=np.int64),
                 apply.entry(*updating),
                 following=updating,
                 threads=threads,
+            )
+        if error[0]:
+            raise RuntimeError(
+                "ids or offsets were overwritten between a lookup and its update: they now lie outside their tables or "
+                "bags. Rows of this batch may have been updated in part, so go back to the last checkpoint. Leave the "
+                "memory of a batch alone until backward is done."
             )
 
     def lamb_direct(
@@ -262,19 +273,31 @@ class CpuBackend(Backend):
         layout = self._layout(space)
         count = bags.ids.numel()
         offsets = np.arange(count + 1) if bags.offsets is None else bags.offsets.contiguous().numpy()
-        out = torch.empty(count, dtype=torch.float32)
+        out, error = torch.empty(count, dtype=torch.float32), np.zeros(1, dtype=np.int64)
         if count:
             kernels.weight_gradient_kernel(weight.shape[1]).run(
                 _flat(weight),
                 bags.ids.reshape(-1).contiguous().numpy(),
                 offsets,
                 layout.bases,
+                layout.limits,
                 _flat(grad.to(torch.float32).contiguous()),
                 out.numpy(),
+                error,
                 np.zeros(1, dtype=np.int64),
                 256,
             )
+        if error[0]:
+            _refuse(space, bags)
         return out
+
+
+def _refuse(space: AddressSpace, bags: Bags) -> None:
+    """Raise the error of a batch with a bad id or bag."""
+    if bags.offsets is not None and not offsets_fit(bags.offsets, bags.ids.numel()):
+        raise ValueError(f"offsets must rise from 0 to the number of ids, {bags.ids.numel()}; they do not.")
+    space.check(bags.ids, bags.offsets)
+    raise RuntimeError("ids or offsets were overwritten while they were read. Leave the memory of a batch alone.")
 
 
 def _block(total: int, least: int) -> int:

@@ -99,6 +99,9 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
                 f = bag % features
                 base, limit = bases[f], limits[f]
                 begin, end = offsets[bag], offsets[bag + 1]
+                if begin < 0 or end < begin or end > last:
+                    error[0] = 1
+                    return
                 for d in range(dim):
                     out[bag * dim + d] = 0.0
                 for k in range(begin, end):
@@ -118,10 +121,10 @@ def lookup_kernel(dim: int, jagged: bool, weighted: bool, mean: bool) -> Kernel:
 
 @lru_cache(maxsize=64)
 def weight_gradient_kernel(dim: int) -> Kernel:
-    """Kernel of the per-sample-weight gradient: one dot product for each id."""
+    """Kernel of the per-sample-weight gradient: one dot product for each id; sets ``error[0]`` for a bad id or bag."""
 
     def dots(p):
-        weight, ids, offsets, bases, grad, out, cursor, block = arguments(p)
+        weight, ids, offsets, bases, limits, grad, out, error, cursor, block = arguments(p)
         features = len(bases)
         count = len(offsets) - 1
         while True:
@@ -129,9 +132,17 @@ def weight_gradient_kernel(dim: int) -> Kernel:
             if start >= count:
                 return
             for bag in range(start, min(start + block, count)):
-                for k in range(offsets[bag], offsets[bag + 1]):
-                    row = bases[bag % features] + ids[k]
-                    out[k] = row_dot(dim, grad, bag * dim, weight, row * dim)
+                f = bag % features
+                begin, end = offsets[bag], offsets[bag + 1]
+                if begin < 0 or end < begin or end > len(ids):
+                    error[0] = 1
+                    return
+                for k in range(begin, end):
+                    i = np.int64(ids[k])
+                    if i < 0 or i >= limits[f]:
+                        error[0] = 1
+                        return
+                    out[k] = row_dot(dim, grad, bag * dim, weight, (bases[f] + i) * dim)
 
     return Kernel(dots)
 
@@ -143,7 +154,8 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
     A work item is one table, or one part of a table's rows. Its thread walks the batch in order of occurrence and adds
     each gradient to the row's place in a compact buffer, found by a hash table that fits the first-level cache; then it
     has the rows updated, which were asked for from memory when they were first met. ``counted``: also counts how often
-    each row occurs.
+    each row occurs. Ids and offsets are those of the lookup, but memory may have been written since: a bad one sets
+    ``error[0]``, and the rows of that table and of others not yet done stay as they are.
     """
     scaled = 1 if weighted or mean else 0
     examples_ahead = max(4, min(32, 1024 // dim))
@@ -173,6 +185,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
             all_places,
             all_buffers,
             all_counts,
+            error,
             cursor,
             apply,
         ) = arguments(p)
@@ -198,6 +211,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
             direct = rows <= mask  # every row has a place of its own: no hashing
             one = np.float32(1.0)
             count = np.int64(0)
+            bad = False
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
@@ -208,10 +222,16 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                     begin, end = bag, bag + 1
                     if jagged:
                         begin, end = offsets[bag], offsets[bag + 1]
+                        if begin < 0 or end < begin or end > len(ids):
+                            bad = True
+                            break
                         if mean and end > begin:
                             one = np.float32(1.0) / np.float32(end - begin)
                     for k in range(begin, end):
                         row = np.int64(ids[k])
+                        if row < 0 or row >= rows:
+                            bad = True
+                            break
                         if others and (row >> 4) & others != part:
                             continue
                         if weighted:
@@ -224,6 +244,9 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                                 counts[slots[h]] += 1
                             row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
                         else:
+                            if count >= occurrences[table]:
+                                bad = True
+                                break
                             keys[h] = row
                             slots[h] = count
                             places[count] = h
@@ -237,6 +260,15 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                             if counted:
                                 counts[count] = 1
                             count += 1
+                    if bad:
+                        break
+                if bad:
+                    break
+            if bad:
+                for u in range(count):
+                    keys[places[u]] = -1
+                error[0] = 1
+                return
             call(p, apply, me, table, count)
 
     return Kernel(sums)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stoker.ops.backend import Bags
 from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.reference import addresses
+from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace
 
 __all__ = ["Distinct", "distinct_rows", "split_rows"]
@@ -58,6 +59,8 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     ids = bags.ids.contiguous().reshape(-1).numpy()
     jagged = bags.offsets is not None
     offsets = bags.offsets.contiguous().numpy() if bags.offsets is not None else np.zeros(1, np.int64)
+    if bags.offsets is not None and not offsets_fit(bags.offsets, count):
+        raise ValueError(f"offsets must rise from 0 to the number of ids, {count}; they do not.")
     table_of, start, features, first, sizes = _tables(space)
     inverse_ids = np.empty(count, np.int32)
     others, placed = np.zeros(len(sizes), np.int64), 0
