@@ -57,7 +57,7 @@ def test_imports_only_go_down(path):
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_are_short_and_explained(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= 500
+    assert len(text.splitlines()) <= 800
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 

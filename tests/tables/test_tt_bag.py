@@ -228,37 +228,51 @@ def test_back_ends_give_the_same_bits(kind, rank):
         assert torch.equal(value, second[name]), name
 
 
-def test_two_forwards_before_two_backwards_update_from_the_cores_of_now():
-    """The second backward is the gradient at cores that the first one changed, in all its factors."""
-    bag = make(optimizer=stoker.SGD(lr=0.5))
-    first, second = torch.tensor([1, 2, 30, 7]), torch.tensor([2, 31, 7])
-    begin = torch.tensor([0])
-    cores = [core.detach().clone() for core in bag.cores]
-    outs = [bag(ids, begin) for ids in (first, second)]
-    grad = torch.randn(1, DIM, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("how", ["one loss", "accumulate"])
+def test_several_lookups_are_one_step(how):
+    """Equal to cores that are parameters, with torch's optimizer."""
+    bag, plain = make(optimizer=stoker.SGD(lr=0.5)), make()
+    plain.load_state_dict(bag.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    first, second, begin = torch.tensor([1, 2, 30, 7]), torch.tensor([2, 31, 7]), torch.tensor([0])
+    if how == "one loss":
+        (bag(first, begin).sum() * 2 + bag(second, begin).sum()).backward()
+    else:
+        with bag.accumulate():
+            (bag(first, begin).sum() * 2).backward()
+            bag(second, begin).sum().backward()
+    (plain(first, begin).sum() * 2 + plain(second, begin).sum()).backward()
+    optimizer.step()
+    assert bag.tick == 1
+    for mine, its in zip(bag.cores, plain.cores, strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_backward_after_the_cores_have_changed_is_refused():
+    """Its gradient depends on the cores as they were, as PyTorch says of parameters that were changed in place."""
+    bag, begin = make(optimizer=stoker.SGD(lr=0.5)), torch.tensor([0])
+    outs = [bag(torch.tensor(ids), begin) for ids in ([1, 2, 30, 7], [2, 31, 7])]
+    outs[0].sum().backward(retain_graph=True)
+    before = [core.detach().clone() for core in bag.cores]
     for out in outs:
-        out.backward(grad)
-    for step, ids in enumerate((first, second)):
-        leaves = [core.clone().requires_grad_() for core in cores]
-        expected_of(bag, rows_by_definition(leaves, torch.arange(ROWS), SHAPE), ids, begin).backward(grad)
-        textbook(cores, [{}] * 3, SHAPE, [leaf.grad for leaf in leaves], ids, bag.optimizer.rule(step))
-    for mine, its in zip(bag.cores, cores, strict=True):
-        torch.testing.assert_close(mine.detach(), its, rtol=1e-5, atol=1e-6)
+        with pytest.raises(RuntimeError, match=r"changed between this forward and its backward.*join the losses"):
+            out.sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, bag.cores, strict=True))
 
 
-def test_a_second_backward_through_one_graph():
-    bag = make(optimizer=stoker.SGD(lr=0.5))
-    ids, begin, cores = torch.tensor([1, 2, 30, 7]), torch.tensor([0]), [core.detach().clone() for core in bag.cores]
-    out = bag(ids, begin)
-    grad = torch.randn(1, DIM, generator=torch.Generator().manual_seed(0))
-    out.backward(grad, retain_graph=True)
-    out.backward(grad)
-    for step in range(2):
-        leaves = [core.clone().requires_grad_() for core in cores]
-        expected_of(bag, rows_by_definition(leaves, torch.arange(ROWS), SHAPE), ids, begin).backward(grad)
-        textbook(cores, [{}] * 3, SHAPE, [leaf.grad for leaf in leaves], ids, bag.optimizer.rule(step))
-    for mine, its in zip(bag.cores, cores, strict=True):
-        torch.testing.assert_close(mine.detach(), its, rtol=1e-5, atol=1e-6)
+def test_eval_mode_keeps_the_cores_and_says_so():
+    bag = make(optimizer=stoker.SGD(lr=0.5)).eval()
+    before = [core.detach().clone() for core in bag.cores]
+    with pytest.warns(UserWarning, match="eval mode: its cores were not updated"):
+        bag(torch.tensor([1, 2]), torch.tensor([0])).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, bag.cores, strict=True))
+
+
+def test_a_gradient_scaler_is_refused():
+    bag, scaler = make(optimizer=stoker.SGD(lr=0.5)), torch.amp.GradScaler("cpu")
+    with pytest.raises(stoker.ConfigError, match="GradScaler is in use"):
+        scaler.scale(bag(torch.tensor([1, 2]), torch.tensor([0])).sum()).backward()
+    assert bag.tick == 0
 
 
 def test_cores_changed_between_forward_and_backward_are_noticed():

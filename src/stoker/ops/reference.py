@@ -14,6 +14,7 @@ from torch import Tensor
 from stoker.ops.rule import RowRule
 
 __all__ = [
+    "add_in_order",
     "addresses",
     "bag_lengths",
     "clipped",
@@ -91,7 +92,7 @@ def _bag_of(offsets: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
 
 
-def _add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
+def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
     """``into[target[k]] += values[k]`` for k = 0, 1, ...: the order of float additions is part of the result."""
     if len(target) == 0:
         return into
@@ -128,7 +129,7 @@ def lookup(
     if offsets is None:
         return picked
     pooled = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32, device=weight.device)
-    _add_in_order(pooled, _bag_of(offsets), picked)
+    add_in_order(pooled, _bag_of(offsets), picked)
     if mean:
         lengths = bag_lengths(offsets).clamp(min=1)
         pooled *= (torch.ones_like(lengths, dtype=torch.float32) / lengths).unsqueeze(1)
@@ -154,7 +155,7 @@ def distinct_gradients(
     grads = _scaled(grads, offsets, weights, mean)
     distinct, inverse = torch.unique(rows, return_inverse=True)
     total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
-    return distinct, _add_in_order(total, inverse, grads)
+    return distinct, add_in_order(total, inverse, grads)
 
 
 def row_norm_squared(values: Tensor) -> Tensor:

@@ -232,10 +232,10 @@ class RowSteps:
             misuse.check_ranks(self)
         if self.checked and (self.optimizer is None or self.optimizer.in_backward):
             misuse.watch(self)
-            grad = self.trained.handle.grad
-            if grad is not None and grad is self._published and grad._version != self._version:
+            grad, published = self.trained.handle.grad, self._published
+            if published is not None and grad is published and published._version != self._version:
                 self._published = None
-                if grad.tolist() != [0.0, 0.0]:
+                if published.tolist() != [0.0, 0.0]:
                     raise misuse.changed_gradient(self)
 
 

@@ -5,8 +5,11 @@ Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, get_backend
+from stoker.ops.reference import add_in_order
 from stoker.ops.tensor_train import build_trie, expand, fill_core, gradients
 from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.stepping import RowSteps, new_handle
 from stoker.tables.tensor_train import check_cores, update_slices
 from stoker.units import format_count
 
@@ -31,6 +36,7 @@ class _DistinctRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor, *cores: Tensor) -> Tensor:
         ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
+        ctx.trains = bag.training
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
         rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(-1, bag.embedding_dim))
@@ -40,11 +46,22 @@ class _DistinctRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cores, bag = ctx.saved_tensors, ctx.bag
-        if ctx.tick != bag.tick:  # another backward updated the cores since
-            ctx.values, ctx.tick = expand(cores, ctx.trie), bag.tick
+        if ctx.tick != bag.tick:
+            raise RuntimeError(
+                "the cores of a TTEmbeddingBag were changed between this forward and its backward, and the gradient "
+                "depends on them as they were: another backward came between. Do the forward again, or join the losses "
+                "in one backward."
+            )
         slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
         if bag.optimizer is not None:
-            bag._update(slices)
+            if ctx.trains:
+                bag._steps.collect(_Slices(slices))
+            else:
+                warnings.warn(
+                    "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
+                    "them, or do without gradients (torch.no_grad()).",
+                    stacklevel=2,
+                )
             return (None,) * (3 + len(cores))
         wanted = []
         for core, (digits, values) in zip(cores, slices, strict=True):
@@ -54,6 +71,15 @@ class _DistinctRows(torch.autograd.Function):
         return None, None, None, *wanted
 
 
+class _Slices(NamedTuple):
+    """Gradients of cores: for each, distinct slices and theirs."""
+
+    cores: list[tuple[Tensor, Tensor]]
+
+    def scaled(self, factor: float) -> _Slices:
+        return _Slices([(digits, grad * factor) for digits, grad in self.cores])
+
+
 class TTEmbeddingBag(nn.Module):
     """Replaces ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
 
@@ -61,8 +87,9 @@ class TTEmbeddingBag(nn.Module):
     batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
-    they are updated inside backward instead, slice by slice, and take no gradient: there is none to clip, to accumulate
-    or, under ``DistributedDataParallel``, to average.
+    they take one step at the end of each backward instead, slice by slice, and have no gradient: there is none to clip
+    or, under ``DistributedDataParallel``, to average; :meth:`accumulate` makes one step of several backwards. Loops
+    that would silently mean something else are refused by name, as by :class:`stoker.EmbeddingTables`.
 
     Args:
         num_embeddings: N.
@@ -137,6 +164,7 @@ class TTEmbeddingBag(nn.Module):
         if optimizer is not None:
             check_cores(optimizer, "TTEmbeddingBag")
         self.optimizer, self.backend, self.std = optimizer, backend, std
+        self._make_steps()
         self.import_error: float | None = None  # of a table it was made from, relative
         self.tick = 0  # updates inside backward
         made = [torch.empty(size, device=device, dtype=dtype) for size in self.shape.core_shapes]
@@ -216,9 +244,50 @@ class TTEmbeddingBag(nn.Module):
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
                 "float32. Turn them back (.float()), or make the bag without optimizer."
             )
+        if self.optimizer is not None and torch.is_grad_enabled() and self.training:
+            self._steps.check()
         anchor = torch.zeros((), requires_grad=self.optimizer is not None)
         rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows
+
+    def _make_steps(self) -> None:
+        # Not registered: it stands for cores that parameters() holds already.
+        object.__setattr__(self, "handle", new_handle("cpu"))
+        self._steps = RowSteps(self, "a TTEmbeddingBag")
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """One step of the cores from all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
+        return self._steps.accumulate()
+
+    def step_each_backward(self) -> None:
+        """As :meth:`stoker.EmbeddingTables.step_each_backward`."""
+        self._steps.checked = False
+
+    def exchange(self, gradients: list[_Slices]) -> list[_Slices]:
+        """What ranks would exchange; they are refused."""
+        return gradients
+
+    def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
+        """One step with the sum of ``gradients`` times ``scale``."""
+        slices = self._sum(gradients)
+        if scale != 1.0:
+            slices = _Slices(slices).scaled(scale).cores
+        self._update(slices)
+
+    def gradient_norm(self, gradients: Sequence[_Slices]) -> float:
+        """The Euclidean norm of the gradient of all cores."""
+        return math.sqrt(sum(float(grad.double().square().sum()) for _, grad in self._sum(gradients)))
+
+    def _sum(self, gradients: Sequence[_Slices]) -> list[tuple[Tensor, Tensor]]:
+        """Slices of all gradients, each once, summed in order."""
+        if len(gradients) == 1:
+            return gradients[0].cores
+        found = []
+        for parts in zip(*(each.cores for each in gradients), strict=True):
+            digits, which = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
+            grads = torch.cat([grad for _, grad in parts])
+            found.append((digits, add_in_order(grads.new_zeros(len(digits), *grads.shape[1:]), which, grads)))
+        return found
 
     def _check(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int32, torch.int64):
@@ -293,6 +362,13 @@ class TTEmbeddingBag(nn.Module):
                 torch.arange(start, min(start + chunk_rows, self.num_embeddings), device=device), self.shape
             )
             yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "handle")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_steps()
 
     def get_extra_state(self) -> Tensor:
         """Updates done, which drive schedules and the bias correction; a tensor as all else that is saved."""
