@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from fresh_memory import fill_fresh_memory
 from hypothesis import settings
 
 pytest.register_assert_rewrite("small_runs")  # so that what it asserts is shown in full, whoever imports it first
@@ -14,3 +15,5 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says nothing about whether it is right, least of all on a busy machine.
 settings.register_profile("stoker", deadline=None)
 settings.load_profile("stoker")
+
+fill_fresh_memory()

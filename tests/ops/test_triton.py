@@ -86,7 +86,7 @@ if not INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def _strict() -> Any:
-    """Fresh memory is not-a-number; NumPy's floating-point warnings, which no GPU has, are off."""
+    """Fresh integers are filled too; NumPy's floating-point warnings, which no GPU has, are off."""
     if not INTERPRETED:
         yield
         return
@@ -176,6 +176,20 @@ def test_an_interpreter_that_cannot_run_with_this_numpy_is_refused(
         triton_backend.TritonBackend()
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
     triton_backend.TritonBackend()  # compiled kernels do not care
+
+
+@on_device
+def test_a_kernel_that_writes_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.ops import triton_backend
+
+    class Nothing:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, **named: None
+
+    monkeypatch.setattr(triton_backend.reading, "lookup_kernel", Nothing())
+    space = space_of(4, 50)
+    bags = Bags(torch.zeros(2, 3, dtype=torch.int64, device=DEVICE))
+    assert make_backend().lookup(torch.ones(54, 4, device=DEVICE), space, bags).isnan().all()
 
 
 @on_device
