@@ -125,8 +125,8 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         "kind": "checkpoint",
         "path": str(path),
         "step": manifest["step"],
-        "model": manifest["model"],
-        "row_optimizer": manifest["row_optimizer"],
+        "model": manifest["model"] or {"class": manifest["class"]},
+        "row_optimizer": manifest.get("row_optimizer"),
         "dense_optimizer": (manifest["dense_optimizer"] or {}).get("kind"),
         "stream": manifest["stream"],
         "stoker_version": manifest["stoker_version"],
@@ -135,6 +135,9 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         "bytes": sum(int(entry["bytes"]) for entry in files.values()),
         "extra": manifest.get("extra", {}),
     }
+    if "trained" in manifest:
+        found |= {"trained": manifest["trained"], "extra_state": sorted(manifest["extra_state"])}
+        found["optimizers"] = {name: values["kind"] for name, values in manifest["optimizers"].items()}
     if run != path:
         found |= {"run": str(run), "checkpoints": _describe_run(run)}
     if verify:
@@ -320,8 +323,10 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
     _line(console, "checkpoint", found["path"])
     _line(console, "step", f"{found['step']:,}")
     _line(console, "model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
-    _line(console, "optimizers", f"rows {found['row_optimizer']['kind']}, dense {found['dense_optimizer']}")
-    if found["stream"]:
+    _line(console, "optimizers", _optimizers(found))
+    if found.get("extra_state"):
+        _line(console, "extra state", ", ".join(found["extra_state"]))
+    if found["stream"] and ("scheduler" in found["stream"] or "epoch" in found["stream"]):
         _line(console, "data position", _position(found["stream"]))
     _line(console, "size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
     _table(
@@ -330,7 +335,7 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
         ["table", "rows", "dim", "type", "size with state"],
         [
             [
-                table["name"],
+                ".".join(filter(None, (table.get("module"), table["name"]))),
                 f"{table['num_embeddings']:,}",
                 str(table["embedding_dim"]),
                 str(table["dtype"]),
@@ -340,6 +345,14 @@ def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
         ],
     )
     _verified(console, found)
+
+
+def _optimizers(found: dict[str, Any]) -> str:
+    if "trained" not in found:
+        return f"rows {found['row_optimizer']['kind']}, dense {found['dense_optimizer']}"
+    rules = {name: each["row_optimizer"] for name, each in found["trained"].items()}
+    rows = {f"{name or 'rows'} {rule['kind']}" for name, rule in rules.items() if rule is not None}
+    return ", ".join([*sorted(rows), *(f"{name} {kind}" for name, kind in found["optimizers"].items())])
 
 
 def _position(stream: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "Hidden",
     "HomePath",
     "HostMemory",
+    "Import",
     "InFlight",
     "Json",
     "Lookahead",
@@ -41,6 +42,7 @@ __all__ = [
     "Top",
     "begin_at",
     "cow_clip",
+    "import_model",
     "model_options",
     "option",
     "own_numbers",
@@ -58,6 +60,14 @@ def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
 
 DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote.")]
 RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
+Import = Annotated[
+    str | None,
+    typer.Option(
+        "--import",
+        help="Model class of your own, as package.module:Class; looked for in the current directory too.",
+        metavar="PATH",
+    ),
+]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
 
 Model = Annotated[str | None, option(_MODEL, "dlrm, deepfm, dcn, tbsm, din or tabular. (default: dlrm)")]
@@ -154,6 +164,15 @@ def cow_clip(text: str) -> tuple[float, float]:
     except ValueError as error:
         raise ConfigError(f"--row-cow-clip {text!r} is not r,zeta. Write for example --row-cow-clip 1,1e-5.") from error
     return ratio, floor
+
+
+def import_model(path: str | None) -> str | None:
+    """Import what ``--import`` names; the name of the model."""
+    if path is None:
+        return None
+    from stoker.models import import_model as register
+
+    return register(path).name
 
 
 def rerun_settings(given: Mapping[str, Any]) -> dict[str, Any]:

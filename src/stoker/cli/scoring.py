@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import Backend, Budget, Data, Device, HomePath, HostMemory, Json, Threads
+from stoker.cli.options import Backend, Budget, Data, Device, HomePath, HostMemory, Import, Json, Threads, import_model
 from stoker.cli.train import metrics_table
 from stoker.errors import DataError
 
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
 def evaluate(
     run: Run,
     data: Data = None,
+    imported: Import = None,
     split: SplitName = "test",
     rows: Rows = None,
     k: Places = None,
@@ -60,7 +61,7 @@ def evaluate(
     from stoker.training.evaluation import finite
 
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
-    loaded, chosen, size = _open(run, data, split, device, backend, threads, memory, batch_size)
+    loaded, chosen, size = _open(run, data, imported, split, device, backend, threads, memory, batch_size)
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
     if as_json:
@@ -79,6 +80,7 @@ def predict(
         Path, typer.Option(help="File to write, .parquet or .csv: row, label, score, and group where there are groups.")
     ],
     data: Data = None,
+    imported: Import = None,
     split: SplitName = "test",
     rows: Rows = None,
     batch_size: BatchSize = None,
@@ -102,7 +104,7 @@ def predict(
 
     check_scores_file(out)
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
-    loaded, chosen, size = _open(run, data, split, device, backend, threads, memory, batch_size)
+    loaded, chosen, size = _open(run, data, imported, split, device, backend, threads, memory, batch_size)
     count = run_prediction(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
@@ -113,6 +115,7 @@ def predict(
 def _open(
     run: Path,
     data: Path | None,
+    imported: str | None,
     split: str,
     device: str | None,
     backend: Any,
@@ -122,7 +125,7 @@ def _open(
 ) -> tuple[Any, Split, int]:
     """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
     from stoker.device import resolve_device
-    from stoker.training.checkpoint import load, read_manifest
+    from stoker.training.checkpoint import load, read_manifest, saved_model
     from stoker.training.evaluation import check_dataset
     from stoker.training.placing import place_scoring
     from stoker.training.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
@@ -131,7 +134,9 @@ def _open(
         import torch
 
         torch.set_num_threads(threads)
+    import_model(imported)
     checkpoint = find_checkpoint(run)
+    saved_model(checkpoint, read_manifest(checkpoint))  # refuses what no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
     on = resolve_device(device)

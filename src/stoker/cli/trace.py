@@ -28,6 +28,7 @@ def trace(
     out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced if there.")] = Path("trace.json"),
     start: options.Start = None,
     data: options.Data = None,
+    imported: options.Import = None,
     device_memory: options.Budget = None,
     host_memory: options.HostMemory = None,
     home_path: options.HomePath = None,
@@ -54,6 +55,7 @@ def trace(
     """
     settings = options.rerun_settings(locals())
     begin = options.begin_at(start)
+    options.import_model(imported)
     replaced = out.exists()
 
     from stoker.training.trace import trace as run_trace

@@ -29,6 +29,9 @@ def train(
     out: Annotated[Path | None, option(_RUN, "Run directory to make.")] = None,
     resume: Annotated[Path | None, option(_RUN, "Run directory to continue, to the bit.")] = None,
     model: options.Model = None,
+    imported: Annotated[
+        str | None, option(_MODEL, "Model class of your own, as package.module:Class.", "--import", metavar="PATH")
+    ] = None,
     embedding_dim: options.EmbeddingDim = None,
     bottom: options.Bottom = None,
     top: options.Top = None,
@@ -152,8 +155,10 @@ def train(
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """
     given = dict(locals())
-    for name in ("dataset", "out", "resume", "json_lines"):
+    for name in ("dataset", "out", "resume", "json_lines", "imported"):
         given.pop(name)
+    if (own := options.import_model(imported)) is not None and model is None and resume is None:
+        given["model"] = own
     settings = options.train_settings(given)
 
     from stoker.training import train as run_training

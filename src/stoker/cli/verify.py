@@ -26,6 +26,7 @@ def verify(
     steps: Annotated[int, typer.Option(help="Steps to replay.")] = 50,
     start: options.Start = None,
     data: options.Data = None,
+    imported: options.Import = None,
     device_memory: options.Budget = None,
     host_memory: options.HostMemory = None,
     home_path: options.HomePath = None,
@@ -54,6 +55,7 @@ def verify(
     """
     settings = options.rerun_settings(locals())
     begin = options.begin_at(start)
+    options.import_model(imported)
 
     from stoker.training.verify import verify as run_verify
 

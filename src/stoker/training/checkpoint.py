@@ -318,7 +318,7 @@ def load(
         CheckpointError: a missing or damaged file, or a module, optimizer or extra state that differs from the saved
             one. The message names what differs.
     """
-    from stoker.training.rundir import find_checkpoint, unknown_model, whole_beside
+    from stoker.training.rundir import find_checkpoint, whole_beside
 
     directory = find_checkpoint(directory)
     manifest = read_manifest(directory)
@@ -330,8 +330,6 @@ def load(
         raise CheckpointError(f"{error} {whole_beside(directory)}") from error
     if into is None:
         kind = saved_model(directory, manifest)
-        if kind not in MODELS:
-            raise CheckpointError(f"{directory} holds a model {kind!r}, unknown here. {unknown_model(directory, kind)}")
         module: nn.Module = MODELS[kind].from_config(
             FeatureSpec.from_dict(manifest["features"]), manifest["model"],
             optimizer=RowOptimizer.from_dict(manifest["row_optimizer"]), device=device, backend=backend,
@@ -362,11 +360,16 @@ def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
     """Return the name of the :class:`RecModel` in a checkpoint.
 
     Raises:
-        CheckpointError: it holds a module of another kind.
+        CheckpointError: it holds a module of another kind, or a model that was not imported.
     """
+    from stoker.training.rundir import unknown_model
+
     if manifest["model"] is None:
         raise CheckpointError(
             f"{directory} holds a {manifest['class']}, a module that only your own code can build. Build it, and give "
             f"it: stoker.load({str(directory)!r}, into=module)."
         )
-    return str(manifest["model"]["model"])
+    kind = str(manifest["model"]["model"])
+    if kind not in MODELS:
+        raise CheckpointError(f"{directory} holds a model {kind!r}, unknown here. {unknown_model(directory, kind)}")
+    return kind

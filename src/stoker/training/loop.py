@@ -19,6 +19,7 @@ from stoker.data.reader import BatchStream
 from stoker.device import has_bf16_products, resolve_device
 from stoker.errors import ConfigError
 from stoker.models import MODELS, RecModel
+from stoker.models.imported import class_path
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
@@ -123,7 +124,9 @@ def _train(
     warnings.append(
         check_disk(path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done))
     )
-    kept = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+    kept: dict[str, Any] = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+    if not type(model).__module__.startswith("stoker."):
+        kept["model_class"] = class_path(type(model))
     if resume is not None:
         kept = {**RunDirectory(str(resume)).read("config.json"), **kept}
     elif choice is not None:

@@ -74,7 +74,7 @@ def find_section(
     if forbidden := sorted(set(settings or {}) - MACHINE):
         raise ConfigError(f"settings {forbidden} would change the run. What may change: {', '.join(sorted(MACHINE))}.")
     directory = RunDirectory(run)
-    values = directory.read("config.json")
+    values = directory.config()
     config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
     dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))
     total = config.steps or config.epochs * len(run_stream(config, dataset))

@@ -30,7 +30,7 @@ def reopen(
     settings: dict[str, Any],
 ) -> tuple[Dataset, TrainConfig]:
     """The dataset and settings of a run that is to go on."""
-    values = RunDirectory(resume).read("config.json")
+    values = RunDirectory(resume).config()
     before = TrainConfig.from_dict(values["settings"])
     if config is not None:
         settings = {**config.to_dict(), **settings}

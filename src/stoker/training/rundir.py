@@ -25,6 +25,7 @@ from typing import Any
 from stoker.data.dataset import Dataset
 from stoker.data.files import atomic_file
 from stoker.errors import CheckpointError, ConfigError, DataError
+from stoker.models import MODELS
 from stoker.training import checkpoint as ckpt
 from stoker.training.metrics import merit
 from stoker.units import quoted
@@ -133,6 +134,18 @@ class RunDirectory:
         """Write one JSON file atomically."""
         with atomic_file(self.path / name) as file:
             file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+    def config(self) -> dict[str, Any]:
+        """Return ``config.json``, whose model is known here.
+
+        Raises:
+            ConfigError: there is no run, or its model is one that was not imported.
+        """
+        values = self.read("config.json")
+        model = values["settings"].get("model")
+        if model is not None and model not in MODELS:
+            raise ConfigError(f"{self.path} trains a model {model!r}, unknown here. {unknown_model(self.path, model)}")
+        return values
 
     def read(self, name: str) -> dict[str, Any]:
         """One JSON file of the run.
@@ -257,20 +270,21 @@ def find_checkpoint(path: str | Path) -> Path:
     return newest
 
 
-def unknown_model(checkpoint: Path, name: str) -> str:
-    """Say how to make the model ``name`` of a checkpoint, or of its run, known, for the end of a message."""
-    run = _run_around(checkpoint) or RunDirectory(checkpoint)
-    path = None
+def unknown_model(place: Path, name: str) -> str:
+    """Say how to make the model ``name`` of a run or checkpoint known, for the end of a message."""
+    run, path = RunDirectory(place), None
+    if not (place / "config.json").is_file():
+        run = _run_around(place) or run
     with suppress(ConfigError):
         path = run.read("config.json").get("model_class")
     if path is None:
         return (
-            f"Give --import package.module:Class, the class with name {name!r}; in Python call "
-            "stoker.models.import_model with that path, or import the module that adds it to stoker.models.MODELS."
+            f"Give --import package.module:Class, the class whose name is {name!r}; in Python call "
+            "stoker.models.import_model('package.module:Class') first."
         )
     return (
-        f"It was trained with {path}. Give --import {path}, where that can be imported; in Python call "
-        f"stoker.models.import_model({path!r}), or import the module that adds it to stoker.models.MODELS."
+        f"This run was trained with {path}: give --import {path}, in the directory from which it can be imported; in "
+        f"Python call stoker.models.import_model({path!r}) first."
     )
 
 
