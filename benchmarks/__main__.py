@@ -87,30 +87,28 @@ def _list(known: Sequence[Bar]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, known: Sequence[Bar] | None = None) -> int:
-    """Run and return the exit code: 0 ok, 1 short or wrong, 2 not run."""
+    """Run and return the exit code: 0 no regression, 1 a regression, 2 a bar did not run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Side-by-side measurements.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="bars or groups; none lists them")
     parser.add_argument("--quick", action="store_true", help="an answer in under a minute a bar")
     parser.add_argument("--all", action="store_true", help="run every bar")
-    parser.add_argument("--rounds", type=int, help="interleaved rounds (5, quick 2)")
-    parser.add_argument("--out", type=Path, help="directory for <what>_<machine>_<date>.md and .json")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds (3 to 5, quick 2)")
+    parser.add_argument("--out", type=Path, help="directory for <bar>_<machine>_<time>.md and .json")
     options = parser.parse_args(arguments)
     known = all_bars() if known is None else known
     if not options.all and not options.names:
         _list(known)
         return 0
-    run = Run.of(quick=options.quick, rounds=options.rounds)
     machine = describe()
     print(f"{machine['CPU']}, {machine['cores']} cores, {machine['memory']}", flush=True)
     results: list[Result] = []
     for bar in known if options.all else _chosen(options.names, known):
         print(f"\n{bar.name}: {bar.title}", flush=True)
-        result = judge(bar, run)
+        result = judge(bar, Run.of(quick=options.quick, rounds=options.rounds, full_rounds=bar.rounds))
         results.append(result)
         print(f"\n{report(result)}\n", flush=True)
         if options.out is not None:
-            same = [other for other in results if other.bar.group == bar.group]
-            print(f"wrote {write_results(same, options.out, bar.group, machine, quick=options.quick)}")
+            print(f"wrote {write_results([result], options.out, bar.name, machine, quick=options.quick)}")
         if len(results) > 1 or options.all:
             print(result.line, flush=True)
     print("\n".join(result.line for result in results), flush=True)

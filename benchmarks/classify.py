@@ -5,7 +5,6 @@ Results are compared with the definition in NumPy, row by row and in order, befo
 
 from __future__ import annotations
 
-import resource
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.peers.worker_tools import peak_memory
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
 from benchmarks.popularity import CASES, SHARES, criteo_rows, forget
 from benchmarks.workload import KAGGLE
@@ -111,7 +111,7 @@ def speed(run: Run) -> Outcome:
     if cold is not None:
         rate = [f"{len(data.train) / cold / 1e6:.2f}", f"{written / cold / 1e9:.2f}"]
         rows.append(["files not in memory", f"{cold:.1f}", *rate])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     share = report.hot / len(data.train)
     notes = [
         f"{share:.1%} of the inputs are hot, by {format_size(found.hot_bytes)} of hot rows",

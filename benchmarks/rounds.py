@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import NotRun, Run, Table, WrongResult
+from benchmarks.harness import Crashed, NotRun, Run, Table, WrongResult
 
 __all__ = ["Contestant", "Timings", "compare", "peer_python", "play", "work", "worker_env"]
 
@@ -75,26 +75,30 @@ def work(contestant: Contestant, config: dict[str, Any], *, timeout: float = 360
 
     Raises:
         NotRun: its environment is missing.
-        WrongResult: it crashed or said nothing.
+        Crashed: it died, printed nothing or ran past ``timeout`` seconds.
     """
     argument = json.dumps({**config, **contestant.options, "threads": contestant.threads})
     command = [str(peer_python(contestant.environment)), str(SCRIPTS / contestant.script), argument]
-    done = subprocess.run(
-        command,
-        env=worker_env(contestant),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            env=worker_env(contestant),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=ROOT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Crashed(f"{contestant.label} was stopped after {timeout:g} seconds") from None
     lines = []
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             lines.append(json.loads(line))
     if done.returncode or not lines:
         tail = "\n".join(done.stderr.splitlines()[-15:])
-        raise WrongResult(f"{contestant.label} ended with exit code {done.returncode}:\n{tail}")
+        end = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+        raise Crashed(f"{contestant.label} ended with {end}:\n{tail}")
     return lines
 
 

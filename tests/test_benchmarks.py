@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import textwrap
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,31 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import itertools
 
-from benchmarks import rounds
+from benchmarks import harness, rounds
 from benchmarks.__main__ import all_bars, main
 from benchmarks.accuracy import auc
-from benchmarks.harness import Bar, NotRun, Outcome, Run, Table, WrongResult, data_files, exit_code, judge
+from benchmarks.harness import (
+    Bar,
+    Crashed,
+    NotRun,
+    Outcome,
+    Run,
+    Table,
+    WrongResult,
+    data_files,
+    exit_code,
+    judge,
+    known_short,
+    latest,
+    write_results,
+)
 from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
 from benchmarks.placed_workload import FileTrace, check_close, check_same_losses, large_rows
 from benchmarks.prepare import bijective, split_rows
 from benchmarks.rounds import Contestant, Timings, compare, play
 from benchmarks.workload import DIM, EmbeddingWorkload, check_rows, kaggle_like
 
+ROOT = Path(__file__).parents[1]
 QUICK = Run.of(quick=True, rounds=2)
 
 
@@ -49,7 +66,12 @@ def made(value: float = 2.5, *, error: Exception | None = None, **settings: Any)
         (made(1.5, must=1.0, at_most=True, unit=" %"), "bar: 1.50 % (must at most 1 %) short", 1),
         (made(error=NotRun("make peers")), "bar: not run: make peers (must 2x) not run", 2),
         (made(error=WrongResult("off by one")), "bar: wrong results, no time reported (must 2x) short", 1),
-        (made(error=ZeroDivisionError()), "bar: wrong results, no time reported (must 2x) short", 1),
+        (made(error=ZeroDivisionError("by 0")), "bar: crashed, no time reported: ZeroDivisionError: by 0 (must 2x) crashed", 1),
+        (
+            made(error=Crashed("peer ended with signal 11:\nlog")),
+            "bar: crashed, no time reported: peer ended with signal 11: (must 2x) crashed",
+            1,
+        ),
     ],
 )
 def test_last_line_and_exit_code(
@@ -58,15 +80,95 @@ def test_last_line_and_exit_code(
     assert main(["bar", "--quick", "--out", str(tmp_path)], known=[bar]) == code
     said = capsys.readouterr().out
     assert said.rstrip().splitlines()[-1] == line
-    if "wrong" in line:
+    if "no time" in line:
         assert "1.25 ms" not in said
-        assert "WRONG RESULTS" in said
-    (written,) = tmp_path.glob("bars_*.md")
+    assert ("WRONG RESULTS" in said) == ("wrong results" in line)
+    assert ("CRASHED" in said) == ("crashed" in line)
+    (written,) = tmp_path.glob("bar_*.md")
     assert line in written.read_text()
     kept = json.loads(written.with_suffix(".json").read_text())
     assert kept["bars"][0]["name"] == "bar"
     assert kept["quick"] is True
     assert kept["machine"]["cores"] >= 1
+    assert kept["bars"][0]["rounds"] == 2
+    assert kept["command"]
+    assert datetime.now(UTC) - datetime.fromisoformat(kept["time"]) < timedelta(minutes=5)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert (kept["commit"] or "") == head
+
+
+def test_a_rerun_writes_new_files_and_names_those_it_supersedes(tmp_path: Path) -> None:
+    machine = {"slug": "m", "versions": {"python": "3"}}
+    kept: dict[str, str] = {}
+    stamps = []
+    for value in (3.0, 2.5, 1.0):
+        result = judge(made(value), QUICK)
+        markdown = write_results([result], tmp_path, "bar", machine, quick=False)
+        for path, text in kept.items():
+            assert (tmp_path / path).read_text() == text  # nothing is overwritten
+        kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        stamps.append(markdown.with_suffix(".json").name)
+    assert len(kept) == 6
+    found = [json.loads(kept[stamp])["supersedes"] for stamp in stamps]
+    assert found == [[], stamps[:1], stamps[1:2]]
+    assert f"supersedes: {stamps[1]}" in kept[stamps[2].replace(".json", ".md")]
+    assert latest(tmp_path)["m", "bar"][2]["value"] == 1.0
+    # What did not run, and a quick run, take nobody's place.
+    write_results([judge(made(error=NotRun("x")), QUICK)], tmp_path, "bar", machine, quick=False)
+    write_results([judge(made(9.0), QUICK)], tmp_path, "bar", machine, quick=True)
+    assert latest(tmp_path)["m", "bar"][2]["value"] == 1.0
+    assert latest(tmp_path / "none") == {}
+
+
+def test_only_a_regression_fails_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(harness, "known_short", lambda: {"bar": "memory is slow"})
+    assert main(["bar"], known=[made(1.0)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("bar: 1.00x (must 2x) short, known: memory is slow")
+    assert main(["bar"], known=[made(3.0)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("bar: 3.00x (must 2x) ok; delete it from known_short.toml")
+    for error in (WrongResult("off by one"), Crashed("gone")):
+        assert main(["bar"], known=[made(error=error)]) == 1
+    assert main(["other"], known=[made(1.0, name="other")]) == 1
+
+
+def test_bars_known_to_be_short_are_those_whose_newest_result_is() -> None:
+    bars = {bar.name for bar in all_bars()}
+    reasons = known_short()
+    assert set(reasons) <= bars
+    assert all(len(reason) > 20 for reason in reasons.values())
+    newest: dict[str, tuple[str, str]] = {}
+    for _, made, bar in latest(ROOT / "benchmarks" / "results").values():
+        newest[bar["name"]] = max(newest.get(bar["name"], ("", "")), (made.get("time", made["date"]), bar["status"]))
+    failed = {name for name, (_, status) in newest.items() if status in ("short", "wrong", "crashed")}
+    assert failed & bars <= set(reasons), "list what is short with its reason, or measure again"
+    assert not [name for name in reasons if newest.get(name, ("", "short"))[1] == "ok"], "delete what is ok"
+
+
+def test_peak_memory_is_the_programs_own(scripts: Path) -> None:
+    """``ru_maxrss`` survives exec: a small child of a large parent would report the large parent's."""
+    from benchmarks.peers.worker_tools import peak_memory
+
+    tools = Path(rounds.__file__).parent / "peers"
+    script(
+        scripts,
+        "small.py",
+        f"""
+        import resource
+        sys.path.insert(0, {str(tools)!r})
+        from worker_tools import peak_memory
+        small = peak_memory()
+        held = bytearray(b"x") * 150_000_000
+        del held
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({{"small": small, "peak": peak_memory(), "ru_maxrss": largest}}))
+        """,
+    )
+    fat = np.ones(600_000_000, np.uint8)
+    assert peak_memory() > fat.nbytes
+    (found,) = rounds.work(Contestant(label="small", script="small.py"), {})
+    assert found["small"] < 100_000_000
+    assert 150_000_000 < found["peak"] < 250_000_000
+    assert found["ru_maxrss"] > fat.nbytes  # why it is not used
 
 
 def test_a_short_value_is_never_rounded_into_an_ok() -> None:
@@ -152,11 +254,12 @@ def test_data_sets_that_are_not_here_are_named(tmp_path: Path, monkeypatch: pyte
         ('print("{}"); raise SystemExit(3)', "exit code 3"),
         ("pass", "exit code 0"),
         ('raise ValueError("what went wrong")', "what went wrong"),
+        ("import os; os.abort()", "bad ended with signal 6"),
     ],
 )
 def test_a_contestant_that_skips_its_check_or_dies(scripts: Path, body: str, message: str) -> None:
     script(scripts, "bad.py", body)
-    with pytest.raises(WrongResult, match=message):
+    with pytest.raises(WrongResult if message == "without a check" else Crashed, match=message):
         play([Contestant(label="bad", script="bad.py")], {}, QUICK, accept)
 
 

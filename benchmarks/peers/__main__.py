@@ -55,6 +55,19 @@ ENVIRONMENTS = (
         smoke="import nvtabular; from nvtabular import ops; print(nvtabular.__version__)",
     ),
     Environment(
+        name="ipex",
+        oldest=(3, 10),
+        newest=(3, 13),
+        smoke="import torch, intel_extension_for_pytorch as ipex; print(ipex.__version__); "
+        "from intel_extension_for_pytorch.nn.modules import MergedEmbeddingBagWithSGD",
+    ),
+    Environment(
+        name="frames",
+        oldest=(3, 11),
+        newest=(3, 13),
+        smoke="import polars, duckdb; print(polars.__version__, duckdb.__version__)",
+    ),
+    Environment(
         name="tltorch",
         oldest=(3, 11),
         newest=(3, 13),

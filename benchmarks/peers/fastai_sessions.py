@@ -7,7 +7,6 @@ RecSys2019/Training/unoptimized_training_workflow_fastai.ipynb.
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import torch
 from fastai.basic_data import DatasetType, DeviceDataLoader
 from fastai.basic_train import Learner
 from fastai.tabular import Categorify, FillMissing, Normalize, TabularList, TabularModel
-from worker_tools import argument, say, versions
+from worker_tools import argument, peak_memory, say, versions
 
 versions(torch=torch.__version__, pandas=pd.__version__, fastai=fastai.__version__)
 
@@ -93,7 +92,7 @@ def main():
     for case, seconds in times.items():
         say("checked", case=case)
         say("timed", case=case, seconds=seconds)
-    say("extra", rows=len(rows), peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    say("extra", rows=len(rows), peak=peak_memory())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +71,7 @@ def fold_of_rows(count: int) -> np.ndarray:
 
 def feature_case(config: dict[str, Any], job: Callable[[Path, Clock, Path], int]) -> None:
     """Time ``job(folder of the log, clock, folder for results)`` after a small log that loads and compiles all."""
-    from worker_tools import say
+    from worker_tools import peak_memory, say
 
     out = Path(config["results"])
     (out / "small").mkdir()
@@ -85,4 +84,4 @@ def feature_case(config: dict[str, Any], job: Callable[[Path, Clock, Path], int]
         say("timed", case=step, seconds=clock.seconds[step])
     say("checked", case="total")
     say("timed", case="total", seconds=sum(clock.seconds.values()))
-    say("extra", peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, pairs=pairs)
+    say("extra", peak=peak_memory(), pairs=pairs)

@@ -5,13 +5,12 @@ The features are those of the recipe's preset "features".
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from worker_tools import argument, say, versions
+from worker_tools import argument, peak_memory, say, versions
 
 versions(pandas=pd.__version__)
 
@@ -108,4 +107,4 @@ config = argument()
 features, rows = job(Path(config["log"]), Path(config["out"]))
 say("checked", case="features")
 say("timed", case="features", seconds=features)
-say("extra", rows=rows, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+say("extra", rows=rows, peak=peak_memory())

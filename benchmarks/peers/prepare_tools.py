@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from worker_tools import say
+from worker_tools import peak_memory, say
 
 __all__ = ["CATEGORICAL", "COLUMNS", "DENSE", "prepare_case"]
 
@@ -29,5 +29,6 @@ def prepare_case(config: dict[str, Any], job: Callable[[Path, dict[str, int], Pa
     case = f"{sum(config['rows'].values()):,} rows"
     say("checked", case=case)
     say("timed", case=case, seconds=seconds)
-    usage = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    say("extra", peak=usage * 1024)
+    # A worker process counts from its fork on, so at least as much as its parent had then, never more than its peak.
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    say("extra", peak=max(peak_memory(), workers))

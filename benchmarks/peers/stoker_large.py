@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ if os.environ.pop("GLIBC_TUNABLES", None) is not None:
 import numpy as np
 import torch
 from placed_tools import RankIds, filled_ids
-from worker_tools import argument, say, versions
+from worker_tools import argument, peak_memory, say, versions
 
 from stoker import Batch, Cached, EmbeddingTables, TableConfig, optim, stage
 
@@ -24,11 +23,6 @@ config = argument()
 torch.set_num_threads(config["threads"])
 versions(torch=torch.__version__)
 num_rows, dim, batch_size, features = (config[key] for key in ("num_rows", "dim", "batch", "features"))
-
-
-def peak():
-    """Most bytes of memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gradients(examples):
@@ -50,7 +44,7 @@ def train(tables, ids_of, count, examples, lookahead):
 
 
 with tempfile.TemporaryDirectory(dir=config["folder"]) as folder:
-    before = peak()
+    before = peak_memory()
     tables = EmbeddingTables(
         [
             TableConfig(
@@ -90,7 +84,7 @@ with tempfile.TemporaryDirectory(dir=config["folder"]) as folder:
     figures["flush"] = time.perf_counter() - start
     figures["disk_bytes"] = os.stat(storage.home.path).st_blocks * 512
     figures["file_bytes"] = os.stat(storage.home.path).st_size
-    figures["peak"] = peak() - before
+    figures["peak"] = peak_memory() - before
     figures["baseline"] = before
     # What was measured is over: a sample of the rows leaves for the check.
     sample = np.unique(np.concatenate([ids.batch(n, (batch_size, features))[:40] for n in range(config["steps"])]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
 import torch
-from worker_tools import argument, say, versions
+from worker_tools import argument, peak_memory, say, versions
 
 import stoker
 from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
@@ -63,7 +62,7 @@ for case, seconds in (("preparation", prepared), ("training", trained)):
     say("checked", case=case)
     say("timed", case=case, seconds=seconds)
 valid = {name: result.valid[name] for name in ("auc", "mrr")}
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = peak_memory()
 start = time.perf_counter()
 data.save(folder / "saved")
 saved = time.perf_counter() - start

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["argument", "embedding_case", "say", "time_blocks", "versions"]
+__all__ = ["argument", "embedding_case", "peak_memory", "say", "time_blocks", "versions"]
 
 BLOCK = 10  # steps whose time is taken together
 
@@ -33,6 +33,20 @@ def say(event: str, **values: Any) -> None:
 def versions(**packages: str) -> None:
     """Report what ran."""
     say("versions", versions={"python": platform.python_version(), "numpy": np.__version__, **packages})
+
+
+def peak_memory() -> int:
+    """Return the bytes of the largest resident set of this program.
+
+    ``ru_maxrss`` would be wrong: it survives exec, so a small program started by a large one reports the large one's.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    raise SystemExit("peak memory needs /proc/self/status, which this system lacks")
 
 
 def time_blocks(step: Callable[[int], Any], first: int, *, quick: bool) -> list[float]:

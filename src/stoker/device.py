@@ -128,7 +128,10 @@ def resident_memory() -> int | None:
 
 
 def peak_memory() -> int | None:
-    """Bytes of the largest resident set so far, mapped files included."""
+    """Return the bytes of the largest resident set of this program so far, mapped files included."""
+    # ``ru_maxrss`` survives exec: started by a large program, a small one would report the large one's peak.
+    if (peak := _field(Path("/proc/self/status"), "VmHWM")) is not None:
+        return peak
     if sys.platform == "win32":
         return None
     import resource
