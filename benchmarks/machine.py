@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "embedding_floor", "limits"]
 
-STATE_BYTES = {"sgd": 0, "adagrad": 64, "rowwise_adagrad": 4, "adam": 128}  # optimizer state of a row of D 16
+STATES = {"adagrad": 1, "adam": 2}  # numbers of optimizer state for each column
 
 
 def _first(path: str, pattern: str) -> str:
@@ -74,38 +75,35 @@ def limits(quick: bool) -> dict[str, float]:
 
 
 def embedding_floor(
-    workload: EmbeddingWorkload, optimizer: str, seconds: dict[int, float], run: Run
+    workloads: Sequence[EmbeddingWorkload], optimizer: str, seconds: dict[str, float], run: Run
 ) -> tuple[Table, list[str]]:
     """How near our step comes to the time that memory alone would take.
 
-    Least traffic of a step: every distinct row with its state comes from random places once and goes back
-    once; ids and gradient are streamed in and the output streamed out. Rows count as random 64-byte lines,
-    streams at the copy rate.
+    Least traffic of a step: every distinct row with its state comes from random places once and goes back once; ids and
+    gradient are streamed in and the output streamed out. Rows count as random 64-byte lines, streams at the copy rate.
     """
     known = limits(run.quick)
-    rows, data = [], []
-    for batch, measured in seconds.items():
-        ids = np.load(workload.directory / f"ids_{batch}.npy", mmap_mode="r")
-        lookups = batch * len(workload.sizes)
-        bases = np.concatenate([[0], np.cumsum(workload.sizes)[:-1]])
-        distinct = float(np.mean([len(np.unique(ids[i] + bases)) for i in range(4)]))
-        row_bytes = 64 + STATE_BYTES[optimizer]
-        stream = lookups * (4 + 64 + 64)
-        lines = 2 * distinct * -(-row_bytes // 64)
+    rows = []
+    for workload in workloads:
+        shape, measured = workload.shape, seconds[workload.shape.name]
+        by_table = [len(np.unique(ids)) for ids, _ in workload.by_table(0)]
+        state = {"sgd": 0, "rowwise_adagrad": 4}  # bytes a row; the others keep numbers for each column
+        row_bytes = [4 * dim + state.get(optimizer, 4 * dim * STATES.get(optimizer, 0)) for dim in shape.dims]
+        stream = 4 * shape.ids_per_batch + 8 * shape.batch * shape.width
+        lines = sum(2 * count * -(-size // 64) for count, size in zip(by_table, row_bytes, strict=True))
         floor = stream / (known["copy"] * 1e9) + lines / known["lines"]
-        moved = stream + 2 * distinct * row_bytes
+        moved = stream + sum(2 * count * size for count, size in zip(by_table, row_bytes, strict=True))
         rows.append(
             [
-                f"batch {batch}",
-                f"{lookups:,}",
-                f"{distinct:,.0f}",
+                shape.name,
+                f"{shape.ids_per_batch:,}",
+                f"{sum(by_table):,}",
                 f"{moved / 1e6:.1f}",
                 f"{moved / measured / 1e9:.1f}",
                 f"{floor * 1e3:.2f}",
                 f"{floor / measured:.0%}",
             ]
         )
-        data.append(floor / measured)
     table = Table(
         title="Our step against the memory's limit",
         columns=["case", "lookups", "distinct rows", "least MB", "GB/s", "least ms", "of the limit"],

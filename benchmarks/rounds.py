@@ -176,13 +176,14 @@ def compare(
 ) -> tuple[float, Table, dict[str, float]]:
     """The smallest over ``cases`` of the median ratio (peer seconds / our seconds) against the best peer.
 
-    Ratios are formed pair by pair within a round. ``cases`` maps a case to its samples per step. Returns
-    the value, a table with every contestant, and the ratio of each case.
+    Ratios are formed pair by pair within a round. ``cases`` maps a case to its samples per step; a peer may leave some
+    out. Returns the value, a table with every contestant, and the ratio of each case.
     """
     rows, ratios = [], {}
     for case, samples in cases.items():
-        best = timings.best(peers, case)
-        for label in [ours, *peers]:
+        there = [peer for peer in peers if case in timings.seconds[peer]]
+        best = timings.best(there, case)
+        for label in [ours, *there]:
             own = timings.seconds[label][case]
             pairs = [peer / mine for peer, mine in zip(own, timings.seconds[ours][case], strict=True)]
             if label == best:

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from worker_tools import argument, embedding_case, versions
+from worker_tools import argument, embedding_case, feature_major, versions
 
 config = argument()
 torch.set_num_threads(config["threads"])
@@ -27,9 +27,13 @@ kinds = {
 versions(torch=torch.__version__, fbgemm_gpu=fbgemm_gpu.__version__)
 
 
-def build():
-    return SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, 16, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in config["sizes"]],
+def run(case):
+    """One shape of the matrix."""
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        [
+            (rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+            for rows, dim in zip(case["sizes"], case["dims"], strict=True)
+        ],
         optimizer=kinds[config["optimizer"]],
         learning_rate=config["lr"],
         eps=config["eps"],
@@ -41,39 +45,26 @@ def build():
         bounds_check_mode=BoundsCheckMode.NONE,
     )
 
+    def reset(initial):
+        for part, rows in zip(tbe.split_embedding_weights(), initial, strict=True):
+            part.copy_(torch.from_numpy(np.array(rows)))
 
-class Current:
-    tbe = None
+    def step(given, grad):
+        out = tbe(*given)
+        out.backward(grad)
+        return out
 
-
-def reset(initial):
-    Current.tbe = None
-    Current.tbe = build()
-    start = 0
-    for part in Current.tbe.split_embedding_weights():
-        part.copy_(torch.from_numpy(np.array(initial[start : start + len(part)])))
-        start += len(part)
-
-
-def step(given, grad):
-    out = Current.tbe(*given)
-    out.backward(grad)
-    return out
-
-
-def natural(ids, bases):
-    flat = torch.from_numpy(ids.T.reshape(-1).astype(np.int64))  # feature-major, as TBE takes it
-    return flat, torch.arange(len(flat) + 1)
-
-
-for batch in config["batches"]:
     embedding_case(
         config,
-        batch,
+        case,
         reset,
-        natural,
-        gradient=lambda grad: torch.from_numpy(grad).view(len(grad), -1),
+        natural=lambda *batch: tuple(map(torch.from_numpy, feature_major(*batch, len(case["sizes"])))),
+        gradient=torch.from_numpy,
         step=step,
         output=lambda out: out.detach().numpy(),
-        weights=lambda: torch.cat([part.detach() for part in Current.tbe.split_embedding_weights()]).numpy(),
+        weights=lambda: [part.detach().numpy() for part in tbe.split_embedding_weights()],
     )
+
+
+for shape in config["cases"]:
+    run(shape)

@@ -17,39 +17,52 @@ row_optimizer = {
     "rowwise_adagrad": optim.RowWiseAdagrad(lr=lr, eps=eps),
     "adam": optim.Adam(lr=lr, eps=eps, betas=tuple(config["betas"])),
 }[config["optimizer"]]
-sizes = config["sizes"]
-tables = EmbeddingTables(
-    [TableConfig(name=f"C{i}", num_embeddings=rows, embedding_dim=16) for i, rows in enumerate(sizes)],
-    optimizer=row_optimizer,
-)
-group = tables.groups[0]
-versions(torch=torch.__version__, backend=group.backend.name)
 
 
-def reset(initial):
-    start = 0
-    for i, rows in enumerate(sizes):
-        part = torch.from_numpy(initial[start : start + rows].copy())
-        state = {k: torch.zeros(rows, *v.shape[1:]) for k, v in group.storage.state.items()}
-        tables.write(f"C{i}", 0, Rows(part, state))
-        start += rows
-    tables.tick = 0
+def run(case):
+    """One shape of the matrix."""
+    tables = EmbeddingTables(
+        [
+            TableConfig(name=f"C{t}", num_embeddings=rows, embedding_dim=dim)
+            for t, (rows, dim) in enumerate(zip(case["sizes"], case["dims"], strict=True))
+        ],
+        optimizer=row_optimizer,
+    )
 
+    def reset(initial):
+        for t, rows in enumerate(initial):
+            group = next(g for g in tables.groups if g.dim == rows.shape[1])
+            state = {k: torch.zeros(len(rows), *v.shape[1:]) for k, v in group.storage.state.items()}
+            tables.write(f"C{t}", 0, Rows(torch.from_numpy(rows.copy()), state))
+        tables.tick = 0
 
-def step(ids, grad):
-    out = tables(ids)
-    out.backward(grad)
-    return out
+    def natural(ids, offsets):
+        if case["longest"] == 1:
+            return (torch.from_numpy(ids.reshape(case["batch"], -1).copy()),)
+        return torch.from_numpy(ids.copy()), torch.from_numpy(offsets.copy())
 
+    def gradient(grad):
+        same = len(set(case["dims"])) == 1
+        return torch.from_numpy(grad.reshape(case["batch"], -1, case["dims"][0]) if same else grad)
 
-for batch in config["batches"]:
+    def step(given, grad):
+        out = tables(*given)
+        out.backward(grad)
+        return out
+
     embedding_case(
         config,
-        batch,
+        case,
         reset,
-        natural=lambda ids, bases: torch.from_numpy(ids.copy()),
-        gradient=torch.from_numpy,
-        step=step,
-        output=lambda out: out.detach().numpy(),
-        weights=lambda: group.storage.weight.numpy(),
+        natural,
+        gradient,
+        step,
+        output=lambda out: out.detach().numpy().reshape(case["batch"], -1),
+        weights=lambda: [tables.rows(table.name).numpy() for table in tables.tables],
     )
+    backends = {group.backend.name for group in tables.groups}
+    versions(torch=torch.__version__, backend=", ".join(sorted(backends)))
+
+
+for shape in config["cases"]:
+    run(shape)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["argument", "embedding_case", "peak_memory", "say", "time_blocks", "versions"]
+__all__ = ["argument", "batches_of", "embedding_case", "feature_major", "peak_memory", "say", "time_blocks", "versions"]
 
 BLOCK = 10  # steps whose time is taken together
 
@@ -49,48 +49,75 @@ def peak_memory() -> int:
     raise SystemExit("peak memory needs /proc/self/status, which this system lacks")
 
 
-def time_blocks(step: Callable[[int], Any], first: int, *, quick: bool) -> list[float]:
-    """Seconds per step of blocks of BLOCK steps, after a warm-up; ``step`` gets a running number."""
-    warm_up, measured = (0.3, 1.0) if quick else (0.8, 4.0)
+def time_blocks(
+    step: Callable[[int], Any], first: int, *, quick: bool, seconds: float | None = None
+) -> list[float]:
+    """Return seconds per step of blocks of up to BLOCK steps, after a warm-up; ``step`` gets a running number.
+
+    ``seconds`` is the time to measure for; None means 4, or 1 for a quick run.
+    """
+    measured = seconds or (1.0 if quick else 4.0)
+    warm_up = min(0.8, 0.3 * measured)
     number, blocks = first, []
     begin = time.perf_counter()
     while True:
         start = time.perf_counter()
-        for _ in range(BLOCK):
+        for done in range(1, BLOCK + 1):
             step(number)
             number += 1
+            if time.perf_counter() - start > measured / 4:
+                break  # long steps: blocks of fewer
         stop = time.perf_counter()
         if start - begin >= warm_up:
-            blocks.append((stop - start) / BLOCK)
+            blocks.append((stop - start) / done)
         if stop - begin >= warm_up + measured and len(blocks) >= 3:
             return blocks
 
 
+def batches_of(case: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All batches of a shape of the matrix: ids [L] and offsets [B * F + 1] each."""
+    source = Path(case["inputs"])
+    ids, bounds, offsets = (np.load(source / f"{name}.npy") for name in ("ids", "bounds", "offsets"))
+    return [(ids[bounds[i] : bounds[i + 1]], offsets[i]) for i in range(len(offsets))]
+
+
+def feature_major(ids: np.ndarray, offsets: np.ndarray, features: int) -> tuple[np.ndarray, np.ndarray]:
+    """Turn example-major ids [L] and offsets [B * F + 1] into int64 ids and offsets, table after table."""
+    lengths = np.diff(offsets)
+    bag = np.arange(len(lengths)).reshape(-1, features).T.reshape(-1)
+    moved = lengths[bag]
+    after = np.concatenate([[0], np.cumsum(moved)])
+    place = np.arange(after[-1]) + np.repeat(offsets[bag] - after[:-1], moved)
+    return ids[place].astype(np.int64), after
+
+
 def embedding_case(
     config: dict[str, Any],
-    batch: int,
-    reset: Callable[[np.ndarray], Any],
+    case: dict[str, Any],
+    reset: Callable[[list[np.ndarray]], Any],
     natural: Callable[[np.ndarray, np.ndarray], Any],
     gradient: Callable[[np.ndarray], Any],
     step: Callable[[Any, Any], Any],
     output: Callable[[Any], np.ndarray],
-    weights: Callable[[], np.ndarray],
+    weights: Callable[[], list[np.ndarray]],
 ) -> None:
-    """Run one batch size: set the initial weights, do the checked steps, leave what changed, then time.
+    """Run one shape of the matrix: set the initial rows, do the checked steps, leave what changed, then time.
 
     Args:
-        reset: takes the initial weights [N, D] and clears the optimizer's state.
-        natural: one batch's ids [B, F] and the tables' first rows, turned into the contestant's own input.
-        gradient: a gradient [B, F, D], turned into the contestant's own.
+        reset: takes the initial rows [N_t, D_t] of each table and builds the contestant.
+        natural: one batch's ids [L] and offsets [B * F + 1], turned into the contestant's own input.
+        gradient: a gradient [B, W], turned into the contestant's own.
         step: (input, gradient) -> lookup, backward and row update; returns what the lookup gave.
-        output: the lookup's result as an array that holds [B, F, D].
-        weights: the current weights [N, D].
+        output: the lookup's result as an array [B, W].
+        weights: the current rows [N_t, D_t] of each table.
     """
-    source = Path(config["inputs"])
-    initial = np.load(source / "weight.npy", mmap_mode="r")
-    bases = np.concatenate([[0], np.cumsum(config["sizes"])[:-1]])
-    pool = [natural(ids, bases) for ids in np.load(source / f"ids_{batch}.npy", mmap_mode="r")]
-    grads = [gradient(np.ascontiguousarray(g)) for g in np.load(source / f"grad_{batch}.npy", mmap_mode="r")]
+    source = Path(case["inputs"])
+    flat = np.load(source / "weight.npy", mmap_mode="r")
+    counts = [rows * dim for rows, dim in zip(case["sizes"], case["dims"])]
+    cuts = np.split(flat, np.cumsum(counts)[:-1])
+    initial = [part.reshape(-1, dim) for part, dim in zip(cuts, case["dims"])]
+    pool = [natural(*batch) for batch in batches_of(case)]
+    grads = [gradient(grad) for grad in np.load(source / "grad.npy")]
     reset(initial)
     checked = config["checked_steps"]
     looked = np.empty(0)
@@ -98,22 +125,20 @@ def embedding_case(
         result = step(pool[number], grads[number % len(grads)])
         if number == checked - 1:
             looked = output(result).copy()
-    now = weights()
-    changed = np.flatnonzero((now != initial).any(axis=1))
-    results = Path(config["results"])
-    np.save(results / f"rows_{batch}.npy", changed)
-    np.save(results / f"weight_{batch}.npy", now[changed])
-    np.save(results / f"output_{batch}.npy", looked)
-    say("checked", case=f"batch {batch}")
-    del now
+    left: dict[str, np.ndarray] = {"output": looked}
+    for t, (now, before) in enumerate(zip(weights(), initial)):
+        changed = np.flatnonzero((now != before).any(axis=1))
+        left |= {f"rows_{t}": changed, f"weight_{t}": now[changed]}
+    np.savez(Path(config["results"]) / f"{source.name}.npz", **left)  # type: ignore[arg-type]
+    say("checked", case=case["name"], left=f"{source.name}.npz")
 
     def numbered(number: int) -> None:
         step(pool[number % len(pool)], grads[number % len(grads)])
 
-    blocks = time_blocks(numbered, checked, quick=config["quick"])
+    blocks = time_blocks(numbered, checked, quick=config["quick"], seconds=config.get("seconds"))
     say(
         "timed",
-        case=f"batch {batch}",
+        case=case["name"],
         seconds=float(np.median(blocks)),
         blocks=len(blocks),
         fastest=min(blocks),
