@@ -1,7 +1,7 @@
-"""The full DLRM training step: forward, loss, backward, row update, dense optimizer.
+"""The full DLRM training step over a matrix of workloads: forward, loss, backward, row update, dense optimizer.
 
-26 tables as in the embedding step, bottom 13-512-256-64-16, top 512-256-1, SGD on the dense part; rows by
-SGD and, in a full run, by row-wise Adagrad too. Peers run in fp32.
+Plain SGD on the dense part; rows by SGD and by row-wise Adagrad. The worst shape decides, against the fastest peer of the
+same precision: PyTorch with rows updated by hand, compiled and not, and, in float32, TorchRec on FBGEMM.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.dlrm_workload import DlrmWorkload, check_model, dense_flops
+from benchmarks.dlrm_workload import DLRM_MATRIX, QUICK_DLRM_MATRIX, DlrmWorkload, check_model
 from benchmarks.harness import Bar, NotRun, Outcome, Run, Table
-from benchmarks.machine import limits
 from benchmarks.rounds import Contestant, Timings, compare, play
-from benchmarks.workload import POOL
 from stoker.device import has_bf16_products
 
 __all__ = ["bars"]
 
 TITLES = {"sgd": "SGD", "rowwise_adagrad": "row-wise Adagrad"}
+SECONDS = 1.2  # that a shape is timed for in each process
+SHARES = "D 16, one id, Zipf 1.05 sorted"  # shapes whose step is taken apart
 
 
 def ours(dtype: str, *, compiled: bool = False) -> Contestant:
@@ -32,50 +32,56 @@ def ours(dtype: str, *, compiled: bool = False) -> Contestant:
     return Contestant(label=label + (" + compile" if compiled else ""), script="stoker_dlrm.py", options=options)
 
 
-TORCHREC = Contestant(label="TorchRec DLRM", script="torchrec_dlrm.py", environment="fbgemm")
-BAGS = Contestant(label="PyTorch, 26 EmbeddingBags", script="torch_dlrm.py", options={"stacked": False})
-STACKED = Contestant(label="PyTorch, one stacked EmbeddingBag", script="torch_dlrm.py", options={"stacked": True})
+def by_hand(dtype: str, *, compiled: bool, sums: str = "embedding_bag") -> Contestant:
+    """Duplicates of row-wise Adagrad are summed by ``sums``; SGD adds every occurrence."""
+    label = f"torch{'.compile' if compiled else ''}, rows by hand ({'sort' if sums == 'embedding_bag' else 'unique'})"
+    options = {"dense_dtype": dtype, "compile": compiled, "sums": sums}
+    return Contestant(label=label, script="torch_dlrm.py", options=options)
+
+
+def peers_of(dtype: str) -> list[Contestant]:
+    found = [
+        by_hand(dtype, compiled=True),
+        by_hand(dtype, compiled=True, sums="index_add"),
+        by_hand(dtype, compiled=False),
+    ]
+    if dtype == "float32":
+        found.append(Contestant(label="TorchRec DLRM", script="torchrec_dlrm.py", environment="fbgemm"))
+    return found
 
 
 def optimizers(run: Run) -> list[str]:
-    return ["sgd"] if run.quick else ["sgd", "rowwise_adagrad"]
+    return ["rowwise_adagrad"] if run.quick else list(TITLES)
 
 
 def cases(run: Run) -> dict[str, int]:
-    return {f"{TITLES[optimizer]}, batch {batch}": batch for optimizer in optimizers(run) for batch in POOL}
+    shapes = QUICK_DLRM_MATRIX if run.quick else DLRM_MATRIX
+    return {f"{TITLES[optimizer]}: {s.name}": s.tables.batch for optimizer in optimizers(run) for s in shapes}
 
 
-def measure(contestants: Sequence[Contestant], run: Run) -> Timings:
+def measure(dtype: str, run: Run) -> Timings:
     """All contestants in interleaved rounds, each process checked against the float64 reference."""
-    workload = DlrmWorkload.make()
-    for optimizer in optimizers(run):
-        for batch in POOL:
-            workload.reference(optimizer, batch)
-    dtypes = {c.label: c.options.get("dense_dtype", "float32") for c in contestants}
+    workloads = {}
+    for shape in QUICK_DLRM_MATRIX if run.quick else DLRM_MATRIX:
+        run.log(f"inputs and reference: {shape.name}")
+        workloads[shape.name] = DlrmWorkload.make(shape)
+        for optimizer in optimizers(run):
+            workloads[shape.name].reference(optimizer)
 
     def check(label: str, line: dict[str, Any], results: Path) -> None:
-        check_model(label, workload, line["optimizer"], line["batch"], results, line["case"], dtypes[label])
+        check_model(label, workloads[line["shape"]], line["optimizer"], results / line["left"], dtype)
 
-    return play(contestants, workload.config(optimizers(run), list(POOL)), run, check)
+    config = DlrmWorkload.config(list(workloads.values()), optimizers(run))
+    config["seconds"] = SECONDS / 4 if run.quick else SECONDS
+    for case in config["cases"]:
+        case["shares"] = SHARES in case["name"]
+    return play([ours(dtype), ours(dtype, compiled=True), *peers_of(dtype)], config, run, check)
 
 
 @lru_cache(maxsize=1)
 def fp32(run: Run) -> Timings:
     """One measurement serves the speed bar and the share bar."""
-    peers = [TORCHREC, BAGS] if run.quick else [TORCHREC, BAGS, STACKED]
-    return measure([ours("float32"), *peers], run)
-
-
-def versus(timings: Timings, run: Run, mine: str) -> tuple[float, list[Table], dict[str, dict[str, float]]]:
-    """The smaller of the ratios to TorchRec and to plain PyTorch."""
-    value, tables, ratios = float("inf"), [], {}
-    groups = {"TorchRec": [TORCHREC.label], "plain PyTorch": [BAGS.label, STACKED.label]}
-    for name, labels in groups.items():
-        present = [label for label in labels if label in timings.seconds]
-        smallest, table, found = compare(timings, mine, present, cases(run), f"Full DLRM step against {name}")
-        value, ratios[name] = min(value, smallest), found
-        tables.append(table)
-    return value, tables, ratios
+    return measure("float32", run)
 
 
 CHECKED = (
@@ -84,54 +90,60 @@ CHECKED = (
 )
 
 
-def step_fp32(run: Run) -> Outcome:
-    timings = fp32(run)
-    mine = ours("float32").label
-    value, tables, ratios = versus(timings, run, mine)
-    tables.append(dense_rate(timings, run))
-    data = {
-        "seconds": timings.seconds,
-        "ratios": ratios,
-        "versions": timings.versions,
-        "extra": timings.extra[mine],
-    }
-    return Outcome(value=value, tables=tables, notes=[CHECKED], data=data)
-
-
-def _shares(timings: Timings) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in timings.extra[ours("float32").label]:
-        found.setdefault(line["case"], []).append(line)
-    return found
-
-
-def dense_rate(timings: Timings, run: Run) -> Table:
-    """The dense part's GFLOP/s against what this machine reaches on products of the same shapes."""
-    known = limits(run.quick)
-    rows = []
-    for case, lines in _shares(timings).items():
-        batch = cases(run)[case]
-        mlp, interaction = dense_flops(batch)
-        dense = float(np.median([line["step"] * (1 - line["rest"]) for line in lines]))
-        rate, gemm, big = (mlp + interaction) / dense / 1e9, known[f"gemm_{batch}"], known["gemm_big"]
-        rows.append([case, f"{dense * 1e3:.2f}", f"{rate:.0f}", f"{gemm:.0f}", f"{rate / gemm:.0%}", f"{big:.0f}"])
-    return Table(
-        title="Our fp32 dense part (MLPs, interaction; forward, backward) against the machine's GEMM rate",
-        columns=["case", "ms", "GFLOP/s", "GEMM of its shapes", "reached", "largest GEMM"],
-        rows=rows,
+def judged(timings: Timings, dtype: str, run: Run) -> Outcome:
+    """The better of our two forms by its own worst case, against the fastest peer of each case."""
+    forms = [ours(dtype).label, ours(dtype, compiled=True).label]
+    labels = [peer.label for peer in peers_of(dtype)]
+    found = {form: compare(timings, form, labels, cases(run), f"DLRM step, {form}") for form in forms}
+    best = max(forms, key=lambda form: found[form][0])
+    value, _, ratios = found[best]
+    return Outcome(
+        value=value,
+        tables=[table for _, table, _ in found.values()],
+        notes=[
+            CHECKED + (" (within bfloat16 rounding)" if dtype == "bfloat16" else ""),
+            f"counts: {best}, on its worst case: {min(ratios, key=lambda case: ratios[case])}",
+            "both sides have the same precision; the fastest peer of each case is compared",
+        ],
+        data={
+            "seconds": timings.seconds,
+            "ratios": ratios,
+            "other form": {form: each[2] for form, each in found.items() if form != best},
+            "versions": timings.versions,
+            "extra": timings.extra[forms[0]],
+        },
     )
 
 
+def _compiler() -> None:
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        raise NotRun("torch.compile needs a C++ compiler (apt install g++)")
+
+
+def step_fp32(run: Run) -> Outcome:
+    _compiler()
+    return judged(fp32(run), "float32", run)
+
+
+def step_bf16(run: Run) -> Outcome:
+    if not has_bf16_products():
+        raise NotRun("a processor with bf16 products (this one would emulate them)")
+    _compiler()
+    return judged(measure("bfloat16", run), "bfloat16", run)
+
+
 def step_share(run: Run) -> Outcome:
-    timings = fp32(run)
-    rows, worst = [], 0.0
-    for case, lines in _shares(timings).items():
-        rest = float(np.median([line["rest"] for line in lines])) * 100
-        parts = {name: float(np.median([line["parts"][name] for line in lines])) * 1e3 for name in lines[0]["parts"]}
-        worst = max(worst, rest)
-        step = float(np.median([line["step"] for line in lines])) * 1e3
-        rows.append([case, f"{step:.2f}", *(f"{value:.2f}" for value in parts.values()), f"{rest:.1f} %"])
-    columns = [
+    _compiler()
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for line in fp32(run).extra[ours("float32").label]:
+        lines.setdefault(line["case"], []).append(line)
+    rows, shares = [], {}
+    for case, found in lines.items():
+        shares[case] = float(np.median([line["rest"] for line in found])) * 100
+        parts = {name: float(np.median([line["parts"][name] for line in found])) * 1e3 for name in found[0]["parts"]}
+        step = float(np.median([line["step"] for line in found])) * 1e3
+        rows.append([case, f"{step:.2f}", *(f"{value:.2f}" for value in parts.values()), f"{shares[case]:.1f} %"])
+    columns: Sequence[str] = [
         "case",
         "step ms",
         "lookup",
@@ -142,62 +154,39 @@ def step_share(run: Run) -> Outcome:
     ]
     table = Table(title="Where our fp32 step's time goes (ms)", columns=columns, rows=rows)
     notes = [CHECKED, "each part timed inside the step; the worst case counts"]
-    return Outcome(value=worst, tables=[table], notes=notes, data={"extra": timings.extra[ours("float32").label]})
-
-
-def step_bf16(run: Run) -> Outcome:
-    if not has_bf16_products():
-        raise NotRun("a processor with bf16 products (this one would emulate them)")
-    forms = [ours("bfloat16")]
-    if shutil.which("g++") or shutil.which("clang++"):
-        forms.append(ours("bfloat16", compiled=True))
-    peers = [TORCHREC, BAGS] if run.quick else [TORCHREC, BAGS, STACKED]
-    timings = measure([*forms, *peers], run)
-    found = {}
-    for form in forms:
-        found[form.label] = versus(timings, run, form.label)
-    best = max(found, key=lambda label: found[label][0])
-    tables = [table for label in found for table in found[label][1]]
-    notes = [CHECKED + " (ours within bfloat16 rounding)", f"counts: {best}"]
-    if len(forms) == 1:
-        notes.append("no C++ compiler: the compiled form was left out")
-    return Outcome(
-        value=found[best][0],
-        tables=tables,
-        notes=notes,
-        data={
-            "seconds": timings.seconds,
-            "ratios": {k: v[2] for k, v in found.items()},
-            "versions": timings.versions,
-        },
-    )
+    return Outcome(value=max(shares.values()), tables=[table], notes=notes, data={"ratios": shares})
 
 
 def bars() -> list[Bar]:
-    """The full step's bars."""
+    """The full step's bars: no shape on which a peer of equal precision is faster."""
+    title = f"DLRM step, {len(DLRM_MATRIX)} shapes x 2 row optimizers: the worst against the fastest peer"
     return [
         Bar(
-            name="dlrm-step-fp32",
-            group="dlrm-step",
-            title="full DLRM step in fp32 against TorchRec on FBGEMM and plain PyTorch (the smaller ratio)",
-            must=1.05,
+            name="dlrm-matrix-fp32",
+            group="dlrm-matrix",
+            title=f"{title}, fp32",
+            must=1.0,
+            aim=1.2,
+            rounds=3,
             run=step_fp32,
         ),
         Bar(
+            name="dlrm-matrix-bf16",
+            group="dlrm-matrix",
+            title=f"{title}, bf16 dense part on both sides",
+            must=1.0,
+            aim=1.2,
+            rounds=3,
+            run=step_bf16,
+        ),
+        Bar(
             name="dlrm-step-share",
-            group="dlrm-step",
+            group="dlrm-matrix",
             title="share of our fp32 step that is neither MLP nor interaction",
             must=5.0,
             at_most=True,
             unit=" %",
+            rounds=3,
             run=step_share,
-        ),
-        Bar(
-            name="dlrm-step-bf16",
-            group="dlrm-step",
-            title="full DLRM step with a bf16 dense part against the same peers in fp32",
-            must=2.0,
-            aim=2.5,
-            run=step_bf16,
         ),
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.dlrm_workload import DlrmWorkload
+from benchmarks.dlrm_workload import DlrmShape, DlrmWorkload
 from benchmarks.harness import CACHE, Bar, NotRun, Outcome, Run, Table, WrongResult
 from benchmarks.lookahead import globo
 from benchmarks.peers.placed_tools import case_name
@@ -26,7 +26,7 @@ from benchmarks.placed_workload import (
     planned,
 )
 from benchmarks.rounds import Contestant, Timings, compare, play
-from benchmarks.workload import SKEW
+from benchmarks.workload import SKEW, kaggle_shape
 
 __all__ = ["bars"]
 
@@ -173,10 +173,11 @@ def large(run: Run) -> Outcome:
 
 def planning(run: Run) -> Outcome:
     """Planning per step as a percentage of the resident step."""
-    workload = DlrmWorkload.make()
-    batch = 8192
-    config = workload.config(["rowwise_adagrad"], [batch]) | {
-        "batch": batch, "steps": (8, 16) if run.quick else (40, 80), "fraction": FRACTION, "lookahead": LOOKAHEAD,
+    shape = kaggle_shape(8192)
+    batch = shape.batch
+    workload = DlrmWorkload.make(DlrmShape(tables=shape))
+    config = DlrmWorkload.config([workload], ["rowwise_adagrad"]) | {
+        "steps": (8, 16) if run.quick else (40, 80), "fraction": FRACTION, "lookahead": LOOKAHEAD,
     }  # fmt: skip
 
     def check(label: str, line: dict[str, Any], results: Path) -> None:
@@ -189,7 +190,7 @@ def planning(run: Run) -> Outcome:
     lines = timings.extra[PLANNING.label]
     shares = [100 * (line["announce"] + line["plan"]) / line["step"] for line in lines]
     table = Table(
-        title=f"Planning at batch {batch} x {len(workload.embedding.sizes)}, 10 % of {sum(workload.embedding.sizes):,} "
+        title=f"Planning at batch {batch} x {len(shape.sizes)}, 10 % of {sum(shape.sizes):,} "
         "rows in slots (ms per step)",
         columns=["round", "distinct, announce", "release, plan, ids", "fetch, write", "resident step", "planning"],
         rows=[

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import itertools
 
 from benchmarks import harness, rounds
 from benchmarks.__main__ import all_bars, main
@@ -41,7 +40,7 @@ from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
 from benchmarks.placed_workload import FileTrace, check_close, check_same_losses, large_rows
 from benchmarks.prepare import bijective, split_rows
 from benchmarks.rounds import Contestant, Timings, compare, play
-from benchmarks.workload import DIM, EmbeddingWorkload, check_rows, kaggle_like
+from benchmarks.workload import MATRIX, EmbeddingWorkload, Shape, check_rows, kaggle_like
 
 ROOT = Path(__file__).parents[1]
 QUICK = Run.of(quick=True, rounds=2)
@@ -299,6 +298,11 @@ def test_compare_takes_the_best_peer_and_the_worst_case() -> None:
     assert ratios == {"c1": 3.0, "c2": 2.0}  # pair by pair, then the median
     assert value == 2.0
     assert "fast (best peer)" in table.markdown()
+    del timings.seconds["fast"]["c2"]  # a peer may leave a case out: the best of the others counts
+    assert compare(timings, "ours", ["slow", "fast"], {"c1": 10, "c2": 10}, "t")[2] == {"c1": 3.0, "c2": 9.0}
+
+
+TINY = Shape(name="tiny", sizes=(40, 3, 11), dims=(4, 8, 4), batch=32, longest=5, skew=0.8)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +311,19 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingWorkload:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CACHE", tmp_path_factory.mktemp("cache"))
-        return EmbeddingWorkload.make([40, 3, 11], {32: 4})
+        return EmbeddingWorkload.make(TINY)
+
+
+def run_peer(script_name: str, workload: EmbeddingWorkload, optimizer: str, results: Path, **options: Any) -> None:
+    """Run a contestant of ours or of plain PyTorch on the workload; leave what it trained in ``results``."""
+    from benchmarks.workload import BETAS, CHECKED_STEPS, EPS, LR
+
+    config = {
+        "cases": [workload.case()], "optimizer": optimizer, "checked_steps": CHECKED_STEPS, "lr": LR, "eps": EPS,
+        "betas": BETAS, "seconds": 0.01, "quick": True, "results": str(results),
+    }  # fmt: skip
+    lines = rounds.work(Contestant(label=script_name, script=script_name, options=options), config)
+    assert [line["event"] for line in lines if line["event"] != "versions"] == ["checked", "timed"]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
@@ -324,38 +340,89 @@ def test_the_float64_reference_agrees_with_ours(workload: EmbeddingWorkload, opt
         "rowwise_adagrad": optim.RowWiseAdagrad(lr=LR, eps=EPS),
         "adam": optim.Adam(lr=LR, eps=EPS, betas=BETAS),
     }[optimizer]
-    sizes = workload.sizes
     tables = EmbeddingTables(
-        [TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=DIM) for i, n in enumerate(sizes)],
+        [
+            TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d)
+            for i, (n, d) in enumerate(zip(TINY.sizes, TINY.dims, strict=True))
+        ],
         optimizer=rule,
         backend="reference",
     )
-    initial = np.load(workload.directory / "weight.npy")
-    starts = np.cumsum([0, *sizes])
-    for i, (a, b) in enumerate(itertools.pairwise(starts)):
-        zeros = {k: torch.zeros(b - a, *v.shape[1:]) for k, v in tables.groups[0].storage.state.items()}
-        tables.write(f"t{i}", 0, Rows(torch.from_numpy(initial[a:b].copy()), zeros))
-    ids, grads = (np.load(workload.directory / f"{name}_32.npy") for name in ("ids", "grad"))
+    initial = [np.array(rows) for rows in workload.tables()]
+    for i, rows in enumerate(initial):
+        group = next(group for group in tables.groups if group.dim == rows.shape[1])
+        zeros = {k: torch.zeros(len(rows), *v.shape[1:]) for k, v in group.storage.state.items()}
+        tables.write(f"t{i}", 0, Rows(torch.from_numpy(rows.copy()), zeros))
+    grads = np.load(workload.directory / "grad.npy")
     out = torch.empty(0)
     for step in range(CHECKED_STEPS):
-        out = tables(torch.from_numpy(ids[step]))
+        ids, offsets = (torch.from_numpy(np.array(part)) for part in workload.batch_ids(step))
+        out = tables(ids, offsets)
         out.backward(torch.from_numpy(grads[step]))
-    now = torch.cat([tables.rows(f"t{i}") for i in range(len(sizes))]).numpy()
-    changed = np.flatnonzero((now != initial).any(axis=1))
-    reference = workload.reference(optimizer, 32)
-    given = (changed, now[changed], out.detach().numpy())
-    check_rows("ours", optimizer, reference, *given)
-    with pytest.raises(WrongResult, match="rows differ"):
-        check_rows("ours", optimizer, reference, changed, given[1] + np.float32(1e-4), given[2])
+    right: dict[str, np.ndarray] = {"output": out.detach().numpy()}
+    for i, before in enumerate(initial):
+        now = tables.rows(f"t{i}").numpy()
+        changed = np.flatnonzero((now != before).any(axis=1))
+        right |= {f"rows_{i}": changed, f"weight_{i}": now[changed]}
+    reference = workload.reference(optimizer)
+
+    def check(**changes: np.ndarray) -> None:
+        check_rows("ours", optimizer, reference, {**right, **changes})
+
+    check()
+    with pytest.raises(WrongResult, match="rows of table 0 differ"):
+        check(weight_0=right["weight_0"] + np.float32(1e-4))
     with pytest.raises(WrongResult, match="lookup differ"):
-        check_rows("ours", optimizer, reference, changed, given[1], given[2] * np.float32(1.001))
+        check(output=right["output"] * np.float32(1.001))
     with pytest.raises(WrongResult, match="not updated"):
-        check_rows("ours", optimizer, reference, changed[:-4], given[1][:-4], given[2])
-    untouched = np.setdiff1d(np.arange(sum(sizes)), reference["rows"])[:1]
-    assert len(untouched)
-    more = np.concatenate([changed, untouched])
-    with pytest.raises(WrongResult, match="never touched"):
-        check_rows("ours", optimizer, reference, more, initial[more], given[2])
+        check(rows_0=right["rows_0"][:-4], weight_0=right["weight_0"][:-4])
+    untouched = np.setdiff1d(np.arange(TINY.sizes[0]), reference["rows_0"])[:1]
+    if len(untouched):
+        more = np.concatenate([right["rows_0"], untouched])
+        with pytest.raises(WrongResult, match="never touched"):
+            check(rows_0=more, weight_0=initial[0][more])
+
+
+@pytest.mark.parametrize(
+    ("script_name", "optimizer", "options"),
+    [
+        ("stoker_embedding.py", "adagrad", {}),
+        ("torch_embedding.py", "sgd", {"form": "EmbeddingBag"}),
+        ("torch_embedding.py", "rowwise_adagrad", {"form": "sort + embedding_bag"}),
+    ],
+)
+def test_contestants_of_the_matrix_leave_right_results(
+    workload: EmbeddingWorkload, tmp_path: Path, script_name: str, optimizer: str, options: dict[str, Any]
+) -> None:
+    """Tables of several widths, bags and one id: what the peers do not test here runs where they are built."""
+    run_peer(script_name, workload, optimizer, tmp_path, **options)
+    found = dict(np.load(tmp_path / f"{workload.directory.name}.npz"))
+    check_rows(script_name, optimizer, workload.reference(optimizer), found)
+
+
+def test_the_matrix_covers_its_ranges() -> None:
+    assert {dim for shape in MATRIX for dim in shape.dims} >= {8, 16, 32, 64, 128}
+    assert {shape.batch for shape in MATRIX} >= {1024, 65536}
+    assert {shape.longest for shape in MATRIX} == {1, 20}
+    assert {shape.skew for shape in MATRIX} >= {0.0, 0.6, 0.8, 1.05, 1.2}
+    assert {shape.scattered for shape in MATRIX} == {True, False}
+    assert any(len(set(shape.dims)) == 4 for shape in MATRIX)
+    assert len({shape.name for shape in MATRIX}) == len(MATRIX)
+    assert all(bar.rounds >= 3 for bar in all_bars() if "matrix" in bar.name)
+
+
+def test_scattered_ids_follow_the_same_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import workload as module
+
+    monkeypatch.setattr(module, "CACHE", tmp_path)
+    counts = {}
+    for scattered in (True, False):
+        shape = Shape(name="s", sizes=(500,), dims=(4,), batch=2000, skew=1.2, scattered=scattered)
+        made = EmbeddingWorkload.make(shape)
+        counts[scattered] = np.bincount(np.load(made.directory / "ids.npy"), minlength=500)
+    assert (np.sort(counts[True]) == np.sort(counts[False])).all()
+    assert counts[False][0] == counts[False].max() > 10 * counts[False][250]
+    assert (counts[True] != counts[False]).any()
 
 
 def test_workload_is_made_once_and_again_when_its_settings_change(
@@ -364,12 +431,12 @@ def test_workload_is_made_once_and_again_when_its_settings_change(
     from benchmarks import workload as module
 
     monkeypatch.setattr(module, "CACHE", tmp_path)
-    first = EmbeddingWorkload.make([5, 4], {8: 3})
+    first = EmbeddingWorkload.make(TINY)
     stamp = (first.directory / "weight.npy").stat().st_mtime_ns
-    EmbeddingWorkload.make([5, 4], {8: 3})
+    EmbeddingWorkload.make(TINY)
     assert (first.directory / "weight.npy").stat().st_mtime_ns == stamp
-    EmbeddingWorkload.make([5, 6], {8: 3})
-    assert len(np.load(first.directory / "weight.npy")) == 11
+    other = EmbeddingWorkload.make(replace(TINY, batch=16))
+    assert other.directory != first.directory
 
 
 def test_kaggle_like_sizes() -> None:
@@ -379,14 +446,16 @@ def test_kaggle_like_sizes() -> None:
     assert min(sizes) == 3
 
 
-def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: EmbeddingWorkload) -> None:
+def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import dlrm_workload as module
+    from benchmarks import workload as tables
 
-    monkeypatch.setattr(module, "CACHE", tmp_path)
-    monkeypatch.setattr(module, "POOL", {32: 4})
-    monkeypatch.setattr(EmbeddingWorkload, "make", lambda: workload)
-    dlrm = module.DlrmWorkload.make()
-    reference = dlrm.reference("sgd", 32)
+    for each in (module, tables):
+        monkeypatch.setattr(each, "CACHE", tmp_path)
+    monkeypatch.setattr(tables, "POOL_IDS", 0)
+    shape = replace(TINY, dims=(4, 4, 4), longest=3)
+    dlrm = module.DlrmWorkload.make(module.DlrmShape(tables=shape, narrow=True))
+    reference = dlrm.reference("sgd")
     with np.load(dlrm.directory / "start.npz") as start:
         layers = {name: (start[name] + reference[name]).astype(np.float32) for name in start}
     touched = reference["touched"]
@@ -394,8 +463,8 @@ def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     right = {"logits": reference["logits"], "changed": touched, "rows": rows.astype(np.float32), **layers}
 
     def check(**changes: Any) -> None:
-        np.savez(tmp_path / "case.npz", **{**right, **changes})
-        module.check_model("peer", dlrm, "sgd", 32, tmp_path, "case")
+        np.savez(tmp_path / "left.npz", **{**right, **changes})
+        module.check_model("peer", dlrm, "sgd", tmp_path / "left.npz")
 
     check()
     with pytest.raises(WrongResult, match="logits"):
@@ -404,6 +473,21 @@ def test_a_wrong_dlrm_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         check(**{"t1.weight": layers["t1.weight"] - np.float32(0.1) * reference["t1.weight"].astype(np.float32)})
     with pytest.raises(WrongResult, match="rows of table 0"):
         check(rows=(rows + 0.05 * reference["rows"]).astype(np.float32))
+    # The strong peer, eager, and ours do the same steps.
+    config = {
+        **module.DlrmWorkload.config([dlrm], ["sgd", "rowwise_adagrad"]),
+        "results": str(tmp_path),
+        "quick": True,
+        "seconds": 0.01,
+    }
+    config["cases"][0]["shares"] = False
+    options = {"dense_dtype": "float32", "compile": False, "sums": "embedding_bag"}
+    for script_name in ("stoker_dlrm.py", "torch_dlrm.py"):
+        lines = rounds.work(Contestant(label=script_name, script=script_name, options=options), config)
+        checked = [line for line in lines if line["event"] == "checked"]
+        assert len(checked) == 2
+        for line in checked:
+            module.check_model(script_name, dlrm, line["optimizer"], tmp_path / line["left"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=2, max_size=60))

@@ -15,26 +15,27 @@ from stoker.tables.storage import Rows
 
 config = argument()
 torch.set_num_threads(config["threads"])
-sizes, layer_names = config["sizes"], config["layers"]
 
 
-def build(kind):
+def build(kind, case):
     rule = {"sgd": optim.SGD, "rowwise_adagrad": optim.RowWiseAdagrad}[kind]
     options = {} if kind == "sgd" else {"eps": config["eps"]}
     model = DLRM(
-        FeatureSpec.from_sizes(config["bottom"][0], sizes),
-        bottom=config["bottom"][1:],
-        top=config["top"],
+        FeatureSpec.from_sizes(case["bottom"][0], case["sizes"]),
+        embedding_dim=case["dim"],
+        bottom=case["bottom"][1:],
+        top=case["top"],
+        pooling="sum",
         dense_dtype=config["dense_dtype"],
-        optimizer=rule(lr=config["row_lr"][kind], **options),
+        optimizer=rule(lr=case["row_lr"][kind], **options),
     )
-    initial, start = initial_rows(config), 0
-    for i, rows in enumerate(sizes):
+    initial, start = initial_rows(case), 0
+    for i, rows in enumerate(case["sizes"]):
         state = {k: torch.zeros(rows, *v.shape[1:]) for k, v in model.embeddings.groups[0].storage.state.items()}
         model.embeddings.write(f"C{i + 1}", 0, Rows(torch.from_numpy(initial[start : start + rows].copy()), state))
         start += rows
     with torch.no_grad():
-        for name, value in start_of(config).items():
+        for name, value in start_of(case).items():
             parameter(model, name).copy_(torch.from_numpy(value))
     if config["compile"]:
         model.compile_dense()
@@ -46,7 +47,7 @@ def parameter(model, name):
     return getattr((model.bottom if layer[0] == "b" else model.top).layers[int(layer[1:])], kind)
 
 
-def shares(model, dense, pool, batch, kind):
+def shares(model, dense, pool, case, kind):
     """Where a step's time goes: MLPs and interaction, forward and backward, and all the rest."""
     group = model.embeddings.groups[0]
     spent = [0.0, 0.0]  # seconds inside the one backward: row update, gradient of the loss
@@ -64,7 +65,7 @@ def shares(model, dense, pool, batch, kind):
     group.update = timed(update_rows, 0)
     loss_module._Loss.backward = staticmethod(timed(loss_backward, 1))
     rest, whole, parts = [], [], []
-    for number in range(10 if config["quick"] else 60):
+    for number in range(10 if config["quick"] else 40):
         batch_ = pool[number % len(pool)]
         spent[:] = 0.0, 0.0
         clock = [time.perf_counter()]
@@ -88,43 +89,50 @@ def shares(model, dense, pool, batch, kind):
     names = ("lookup", "row update", "loss", "dense optimizer")
     median = dict(zip(names, np.median(parts, axis=0).tolist(), strict=True))
     total = float(np.median(whole))
-    say("extra", case=case_name(kind, batch), rest=float(np.median(rest)), parts=median, step=total)
+    say("extra", case=case_name(kind, case), rest=float(np.median(rest)), parts=median, step=total)
 
 
-def run(kind, batch):
-    """One optimizer and batch size, with a fresh model."""
-    model, dense = build(kind)
+def run(kind, case):
+    """One optimizer and shape, with a fresh model."""
+    model, dense = build(kind, case)
 
     kept = {}
     # What every contestant does too: keep a reference to the logits.
     handle = model.register_forward_hook(lambda module, given, output: kept.update(logits=output.detach()))
+
+    def natural(dense, ids, offsets, labels):
+        if case["longest"] == 1:
+            where = {"ids": torch.from_numpy(ids.reshape(case["batch"], -1))}
+        else:
+            where = {"ids": torch.from_numpy(ids), "offsets": torch.from_numpy(offsets)}
+        return Batch(dense=torch.from_numpy(dense), labels=torch.from_numpy(labels), **where)
 
     def step(given):
         loss = model.loss(given)
         loss.backward()
         dense.step()
         dense.zero_grad()
-        return kept["logits"].numpy()
+        return kept["logits"].float().numpy()
 
     pool = dlrm_case(
         config,
         kind,
-        batch,
-        natural=lambda d, i, y: Batch(dense=torch.from_numpy(d), ids=torch.from_numpy(i), labels=torch.from_numpy(y)),
-        step=step,
+        case,
+        natural,
+        step,
         layers=lambda: {
             f"{name}.{what}": parameter(model, f"{name}.{what}").detach().numpy()
-            for name in layer_names
+            for name in case["layers"]
             for what in ("weight", "bias")
         },
         rows=lambda: model.embeddings.groups[0].storage.weight.numpy(),
     )
     handle.remove()
-    if config["dense_dtype"] == "float32" and not config["compile"]:
-        shares(model, dense, pool, batch, kind)
+    if config["dense_dtype"] == "float32" and not config["compile"] and case["shares"]:
+        shares(model, dense, pool, case, kind)
 
 
 versions(torch=torch.__version__)
-for kind in config["optimizers"]:
-    for batch in config["batches"]:
-        run(kind, batch)
+for shape in config["cases"]:
+    for name in config["optimizers"]:
+        run(name, shape)

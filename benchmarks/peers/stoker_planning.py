@@ -7,28 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from worker_tools import argument, say, versions
+from worker_tools import argument, batches_of, say, versions
 
 from stoker import DLRM, Batch, Cached, FeatureSpec, optim, stage
 
 config = argument()
 torch.set_num_threads(config["threads"])
 versions(torch=torch.__version__)
-batch_size, sizes = config["batch"], config["sizes"]
+(case,) = config["cases"]
+batch_size = case["batch"]
 warm_up, timed = config["steps"]
-source = Path(config["inputs"])
-
-
-def load(name):
-    return np.load(source / f"{name}_{batch_size}.npy", mmap_mode="r")
-
-
-ids, dense, labels = (
-    np.load(Path(config["ids"]) / f"ids_{batch_size}.npy", mmap_mode="r"),
-    load("dense"),
-    load("labels"),
-)
-pool = [tuple(torch.from_numpy(np.array(part)) for part in each) for each in zip(dense, ids, labels, strict=True)]
+dense, labels = (np.load(Path(case["inputs"]) / f"{name}.npy") for name in ("dense", "labels"))
+ids = [given.reshape(batch_size, -1) for given, _ in batches_of({"inputs": case["ids"]})]
+pool = [tuple(map(torch.from_numpy, each)) for each in zip(dense, ids, labels, strict=True)]
 
 
 def batches():
@@ -45,10 +36,10 @@ class Trainer:
 
     def __init__(self, placement):
         self.model = DLRM(
-            FeatureSpec.from_sizes(config["bottom"][0], sizes),
-            bottom=config["bottom"][1:],
-            top=config["top"],
-            optimizer=optim.RowWiseAdagrad(lr=config["row_lr"]["rowwise_adagrad"]),
+            FeatureSpec.from_sizes(case["bottom"][0], case["sizes"]),
+            bottom=case["bottom"][1:],
+            top=case["top"],
+            optimizer=optim.RowWiseAdagrad(lr=case["row_lr"]["rowwise_adagrad"]),
             placement=placement,
         )
         self.dense = torch.optim.SGD(self.model.dense_parameters(), lr=config["lr"], fused=True)
