@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.peers.worker_tools import peak_memory
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
+from benchmarks.peers.worker_tools import peak_memory
 from benchmarks.popularity import CASES, SHARES, criteo_rows, forget
 from benchmarks.workload import KAGGLE
 from stoker.data.dataset import Dataset

@@ -1,7 +1,7 @@
 """The full DLRM training step over a matrix of workloads: forward, loss, backward, row update, dense optimizer.
 
-Plain SGD on the dense part; rows by SGD and by row-wise Adagrad. The worst shape decides, against the fastest peer of the
-same precision: PyTorch with rows updated by hand, compiled and not, and, in float32, TorchRec on FBGEMM.
+Plain SGD on the dense part; rows by SGD and by row-wise Adagrad. The worst shape decides, against the fastest peer of
+the same precision: PyTorch with rows updated by hand, compiled and not, and, in float32, TorchRec on FBGEMM.
 """
 
 from __future__ import annotations

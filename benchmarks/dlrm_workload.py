@@ -1,7 +1,7 @@
 """The full DLRM step's matrix of workloads, its float64 reference, and the comparison.
 
-Legend: B examples, F features, N rows of all tables, D columns, L ids of a batch. Layers are named b0.. (bottom) and t0..
-(top), weights [out, in].
+Legend: B examples, F features, N rows of all tables, D columns, L ids of a batch. Layers are named b0.. (bottom) and
+t0.. (top), weights [out, in].
 """
 
 from __future__ import annotations
@@ -245,7 +245,9 @@ def check_model(
     found = dict(np.load(left))
     worst = float(np.abs(found["logits"].reshape(-1) - reference["logits"]).max())
     if not worst <= absolute:
-        raise WrongResult(f"{label}, {optimizer}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})")
+        raise WrongResult(
+            f"{label}, {optimizer}, {case}: logits differ from the reference by {worst:.3g} (allowed {absolute})"
+        )
     if not np.isin(found["changed"], reference["touched"], assume_unique=True).all():
         raise WrongResult(f"{label}, {case}: rows changed that the batches never touched")
     place = np.searchsorted(reference["touched"], found["changed"])

@@ -182,7 +182,9 @@ class Result:
         if self.status == "wrong":
             return f"{bar.name}: wrong results, no time reported (must {bar.requirement}) short"
         if self.status == "crashed":
-            return f"{bar.name}: crashed, no time reported: {self.reason.splitlines()[0]} (must {bar.requirement}) crashed"
+            return (
+                f"{bar.name}: crashed, no time reported: {self.reason.splitlines()[0]} (must {bar.requirement}) crashed"
+            )
         return f"{bar.name}: {self.reason} (must {bar.requirement}) {self.status}"
 
 

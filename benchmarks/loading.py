@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from benchmarks import reader
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
@@ -27,6 +29,7 @@ from stoker.units import format_size
 
 __all__ = ["bars"]
 
+BATCHES = (1024, 4096, 65536)
 BATCH = 4096  # of the RAPIDS team's loader (Rabhi et al. 2019, Table 2)
 SEED = 1
 _NAMES = ("dense", "ids", "labels")
@@ -139,6 +142,84 @@ def items(run: Run) -> Outcome:
     )
 
 
+def whole_batch_loaders(split: Split, batch: int) -> dict[str, Callable[[], Iterator[Sequence[Tensor]]]]:
+    """What people write who load whole batches: each gives a shuffled epoch of (dense, ids, labels)."""
+    dense, ids, labels = (
+        torch.cat([torch.from_numpy(getattr(shard, name).copy()) for shard in split.shards]) for name in _NAMES
+    )
+    width = dense.shape[1], ids.shape[1], 1
+    matrix = torch.cat([dense.view(torch.int32), ids, labels.view(torch.int32).unsqueeze(1)], dim=1)
+
+    def order() -> Tensor:
+        drawn = EpochOrder(len(split), pool_rows=len(split), seed=SEED, epoch=0).take(0, len(split))
+        return torch.from_numpy(drawn.astype("int64"))
+
+    def one_matrix() -> Iterator[Sequence[Tensor]]:
+        for rows in order().split(batch):
+            d, i, y = matrix.index_select(0, rows).split(width, dim=1)
+            yield d.view(torch.float32), i, y.squeeze(1).view(torch.float32)
+
+    def three_tensors() -> Iterator[Sequence[Tensor]]:
+        for rows in order().split(batch):
+            yield [whole.index_select(0, rows) for whole in (dense, ids, labels)]
+
+    def data_loader() -> Iterator[Sequence[Tensor]]:
+        sampler = BatchSampler(order().tolist(), batch, drop_last=False)
+        yield from DataLoader(TensorDataset(dense, ids, labels), batch_size=None, sampler=sampler)
+
+    return {
+        "index_select, one matrix": one_matrix,
+        "index_select, three tensors": three_tensors,
+        "DataLoader(batch_size=None, BatchSampler)": data_loader,
+    }
+
+
+def batches(run: Run) -> Outcome:
+    """How many times faster than the fastest loader of whole batches, at the worst batch size."""
+    split = reader.dataset(run).train
+    room = bytes_held(split, len(split))
+    rows, ratios, times = [], {}, {}
+    for size in BATCHES:
+        stream = split.batches(size, seed=SEED, data_memory=room)
+        loaders = whole_batch_loaders(split, size)
+        for label, loader in loaders.items():  # compiles and copies, too
+            ours = split.batches(size, seed=SEED, data_memory=room)
+            for batch, theirs in itertools.islice(zip(ours, loader(), strict=True), 4):
+                for name, other in zip(_NAMES, theirs, strict=True):
+                    if not torch.equal(getattr(batch, name), other):
+                        raise WrongResult(f"{label}, batch {batch.step} of {size}: {name} differs from ours")
+        seconds: dict[str, list[float]] = {"stoker": [], **{label: [] for label in loaders}}
+        for number in range(run.rounds):
+            run.log(f"batch {size}, round {number + 1}/{run.rounds}")
+            labels = list(seconds)
+            for label in labels[number % len(labels) :] + labels[: number % len(labels)]:
+                start = time.perf_counter()
+                # An epoch is a new order each time: what drawing it takes belongs to everybody's epoch.
+                for _ in stream if label == "stoker" else loaders[label]():
+                    pass
+                seconds[label].append((time.perf_counter() - start) / len(stream))
+        best = min(loaders, key=lambda label: statistics.median(seconds[label]))
+        for label, values in seconds.items():
+            pairs = [theirs / mine for theirs, mine in zip(values, seconds["stoker"], strict=True)]
+            if label == best:
+                ratios[f"batch {size}"] = statistics.median(pairs)
+            cells = [f"{statistics.median(values) * 1e3:.3f}", f"{size / statistics.median(values) / 1e3:,.0f}"]
+            rows.append([f"batch {size}: {label}", *cells, f"{statistics.median(pairs):.2f}"])
+        times[f"batch {size}"] = seconds
+    return Outcome(
+        value=min(ratios.values()),
+        tables=[
+            Table(
+                title=f"Shuffled epochs of {len(split):,} rows of 160 bytes in memory, whole batches",
+                columns=["reader", "ms/batch", "k rows/s", "ours faster by"],
+                rows=rows,
+            )
+        ],
+        notes=["the fastest peer of each batch size is compared", "checked: first batches equal, tensor by tensor"],
+        data={"ratios": ratios, "by batch": times},
+    )
+
+
 def shuffle(run: Run) -> Outcome:
     """Memory that shuffled epochs take on top of the rows held, in percent of them."""
     split = reader.dataset(run).train
@@ -180,6 +261,14 @@ def bars() -> list[Bar]:
             aim=200.0,
             digits=0,
             run=items,
+        ),
+        Bar(
+            name="loading-batches",
+            group="loading",
+            title="batches of rows held in memory against the fastest loader of whole batches, the worst batch size",
+            must=1.0,
+            aim=1.3,
+            run=batches,
         ),
         Bar(
             name="loading-shuffle",

@@ -184,6 +184,17 @@ def versus_pandas(run: Run) -> Outcome:
     return outcome(timings, peers, rows, "every number, id and label equals ours, row by row")
 
 
+def versus_frames(run: Run) -> Outcome:
+    """Polars, in memory and streaming, and DuckDB, whichever is fastest."""
+    rows = 500_000 if run.quick else 2_000_000
+    peers = [
+        Contestant(label=form, script="frames_prepare.py", environment="frames", options={"form": form})
+        for form in ("Polars", "Polars streaming", "DuckDB")
+    ]
+    timings = measure(peers, rows, run, same_ids=True)
+    return outcome(timings, peers, rows, "every number, id and label equals ours, row by row")
+
+
 def versus_nvtabular(run: Run) -> Outcome:
     """NVTabular on the CPU, its files split beforehand, in one process and on two Dask workers."""
     rows = 200_000 if run.quick else 1_000_000
@@ -202,7 +213,7 @@ def versus_nvtabular(run: Run) -> Outcome:
 
 
 def bars() -> list[Bar]:
-    """The two promises of stoker prepare."""
+    """The promises of stoker prepare."""
     return [
         Bar(
             name="prepare-vs-pandas",
@@ -211,6 +222,15 @@ def bars() -> list[Bar]:
             must=3.0,
             aim=6.0,
             run=versus_pandas,
+        ),
+        Bar(
+            name="prepare-vs-frames",
+            group="prepare",
+            title="stoker prepare, 2 M Criteo-format rows (quick: 500 k), against the fastest of Polars and DuckDB",
+            must=1.0,
+            aim=1.5,
+            rounds=3,
+            run=versus_frames,
         ),
         Bar(
             name="prepare-vs-nvtabular",

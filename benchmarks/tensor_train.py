@@ -48,6 +48,7 @@ SETS = {"Kaggle": (KAGGLE, 16), "Avazu": (AVAZU, 16), "Terabyte": (TERABYTE, 64)
 SETS["Terabyte, 242.5 M"] = (tuple(round(rows * 242.5e6 / sum(TERABYTE)) for rows in TERABYTE), 64)
 
 OURS = "stoker"
+GROUPED = "grouped by shared slices"
 SKEWED = (2_500_000, 5_000_000, 10_000_000)
 
 
@@ -128,6 +129,8 @@ def contestants() -> list[Contestant]:
             Contestant(label=f"plain {form}, {title}", script="torch_tt.py", options={"form": form, "shape": shape})
             for form in ("bmm", "einsum")
         ]
+        grouped = {"form": "grouped", "shape": shape}
+        made.append(Contestant(label=f"{GROUPED}, {title}", script="torch_tt.py", options=grouped))
         made.append(
             Contestant(
                 label=f"tltorch, {title}", script="tltorch_tt.py", environment="tltorch", options={"shape": shape}
@@ -195,7 +198,7 @@ def measure_speed(what: str, run: Run) -> Outcome:
         "lookup": f"Lookup of {BATCH} ids, no graph",
         "backward": f"Backward and SGD update of {BATCH} ids, without the forward",
     }[what]
-    peers = [player.label for player in players if player.label != OURS]
+    peers = [player.label for player in players if player.label != OURS and not player.label.startswith(GROUPED)]
     value, table, ratios = compare(timings, OURS, peers, wanted, title)
     groups = {
         "straightforward, EL-Rec's shape": [p for p in peers if p.startswith("plain") and p.endswith("EL-Rec's shape")],
@@ -216,6 +219,19 @@ def measure_speed(what: str, run: Run) -> Outcome:
     tables = [table, *([_limits(timings)] if what == "lookup" else [])]
     data = {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions, "extra": timings.extra[OURS]}
     return Outcome(value=value, tables=tables, notes=notes, data=data)
+
+
+def measure_grouped(run: Run) -> Outcome:
+    """The smallest ratio over all cases, lookup and backward, to grouped products in plain PyTorch."""
+    timings, chosen, players, _ = _played(run)
+    wanted = {f"{case.name}, {what}": BATCH for case in chosen for what in ("lookup", "backward")}
+    labels = [player.label for player in players if player.label.startswith(GROUPED)]
+    value, table, ratios = compare(timings, OURS, labels, wanted, "Against grouped products in plain PyTorch")
+    notes = [
+        "one product for all distinct prefixes that share a slice; the faster of both shapes; checked as tt-lookup"
+    ]
+    data = {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions}
+    return Outcome(value=value, tables=[table], notes=notes, data=data)
 
 
 #: Globo's skew stretched to all rows, and as it is, on the most popular ones
@@ -313,6 +329,15 @@ def bars() -> list[Bar]:
             must=3.0,
             aim=8.0,
             run=partial(measure_speed, "backward"),
+        ),
+        Bar(
+            name="tt-vs-grouped",
+            group=group,
+            title="tensor-train lookup and backward against grouped products in plain PyTorch, the worst case",
+            must=1.0,
+            aim=1.5,
+            rounds=3,
+            run=measure_grouped,
         ),
         Bar(
             name="tt-ablation",

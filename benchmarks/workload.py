@@ -98,7 +98,7 @@ def kaggle_shape(batch: int) -> Shape:
 
 
 def corner(dims: Sequence[int], batch: int, longest: int, skew: float, *, scattered: bool = True) -> Shape:
-    """Return a shape whose tables take TABLE_BYTES; each has two thirds of the rows of the one before, the last one 10."""
+    """Return a shape whose tables take TABLE_BYTES: each has two thirds of the rows before it, the last one has 10."""
     shares = np.array([(2 / 3) ** place for place in range(len(dims) - 1)])
     rows = shares * TABLE_BYTES / 4 / (shares * np.array(dims[:-1])).sum()
     columns = "/".join(map(str, dict.fromkeys(dims)))
@@ -137,8 +137,9 @@ class EmbeddingWorkload:
     ``bounds.npy`` [pool + 1], where each batch begins in it; ``offsets.npy`` [pool, B * F + 1], example by example;
     ``grad.npy`` [GRADS, B, W].
 
-    Weights are multiples of 2^-12, gradients of 2^-10 and the learning rate is 2^-5, so every sum of gradients and every
-    pooled bag is exact in float32 in any order, and so is the whole SGD step: contestants must agree to the bit there.
+    Weights are multiples of 2^-12, gradients of 2^-7 and the learning rate is 2^-5, so with SGD all weights stay
+    multiples of 2^-12: sums of gradients and pooled bags are exact in float32 in any order, up to 4,096, and
+    contestants must agree to the bit.
     """
 
     directory: Path
@@ -147,7 +148,7 @@ class EmbeddingWorkload:
     @classmethod
     def make(cls, shape: Shape) -> EmbeddingWorkload:
         """Make the files, or take them as they are when they are whole."""
-        stamp = json.dumps({**asdict(shape), "pool": shape.pool, "grads": GRADS, "version": 2})
+        stamp = json.dumps({**asdict(shape), "pool": shape.pool, "grads": GRADS, "version": 3})
         made = cls(directory=CACHE / "matrix" / hashlib.sha256(stamp.encode()).hexdigest()[:16], shape=shape)
         done = made.directory / "workload.json"
         if done.exists():
@@ -170,7 +171,7 @@ class EmbeddingWorkload:
         np.save(made.directory / "bounds.npy", np.concatenate([[0], each.sum(1).cumsum()]))
         np.save(made.directory / "offsets.npy", np.concatenate([np.zeros_like(each[:, :1]), each.cumsum(1)], axis=1))
         grad = rng.standard_normal((GRADS, shape.batch, shape.width), dtype=np.float32).clip(-3.9, 3.9)
-        np.save(made.directory / "grad.npy", np.round(grad * 1024) / np.float32(1024))
+        np.save(made.directory / "grad.npy", np.round(grad * 128) / np.float32(128))
         done.write_text(stamp)
         return made
 

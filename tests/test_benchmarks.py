@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 import textwrap
@@ -36,7 +37,7 @@ from benchmarks.harness import (
     latest,
     write_results,
 )
-from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
+from benchmarks.peers.placed_tools import RankIds, drop_steps, filled_ids, load_trace
 from benchmarks.placed_workload import FileTrace, check_close, check_same_losses, large_rows
 from benchmarks.prepare import bijective, split_rows
 from benchmarks.rounds import Contestant, Timings, compare, play
@@ -65,7 +66,11 @@ def made(value: float = 2.5, *, error: Exception | None = None, **settings: Any)
         (made(1.5, must=1.0, at_most=True, unit=" %"), "bar: 1.50 % (must at most 1 %) short", 1),
         (made(error=NotRun("make peers")), "bar: not run: make peers (must 2x) not run", 2),
         (made(error=WrongResult("off by one")), "bar: wrong results, no time reported (must 2x) short", 1),
-        (made(error=ZeroDivisionError("by 0")), "bar: crashed, no time reported: ZeroDivisionError: by 0 (must 2x) crashed", 1),
+        (
+            made(error=ZeroDivisionError("by 0")),
+            "bar: crashed, no time reported: ZeroDivisionError: by 0 (must 2x) crashed",
+            1,
+        ),
         (
             made(error=Crashed("peer ended with signal 11:\nlog")),
             "bar: crashed, no time reported: peer ended with signal 11: (must 2x) crashed",
@@ -598,6 +603,17 @@ def test_the_file_trace_agrees_with_training(tmp_path: Path, monkeypatch: pytest
     np.save(tmp_path / "output_16.npy", out.detach().numpy() * 1.001)
     with pytest.raises(WrongResult, match="output differ"):
         trace.check("ours", 16, 6, tmp_path)
+
+
+def test_when_the_page_cache_is_dropped() -> None:
+    rows_per_page = mmap.PAGESIZE // 256
+    trace = [(np.arange(8) * rows_per_page + 8 * rows_per_page * (n % 3), np.arange(9)) for n in range(9)]
+    assert drop_steps(trace, "plenty", 256) == set()
+    assert drop_steps(trace, "dropped", 256) == {0, 4, 8}
+    assert drop_steps(trace, "equal", 256) == set(range(9))  # ours: slots are its only cache
+    pages = mmap.PAGESIZE
+    assert drop_steps(trace, "equal", 256, 24 * pages) == {0}  # all 24 pages fit
+    assert drop_steps(trace, "equal", 256, 16 * pages) == {0, 2, 4, 6, 8}  # two batches fit, a third one does not
 
 
 def test_losses_must_be_equal_to_the_bit() -> None:

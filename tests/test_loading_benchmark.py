@@ -35,6 +35,24 @@ def test_times_follow_equal_batches(split: Split) -> None:
         loading.check(split, rows[::-1])
 
 
+def test_whole_batch_loaders_give_equal_batches(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "BATCHES", (64, 512))
+    found = loading.batches(QUICK)
+    assert set(found.data["ratios"]) == {"batch 64", "batch 512"}
+    assert found.value == min(found.data["ratios"].values())
+    assert len(found.data["by batch"]["batch 64"]) == 4
+
+    def reversed_rows(given: Split, batch: int) -> dict[str, object]:
+        loaders = whole_batch_loaders(given, batch)
+        first = next(iter(loaders["index_select, one matrix"]()))
+        return {"wrong": lambda: iter([[tensor.flip(0) for tensor in first]] * len(given.batches(batch)))}
+
+    whole_batch_loaders = loading.whole_batch_loaders
+    monkeypatch.setattr(loading, "whole_batch_loaders", reversed_rows)
+    with pytest.raises(WrongResult, match="wrong, batch 0 of 64: dense differs from ours"):
+        loading.batches(QUICK)
+
+
 def test_memory_of_rows_that_are_not_held_is_no_result(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "resident_memory", lambda: 0)
     with pytest.raises(WrongResult, match="they are not held"):

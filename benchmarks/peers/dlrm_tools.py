@@ -39,15 +39,15 @@ def dlrm_case(
     """Check, then time one (optimizer, shape) of a freshly built model; returns the pool of inputs.
 
     Args:
-        natural: (dense [B, 13], ids [L], offsets [B * F + 1], labels [B]) as the contestant's own input, made before the
-            clock runs.
+        natural: (dense [B, 13], ids [L], offsets [B * F + 1], labels [B]) as the contestant's own input, made before
+            the clock runs.
         step: one whole training step; returns the logits before the update.
         layers, rows: the weights now, rows as [N, D].
     """
     source = Path(case["inputs"])
     dense, labels = np.load(source / "dense.npy"), np.load(source / "labels.npy")
     ids = batches_of({"inputs": case["ids"]})
-    pool = [natural(d, *i, y) for d, i, y in zip(dense, ids, labels)]
+    pool = [natural(d, *i, y) for d, i, y in zip(dense, ids, labels, strict=True)]
     logits = np.empty(0)
     for number in range(config["checked_steps"]):
         logits = step(pool[number]).copy()

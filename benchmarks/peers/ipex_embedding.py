@@ -1,4 +1,4 @@
-"""Intel Extension for PyTorch: merged embedding bags with a fused optimizer, one module for the tables of equal width."""
+"""Intel Extension for PyTorch: merged embedding bags with a fused optimizer, a module for tables of equal width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Merged:
         for members in self.members.values():
             bags = [
                 nn.EmbeddingBag(
-                    *initial[t].shape, _weight=torch.from_numpy(np.array(initial[t])), mode="sum", include_last_offset=True
+                    *initial[t].shape,
+                    _weight=torch.from_numpy(np.array(initial[t])),
+                    mode="sum",
+                    include_last_offset=True,
                 )
                 for t in members
             ]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from placed_tools import DROP_EVERY, case_name, drop_file, load_trace, timed_steps
+from placed_tools import case_name, drop_file, drop_steps, load_trace, timed_steps
 from torch.nn import functional as F
 from worker_tools import argument, say, versions
 
@@ -44,7 +44,9 @@ class Mapped:
 
 
 def run(batch_size, warm_up, timed, folder):
-    trace = [(torch.from_numpy(i), torch.from_numpy(o)) for i, o in load_trace(source / f"trace_{batch_size}.npz")]
+    given = load_trace(source / f"trace_{batch_size}.npz")
+    due = drop_steps(given, config["memory"], 4 * dim, config["slots"] * 4 * dim)
+    trace = [(torch.from_numpy(i), torch.from_numpy(o)) for i, o in given]
     grads = [torch.from_numpy(g).view(-1, dim) for g in np.load(source / f"grad_{batch_size}.npy")]
     shutil.copyfile(source / "weight.bin", folder / "weight.bin")
     with open(folder / "state.bin", "wb") as file:
@@ -53,7 +55,7 @@ def run(batch_size, warm_up, timed, folder):
     kept = {}
 
     def step(number):
-        if number % DROP_EVERY == 0:
+        if number in due:
             weight.drop()
             state.drop()
         ids, offsets = trace[number]

@@ -6,6 +6,7 @@ Legend: N rows of a table, B examples, F features.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DROP_EVERY", "RankIds", "case_name", "drop_file", "filled_ids", "load_trace", "timed_steps"]
+__all__ = ["DROP_EVERY", "RankIds", "case_name", "drop_file", "drop_steps", "filled_ids", "load_trace", "timed_steps"]
 
 BLOCK = 4  # steps whose time is taken together
 DROP_EVERY = 4  # steps after which the page cache of the rows' file is dropped again
@@ -34,6 +35,30 @@ def timed_steps(step: Callable[[int], Any], warm_up: int, timed: int) -> list[fl
             step(number)
         blocks.append((time.perf_counter() - start) / BLOCK)
     return blocks
+
+
+def drop_steps(
+    trace: list[tuple[np.ndarray, np.ndarray]], memory: str, row_bytes: int, budget: int | None = None
+) -> set[int]:
+    """Return the steps before which the page cache of the rows' file is dropped.
+
+    "dropped": every DROP_EVERY steps. "plenty": never. "equal": as soon as the pages touched since the last time would
+    take more than ``budget`` bytes; without a budget, for a contestant that has slots instead, before every step.
+    """
+    if memory == "plenty":
+        return set()
+    if memory == "dropped":
+        return set(range(0, len(trace), DROP_EVERY))
+    if budget is None:
+        return set(range(len(trace)))
+    due, touched = {0}, np.empty(0, np.int64)
+    for number, (ids, _) in enumerate(trace):
+        pages = np.unique(ids * row_bytes // mmap.PAGESIZE)
+        touched = np.union1d(touched, pages)
+        if len(touched) * mmap.PAGESIZE > budget:
+            due.add(number)
+            touched = pages
+    return due
 
 
 def drop_file(fd: int) -> None:

@@ -1,11 +1,13 @@
-"""Stoker's embedding step: EmbeddingTables alone, lookup and fused backward."""
+"""Stoker's embedding step: EmbeddingTables alone, lookup and fused backward; resident, or staged behind slots."""
 
 from __future__ import annotations
 
-import torch
-from worker_tools import argument, embedding_case, versions
+import itertools
 
-from stoker import EmbeddingTables, TableConfig, optim
+import torch
+from worker_tools import argument, batches_of, embedding_case, versions
+
+from stoker import Batch, Cached, EmbeddingTables, HotCold, TableConfig, optim, stage
 from stoker.tables.storage import Rows
 
 config = argument()
@@ -19,6 +21,17 @@ row_optimizer = {
 }[config["optimizer"]]
 
 
+def placement(case):
+    """What the options ask for: None, or a strategy with a fraction of the rows' slots."""
+    kind, fraction = config.get("placement"), config.get("fraction", 0.0)
+    if kind == "Cached":
+        return Cached(fraction=fraction, home="memory")
+    if kind == "HotCold":
+        hot = {f"C{t}": int(0.5 * fraction * rows) for t, rows in enumerate(case["sizes"])}
+        return HotCold(hot=hot, fraction=fraction, home="memory")
+    return None
+
+
 def run(case):
     """One shape of the matrix."""
     tables = EmbeddingTables(
@@ -27,7 +40,18 @@ def run(case):
             for t, (rows, dim) in enumerate(zip(case["sizes"], case["dims"], strict=True))
         ],
         optimizer=row_optimizer,
+        placement=placement(case),
     )
+    feed = []
+
+    def staged():
+        """The pool again and again, with rows brought ahead of their step."""
+        given = [(ids.reshape(case["batch"], -1) if case["longest"] == 1 else ids, o) for ids, o in batches_of(case)]
+        dense = torch.zeros(case["batch"], 0)
+        for number in itertools.count():
+            ids, offsets = given[number % len(given)]
+            bags = {} if case["longest"] == 1 else {"offsets": torch.from_numpy(offsets)}
+            yield Batch(dense=dense, ids=torch.from_numpy(ids.copy()), step=number, **bags)
 
     def reset(initial):
         for t, rows in enumerate(initial):
@@ -35,6 +59,8 @@ def run(case):
             state = {k: torch.zeros(len(rows), *v.shape[1:]) for k, v in group.storage.state.items()}
             tables.write(f"C{t}", 0, Rows(torch.from_numpy(rows.copy()), state))
         tables.tick = 0
+        if config.get("placement"):
+            feed.append(iter(stage(staged(), tables, lookahead=config["lookahead"])))
 
     def natural(ids, offsets):
         if case["longest"] == 1:
@@ -46,6 +72,9 @@ def run(case):
         return torch.from_numpy(grad.reshape(case["batch"], -1, case["dims"][0]) if same else grad)
 
     def step(given, grad):
+        if feed:
+            batch = next(feed[0])
+            given = (batch.ids,) if batch.offsets is None else (batch.ids, batch.offsets)
         out = tables(*given)
         out.backward(grad)
         return out
@@ -60,6 +89,8 @@ def run(case):
         output=lambda out: out.detach().numpy().reshape(case["batch"], -1),
         weights=lambda: [tables.rows(table.name).numpy() for table in tables.tables],
     )
+    for each in feed:
+        each.close()
     backends = {group.backend.name for group in tables.groups}
     versions(torch=torch.__version__, backend=", ".join(sorted(backends)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from placed_tools import DROP_EVERY, case_name, drop_file, load_trace, timed_steps
+from placed_tools import case_name, drop_file, drop_steps, load_trace, timed_steps
 from worker_tools import argument, say, versions
 
 from stoker import Batch, Cached, EmbeddingTables, TableConfig, optim, stage
@@ -25,6 +25,7 @@ CHUNK = 2**17  # rows written at a time
 
 def run(batch_size, warm_up, timed, folder):
     trace = load_trace(source / f"trace_{batch_size}.npz")
+    due = drop_steps(trace, config["memory"], 4 * dim)
     grads = [torch.from_numpy(g) for g in np.load(source / f"grad_{batch_size}.npy")]
     tables = EmbeddingTables(
         [TableConfig(name="rows", num_embeddings=num_rows, embedding_dim=dim, features=tuple(names))],
@@ -48,7 +49,7 @@ def run(batch_size, warm_up, timed, folder):
     kept = {}
 
     def step(number):
-        if number % DROP_EVERY == 0:
+        if number in due:
             drop_file(fd)
         if number == warm_up:
             storage.stats.reset()

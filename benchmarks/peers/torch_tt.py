@@ -1,7 +1,12 @@
-"""The straightforward tensor-train lookup in plain PyTorch: every id multiplies its own slices; autograd; SGD."""
+"""Tensor-train lookups in plain PyTorch, autograd and SGD.
+
+Forms "bmm" and "einsum" are the straightforward ones: every id multiplies its own slices. "grouped" is what somebody
+writes for speed: distinct prefixes of digits only, and one product for all that share a slice.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from tt_tools import LR, run_cases
@@ -28,7 +33,34 @@ class Plain:
     def gradient(self, grad):
         return torch.from_numpy(grad)
 
+    def grouped(self, ids):
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        value, place = None, None
+        for level in range(len(self.rows)):
+            # Prefixes are in ascending order: those of the level before are runs of this one's.
+            divisor = int(np.prod(self.rows[level + 1 :], dtype=np.int64))
+            prefixes, belongs = torch.unique_consecutive(distinct // divisor, return_inverse=True)
+            digit, core = prefixes % self.rows[level], self.weights[level]
+            if level == 0:
+                value = F.embedding(digit, core).view(len(prefixes), self.cols[0], -1)
+            else:
+                _, left, width = self.sizes[level]
+                before = torch.unique_consecutive(prefixes // self.rows[level], return_inverse=True)[1]
+                ordered, order = torch.sort(digit)
+                values, counts = torch.unique_consecutive(ordered, return_counts=True)
+                given = value.index_select(0, before.index_select(0, order)).split(counts.tolist())
+                slices = F.embedding(values, core).view(-1, left, width).unbind()
+                made = [torch.mm(part.reshape(-1, left), one) for part, one in zip(given, slices, strict=True)]
+                back = torch.empty_like(order)
+                back[order] = torch.arange(len(order))
+                value = torch.cat(made).view(len(prefixes), -1).index_select(0, back)
+                value = value.view(len(prefixes), -1, width // self.cols[level])
+            place = belongs
+        return value.view(-1, self.dim).index_select(0, place.index_select(0, inverse))
+
     def forward(self, ids):
+        if config["form"] == "grouped":
+            return self.grouped(ids)
         digits = []
         for count in reversed(self.rows):
             digits.append(ids % count)

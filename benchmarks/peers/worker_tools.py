@@ -49,9 +49,7 @@ def peak_memory() -> int:
     raise SystemExit("peak memory needs /proc/self/status, which this system lacks")
 
 
-def time_blocks(
-    step: Callable[[int], Any], first: int, *, quick: bool, seconds: float | None = None
-) -> list[float]:
+def time_blocks(step: Callable[[int], Any], first: int, *, quick: bool, seconds: float | None = None) -> list[float]:
     """Return seconds per step of blocks of up to BLOCK steps, after a warm-up; ``step`` gets a running number.
 
     ``seconds`` is the time to measure for; None means 4, or 1 for a quick run.
@@ -61,15 +59,15 @@ def time_blocks(
     number, blocks = first, []
     begin = time.perf_counter()
     while True:
-        start = time.perf_counter()
-        for done in range(1, BLOCK + 1):
+        start, begun = time.perf_counter(), number
+        for _ in range(BLOCK):
             step(number)
             number += 1
             if time.perf_counter() - start > measured / 4:
                 break  # long steps: blocks of fewer
         stop = time.perf_counter()
         if start - begin >= warm_up:
-            blocks.append((stop - start) / done)
+            blocks.append((stop - start) / (number - begun))
         if stop - begin >= warm_up + measured and len(blocks) >= 3:
             return blocks
 
@@ -113,9 +111,9 @@ def embedding_case(
     """
     source = Path(case["inputs"])
     flat = np.load(source / "weight.npy", mmap_mode="r")
-    counts = [rows * dim for rows, dim in zip(case["sizes"], case["dims"])]
+    counts = [rows * dim for rows, dim in zip(case["sizes"], case["dims"], strict=True)]
     cuts = np.split(flat, np.cumsum(counts)[:-1])
-    initial = [part.reshape(-1, dim) for part, dim in zip(cuts, case["dims"])]
+    initial = [part.reshape(-1, dim) for part, dim in zip(cuts, case["dims"], strict=True)]
     pool = [natural(*batch) for batch in batches_of(case)]
     grads = [gradient(grad) for grad in np.load(source / "grad.npy")]
     reset(initial)
@@ -126,7 +124,7 @@ def embedding_case(
         if number == checked - 1:
             looked = output(result).copy()
     left: dict[str, np.ndarray] = {"output": looked}
-    for t, (now, before) in enumerate(zip(weights(), initial)):
+    for t, (now, before) in enumerate(zip(weights(), initial, strict=True)):
         changed = np.flatnonzero((now != before).any(axis=1))
         left |= {f"rows_{t}": changed, f"weight_{t}": now[changed]}
     np.savez(Path(config["results"]) / f"{source.name}.npz", **left)  # type: ignore[arg-type]
