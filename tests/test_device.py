@@ -163,3 +163,17 @@ def test_freed_memory_is_kept_where_glibc_agrees():
     if runs[0][0] == "True" and int(runs[1][1]) > 20_000:  # the C library did return memory
         assert int(runs[0][1]) < int(runs[1][1]) / 2
         assert int(runs[2][1]) > 2 * int(runs[0][1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_peak_memory_is_not_that_of_the_program_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ru_maxrss`` survives exec: here it is that of a large parent."""
+    import resource
+
+    class Inherited:
+        ru_maxrss = 2**40
+
+    monkeypatch.setattr(resource, "getrusage", lambda who: Inherited)
+    peak = device.peak_memory()
+    assert peak is not None
+    assert (device.resident_memory() or 0) <= peak < 2**40

@@ -41,7 +41,7 @@ from stoker.data.schema import Schema
 from stoker.data.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.data.split_rules import targets_of_files
 from stoker.data.task import NO_ROOM, REQUEST, Progress, Task, note_request
-from stoker.device import cpu_count, give_back_memory, return_freed_memory
+from stoker.device import cpu_count, give_back_memory, peak_memory, return_freed_memory
 from stoker.errors import ConfigError, DataError
 from stoker.units import format_size, plural
 
@@ -302,17 +302,6 @@ def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | 
     return own, schema
 
 
-def _peak_memory() -> int:
-    try:
-        import resource
-    except ImportError:
-        return 0
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _finished_dataset(target: Path, request: str | None) -> Dataset | None:
     """Return the dataset at ``target``, where that is what ``request`` asks for."""
     try:
@@ -376,7 +365,7 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
         lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
         bad=manifest["quarantined"],
         seconds=time.perf_counter() - started,
-        peak_memory=_peak_memory(),
+        peak_memory=peak_memory() or 0,
         reused=0,
         groups=manifest.get("groups"),
         already=already,

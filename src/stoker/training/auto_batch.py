@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from stoker.data.dataset import Dataset
-from stoker.device import device_memory, resolve_device
+from stoker.device import device_memory, peak_memory, resolve_device
 from stoker.errors import ConfigError, StokerError
 from stoker.training.config import TrainConfig
 from stoker.training.throwaway import throwaway
@@ -126,8 +125,4 @@ def _peak(device: torch.device, *, begin: bool = False) -> int:
             torch.cuda.reset_peak_memory_stats(device)
             return int(torch.cuda.memory_allocated(device))
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_memory() or 0

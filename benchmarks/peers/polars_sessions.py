@@ -1,0 +1,122 @@
+"""From a feature table to scored rows as a practitioner writes it for speed today: Polars, whole batches, torch.compile.
+
+Codes and statistics in Polars, tensors in memory, batches by ``index_select``, the tabular model compiled, rows looked up
+and updated by hand (row-wise Adagrad), fused AdamW, one cycle.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from worker_tools import argument, peak_memory, say, versions
+
+PLAIN = ("rank", "price_rank", "is_last_item")  # as are the means: not counts, so without a logarithm
+
+
+def prepared(source, dims, numbers):
+    """Codes [rows, tables] (0: not among the training rows), numbers [rows, columns], labels, whether a row trains."""
+    frame = pl.read_parquet(source, columns=[*dims, *numbers, "label", "split"])
+    train = (frame["split"] == "train").to_numpy()
+    codes, sizes = [], []
+    for name in dims:
+        column = frame[name]
+        text = column.dtype == pl.String
+        found = column.cast(pl.Categorical).to_physical() if text else column.rank("dense") - 1
+        raw = found.fill_null(found.max() + 1).to_numpy().astype(np.int64)
+        seen = np.zeros(raw.max() + 1, dtype=np.int64)
+        seen[raw[train]] = 1
+        place = np.cumsum(seen) * seen
+        codes.append(place[raw])
+        sizes.append(int(seen.sum()) + 1)
+    wanted, flags = [], []
+    for name in numbers:
+        column = pl.col(name).cast(pl.Float32)
+        if name == "price" or "since" in name:
+            flags.append(column.is_null().cast(pl.Float32).alias(f"{name}_null"))
+            column = column.fill_null(column.filter(pl.col("split") == "train").median())
+        column = column.fill_null(0)
+        if name not in PLAIN and not name.endswith("_mean"):
+            column = column.clip(lower_bound=0).log1p()
+        learned = column.filter(pl.col("split") == "train")
+        wanted.append(((column - learned.mean()) / (learned.std() + 1e-7)).alias(name))
+    values = np.ascontiguousarray(frame.select(*wanted, *flags).to_numpy(), dtype=np.float32)
+    labels = frame["label"].cast(pl.Float32).to_numpy().copy()
+    return torch.from_numpy(np.column_stack(codes)), torch.from_numpy(values), torch.from_numpy(labels), train, sizes
+
+
+class Rows:
+    """One table and its row-wise Adagrad."""
+
+    def __init__(self, rows, dim):
+        self.weight = torch.randn(rows, dim) * 0.01
+        self.sum = torch.zeros(rows)
+
+    @torch.no_grad()
+    def update(self, ids, grad, lr):
+        ordered, order = torch.sort(ids)
+        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+        g = F.embedding_bag(order, grad, counts.cumsum(0) - counts, mode="sum")
+        total = self.sum.index_select(0, rows).add_(g.square().mean(1))
+        self.sum.index_copy_(0, rows, total)
+        self.weight.index_add_(0, rows, g.mul_((-lr / total.sqrt_().add_(1e-8)).unsqueeze(1)))
+
+
+def job(config, source):
+    """Seconds of preparation, and of training and scoring; scores of the validation rows."""
+    start = time.perf_counter()
+    codes, values, labels, train, sizes = prepared(source, config["dims"], config["numbers"])
+    middle = time.perf_counter()
+    torch.manual_seed(0)
+    settings, batch = config["settings"], config["settings"]["batch_size"]
+    tables = [Rows(rows, dim) for rows, dim in zip(sizes, config["dims"].values(), strict=True)]
+    width = sum(config["dims"].values()) + values.shape[1]
+    hidden = [nn.Linear(width, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.ReLU(), nn.BatchNorm1d(32)]
+    model = nn.Sequential(*hidden, nn.Linear(32, 1))  # the layers of our tabular model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["dense_lr"], fused=True)
+
+    @torch.compile(dynamic=False)
+    def loss_of(parts, numbers, wanted):
+        logits = model(torch.cat([*parts, numbers], dim=1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits, wanted)
+
+    learned = torch.from_numpy(np.flatnonzero(train))
+    steps = settings["epochs"] * -(-len(learned) // batch)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings["dense_lr"], total_steps=steps + 1)
+    for _ in range(settings["epochs"]):
+        for rows in learned[torch.randperm(len(learned))].split(batch):
+            ids, numbers, wanted = (whole.index_select(0, rows) for whole in (codes, values, labels))
+            columns = ids.T.contiguous()
+            parts = [t.weight.index_select(0, i).requires_grad_() for t, i in zip(tables, columns, strict=True)]
+            loss_of(parts, numbers, wanted).backward()
+            share = optimizer.param_groups[0]["lr"] / settings["dense_lr"]
+            for table, i, part in zip(tables, columns, parts, strict=True):
+                table.update(i, part.grad, settings["row_lr"] * share)
+            optimizer.step()
+            optimizer.zero_grad()
+            cycle.step()
+    scores = []
+    model.eval()
+    with torch.no_grad():
+        for rows in torch.from_numpy(np.flatnonzero(~train)).split(batch):
+            columns = codes.index_select(0, rows).T.contiguous()
+            parts = [t.weight.index_select(0, i) for t, i in zip(tables, columns, strict=True)]
+            scores.append(model(torch.cat([*parts, values.index_select(0, rows)], dim=1)).squeeze(1))
+    return middle - start, time.perf_counter() - middle, torch.cat(scores).numpy()
+
+
+config = argument()
+torch.set_num_threads(config["threads"])
+versions(torch=torch.__version__, polars=pl.__version__)
+job(config, config["small"])  # starts the pools, fills the compiler's cache
+preparation, training, scores = job(config, config["source"])
+np.save(Path(config["results"]) / "scores.npy", scores)
+for name, seconds in (("preparation", preparation), ("training", training)):
+    say("checked", case=name)
+    say("timed", case=name, seconds=seconds)
+say("extra", peak=peak_memory())
