@@ -1,7 +1,7 @@
-"""From a feature table to scored rows as a practitioner writes it for speed today: Polars, whole batches, torch.compile.
+"""From a feature table to scored rows as written for speed today: Polars, whole batches, torch.compile.
 
-Codes and statistics in Polars, tensors in memory, batches by ``index_select``, the tabular model compiled, rows looked up
-and updated by hand (row-wise Adagrad), fused AdamW, one cycle.
+Codes and statistics in Polars, tensors in memory, batches by ``index_select``, the tabular model compiled, rows looked
+up and updated by hand (row-wise Adagrad), fused AdamW, one cycle.
 """
 
 from __future__ import annotations
