@@ -67,29 +67,40 @@ class Rows:
         self.weight.index_add_(0, rows, g.mul_((-lr / total.sqrt_().add_(1e-8)).unsqueeze(1)))
 
 
-def job(config, source):
-    """Seconds of preparation, and of training and scoring; scores of the validation rows."""
-    start = time.perf_counter()
-    codes, values, labels, train, sizes = prepared(source, config["dims"], config["numbers"])
-    middle = time.perf_counter()
-    torch.manual_seed(0)
-    settings, batch = config["settings"], config["settings"]["batch_size"]
-    tables = [Rows(rows, dim) for rows, dim in zip(sizes, config["dims"].values(), strict=True)]
-    width = sum(config["dims"].values()) + values.shape[1]
+def compiled(dims, columns, batch):
+    """The layers of our tabular model, and its loss, compiled for batches of ``batch`` before any clock runs."""
+    width = sum(dims) + columns
     hidden = [nn.Linear(width, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.ReLU(), nn.BatchNorm1d(32)]
-    model = nn.Sequential(*hidden, nn.Linear(32, 1))  # the layers of our tabular model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["dense_lr"], fused=True)
+    model = nn.Sequential(*hidden, nn.Linear(32, 1))
 
     @torch.compile(dynamic=False)
     def loss_of(parts, numbers, wanted):
         logits = model(torch.cat([*parts, numbers], dim=1)).squeeze(1)
         return F.binary_cross_entropy_with_logits(logits, wanted)
 
+    parts = [torch.zeros(batch, dim, requires_grad=True) for dim in dims]
+    loss_of(parts, torch.zeros(batch, columns), torch.zeros(batch)).backward()
+    return model, loss_of
+
+
+def job(config, source, model, loss_of):
+    """Seconds of preparation, and of training and scoring; scores of the validation rows."""
+    start = time.perf_counter()
+    codes, values, labels, train, sizes = prepared(source, config["dims"], config["numbers"])
+    middle = time.perf_counter()
+    torch.manual_seed(0)
+    for layer in model:
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    model.train().zero_grad()
+    settings, batch = config["settings"], config["settings"]["batch_size"]
+    tables = [Rows(rows, dim) for rows, dim in zip(sizes, config["dims"].values(), strict=True)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["dense_lr"], fused=True)
     learned = torch.from_numpy(np.flatnonzero(train))
-    steps = settings["epochs"] * -(-len(learned) // batch)
+    steps = settings["epochs"] * (len(learned) // batch)  # a short last batch would compile once more
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings["dense_lr"], total_steps=steps + 1)
     for _ in range(settings["epochs"]):
-        for rows in learned[torch.randperm(len(learned))].split(batch):
+        for rows in learned[torch.randperm(len(learned))][: len(learned) // batch * batch].split(batch):
             ids, numbers, wanted = (whole.index_select(0, rows) for whole in (codes, values, labels))
             columns = ids.T.contiguous()
             parts = [t.weight.index_select(0, i).requires_grad_() for t, i in zip(tables, columns, strict=True)]
@@ -113,8 +124,9 @@ def job(config, source):
 config = argument()
 torch.set_num_threads(config["threads"])
 versions(torch=torch.__version__, polars=pl.__version__)
-job(config, config["small"])  # starts the pools, fills the compiler's cache
-preparation, training, scores = job(config, config["source"])
+columns = prepared(config["small"], config["dims"], config["numbers"])[1].shape[1]  # starts the pools, too
+made = compiled(list(config["dims"].values()), columns, config["settings"]["batch_size"])
+preparation, training, scores = job(config, config["source"], *made)
 np.save(Path(config["results"]) / "scores.npy", scores)
 for name, seconds in (("preparation", preparation), ("training", training)):
     say("checked", case=name)
