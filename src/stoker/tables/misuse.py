@@ -28,6 +28,7 @@ _REMEDY = (
 )
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()
 _seen = [-1, -1]  # references to the classes of gradient scalers when they were last looked for
+_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 _hook: Any = None
 
 
@@ -71,14 +72,16 @@ def check_scaler(steps: RowSteps) -> None:
     Raises:
         ConfigError: a gradient scaler is in use in this process.
     """
+    if steps.scale != 1.0:
+        return
     classes = [torch.amp.GradScaler, torch.cuda.amp.GradScaler]
     counts = [sys.getrefcount(each) for each in classes]
-    if counts == _seen or steps.scale != 1.0:
-        return
-    _seen[:] = counts
-    found = [each for kind in classes for each in gc.get_referrers(kind) if isinstance(each, torch.amp.GradScaler)]
-    if any(each.is_enabled() for each in found):
-        _seen[:] = [-1, -1]
+    if counts != _seen:
+        _seen[:] = counts
+        _scalers.clear()
+        for kind in classes:
+            _scalers.update(each for each in gc.get_referrers(kind) if isinstance(each, torch.amp.GradScaler))
+    if any(each.is_enabled() and each._scale is not None for each in _scalers):  # one that has scaled something
         raise ConfigError(
             f"a GradScaler is in use, and the rows of {steps.name} step inside backward: they would move by the scaled "
             f"gradient. {_REMEDY}, with scaler.step(rows). If the scaler is not for this model, say so: "

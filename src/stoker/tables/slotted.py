@@ -465,7 +465,8 @@ class Queue:
                 return None
             self._waiting.popleft()
             self._known = max(0, self._known - 1)
-            lease = storage._carry_out(plan, request.bags, request.space, request.wanted)
+            # Offsets and weights are those that the lookup will bring.
+            lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
             lease.staged = True
             return lease
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,8 @@ _DEEPEST = 8  # batches in flight at most, where the depth adapts
 _STALL = 0.02  # share of the time spent waiting for rows above which one more batch is staged ahead
 _JUDGED = 16  # batches between two looks at the stalls
 
-Lookup = tuple[Any, ...]  # ids, and offsets and weights where there are
+Item = TypeVar("Item")
+Lookup = Tensor | tuple[Tensor | None, ...]  # ids, and offsets and weights where there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,11 @@ class _Upcoming:
 
     item: Any
     ids: Tensor
+    version: int  # of their contents
     copies: tuple[Tensor, Tensor | None] | None  # of ids and checked offsets, where others could change them
 
 
-class Stage:
+class Stage(Generic[Item]):
     """Batches of ``stream`` whose rows are in place; made by :func:`stage`. A context manager; ``for`` goes through it.
 
     Each loop goes through ``stream`` once. Leaving a loop early forgets what was staged: those batches were read from
@@ -60,7 +62,7 @@ class Stage:
 
     def __init__(
         self,
-        stream: Iterable[Any],
+        stream: Iterable[Item],
         tables: EmbeddingTables,
         lookahead: int,
         in_flight: int | None,
@@ -68,7 +70,7 @@ class Stage:
         *,
         foresight: bool = False,
         progress: Progress | None = None,
-        lookups: Callable[[Any], Lookup] | None = None,
+        lookups: Callable[[Item], Lookup] | None = None,
     ) -> None:
         self.stream, self.tables = stream, tables
         self.lookahead = lookahead
@@ -90,7 +92,7 @@ class Stage:
         self._leaving = False  # the loop was left: nothing further is recorded
         self._foresight = self._watch(stream, progress) if foresight else None
 
-    def _watch(self, stream: Iterable[Batch], progress: Progress | None) -> Foresight:
+    def _watch(self, stream: Iterable[Any], progress: Progress | None) -> Foresight:
         if not isinstance(stream, Rereadable):
             raise ConfigError(
                 f"foresight=True reads the ids of an epoch before its first step, but a {type(stream).__name__} "
@@ -126,7 +128,7 @@ class Stage:
             raise ConfigError(f"lookups gave {type(ids).__name__} where ids [B, F] or [L] are expected, as a tensor.")
         return ids, offsets, None if weights is None else weights.detach()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Item]:
         if not self._groups:
             for item in self.stream:
                 self.step = getattr(item, "step", self.step) + 1
@@ -136,7 +138,8 @@ class Stage:
         try:
             for upcoming, leases in run.staged():
                 item, ids, offsets = self._hand_out(upcoming)
-                self.tables.hand_over(ids, offsets, leases, upcoming.copies)
+                moved = self.tables.device.type != "cpu"  # then only torch can change them, and versions tell
+                self.tables.hand_over(ids, offsets, leases, None if moved else upcoming.copies)
                 self.step = getattr(item, "step", self.step) + 1
                 try:
                     yield item
@@ -151,7 +154,8 @@ class Stage:
         Raises:
             ConfigError: the stream has overwritten it.
         """
-        if upcoming.copies is not None and not self._private and not torch.equal(upcoming.ids, upcoming.copies[0]):
+        ids, copies = upcoming.ids, upcoming.copies
+        if ids._version != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
                 f"the stream overwrote the ids of batch {self.step} after giving it out: it uses its buffers again, "
                 "but batches wait here while later ones are read. Give batches in tensors of their own "
@@ -175,7 +179,7 @@ class Stage:
 class _Run:
     """One loop over a stage: its queues, the batches that wait in them, and those that are resident."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage[Any]) -> None:
         self.stage, self.tables = stage, stage.tables
         self._source = iter(stage.stream)
         self._queues = [storage.queue() for _, storage in stage._groups]
@@ -228,7 +232,7 @@ class _Run:
             )
             for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
                 queue.announce(*parts[index], upcoming)
-            self._waiting.append(_Upcoming(item, ids, copies))
+            self._waiting.append(_Upcoming(item, ids, ids._version, copies))
         stage.window = len(self._waiting)
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
@@ -383,7 +387,7 @@ def _keeps(storage: SlottedRows) -> bool:
 
 
 def stage(
-    stream: Iterable[Any],
+    stream: Iterable[Item],
     tables: EmbeddingTables | nn.Module,
     *,
     lookahead: int = 64,
@@ -391,8 +395,8 @@ def stage(
     background: bool | None = None,
     foresight: bool = False,
     progress: Progress | None = None,
-    lookups: Callable[[Any], Lookup] | None = None,
-) -> Stage:
+    lookups: Callable[[Item], Lookup] | None = None,
+) -> Stage[Item]:
     """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
 
     Tables whose rows are all on the device are left alone. A batch that was not staged fetches its rows on demand and

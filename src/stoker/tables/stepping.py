@@ -94,6 +94,11 @@ class RowSteps:
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
 
     @property
+    def _deferred(self) -> bool:
+        """Whether rows wait for an optimizer's ``step()``."""
+        return self.optimizer is not None and not self.optimizer.in_backward
+
+    @property
     def trained(self) -> Any:
         """What is trained."""
         return self._trained()
@@ -114,12 +119,12 @@ class RowSteps:
             return
         with self._lock, torch.no_grad():
             gradients = trained.exchange(gradients)
-            if self._accumulating:
-                self._pending.append((gradients, self.scale))
-            elif self.optimizer is not None and not self.optimizer.in_backward:
+            if self._deferred:
                 self._take_changes()
                 self._pending.append((gradients, self.scale))
                 self._publish()
+            elif self._accumulating:
+                self._pending.append((gradients, self.scale))
             else:
                 if self.checked:
                     misuse.check_scaler(self)
@@ -142,11 +147,12 @@ class RowSteps:
             raise
         finally:
             self._accumulating -= 1
-        if not self._accumulating and (self.optimizer is None or self.optimizer.in_backward):
+        if not self._accumulating and not self._deferred and self._pending:
             if self.optimizer is not None:
                 self.optimizer.hand_lr_over()
             self._apply_pending(1.0)
             self.since_optimizer += 1
+            self._mark()
 
     def discard(self) -> None:
         """Drop gradients that were not used."""
@@ -230,7 +236,7 @@ class RowSteps:
         """
         if not self.alone:
             misuse.check_ranks(self)
-        if self.checked and (self.optimizer is None or self.optimizer.in_backward):
+        if self.checked and not self._deferred:
             misuse.watch(self)
             grad, published = self.trained.handle.grad, self._published
             if published is not None and grad is published and published._version != self._version:
