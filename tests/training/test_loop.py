@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_runs
 import torch
@@ -530,7 +531,8 @@ def test_predictions_are_written_whole(data: Dataset, tmp_path: Path) -> None:
 
     result = stoker.train(data, out=tmp_path / "run", **SMALL)
     out = tmp_path / "scores.parquet"
-    assert stoker.predict(result.model, data.test, out, batch_size=64) == 400
+    found = stoker.predict(result.model, data.test, out, batch_size=64)
+    assert len(found) == 400
     table = pq.read_table(out)
     assert table.column_names == ["row", "label", "score"]
     assert table["row"].to_pylist() == list(range(400))
@@ -539,7 +541,17 @@ def test_predictions_are_written_whole(data: Dataset, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(table["score"].to_numpy()), result.model.predict(batch))
     with pytest.raises(ConfigError, match="exists"):
         stoker.predict(result.model, data.test, out)
-    assert stoker.predict(result.model, data.test, tmp_path / "few.parquet", rows=7) == 7
+    assert len(stoker.predict(result.model, data.test, tmp_path / "few.parquet", rows=7)) == 7
+    assert np.array_equal(found.scores, table["score"].to_numpy())
+    assert np.array_equal(found.labels, table["label"].to_numpy())
+    assert np.array_equal(found.rows, table["row"].to_numpy())
+    assert found.groups is None
+    without_a_file = stoker.predict(result.model, data.test, batch_size=64)
+    assert np.array_equal(np.asarray(without_a_file), found.scores)
+    assert without_a_file.scores.dtype == np.float32
+    lists = make_dataset(tmp_path / "lists", rows=1000, sequence={1: 4}, group_rows=5)
+    grouped = stoker.predict(result.model, lists.test, rows=50)
+    assert np.array_equal(grouped.groups, lists.test.groups[:50])
 
 
 def test_a_run_without_validation_and_test_rows(tmp_path: Path) -> None:

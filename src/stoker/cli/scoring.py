@@ -98,14 +98,13 @@ def predict(
     stoker predict runs/a --out scores.parquet
     stoker predict runs/a --data data/criteo --split valid --out scores.csv
     """
-    from stoker.training.evaluation import check_scores_file
-    from stoker.training.evaluation import predict as run_prediction
+    from stoker.training.evaluation import check_scores_file, write_scores
     from stoker.units import plural
 
     check_scores_file(out)
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
     loaded, chosen, size = _open(run, data, imported, split, device, backend, threads, memory, batch_size)
-    count = run_prediction(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
+    count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
     else:

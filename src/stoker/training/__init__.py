@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.training.checkpoint import Checkpoint, load, save
 from stoker.training.config import TrainConfig
-from stoker.training.evaluation import evaluate, predict
+from stoker.training.evaluation import Scores, evaluate, predict
 from stoker.training.interrupt import Interrupted
 from stoker.training.loop import TrainResult, train
 from stoker.training.metrics import StreamingMetrics
@@ -14,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "Interrupted",
     "RankingMetrics",
+    "Scores",
     "StreamingMetrics",
     "TrainConfig",
     "TrainResult",

@@ -6,10 +6,12 @@ import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,8 +28,19 @@ from stoker.training.ranking import RankingMetrics
 if TYPE_CHECKING:
     from stoker.data.split import Split
 
-__all__ = ["SCORED", "check_dataset", "check_scores_file", "dataset_identity", "evaluate", "finite", "predict"]
+__all__ = [
+    "SCORED",
+    "Scores",
+    "check_dataset",
+    "check_scores_file",
+    "dataset_identity",
+    "evaluate",
+    "finite",
+    "predict",
+    "write_scores",
+]
 
+_Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples at a time
 _REMEDY = (
     "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
@@ -147,7 +160,70 @@ def finite(metrics: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``."""
+
+    scores: npt.NDArray[np.float32]  # [n], the probability of label 1
+    labels: npt.NDArray[np.float32] | None  # [n], None where the split has none
+    groups: npt.NDArray[np.int32] | None  # [n], None where the split has none
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Positions in the split, [n]."""
+        return np.arange(len(self.scores))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.scores, dtype) if copy else np.asarray(self.scores, dtype)
+
+
 def predict(
+    model: RecModel,
+    split: Split,
+    out: str | Path | None = None,
+    *,
+    batch_size: int = SCORED,
+    rows: int | None = None,
+    lookahead: int | None = None,
+) -> Scores:
+    """Return a score for every row of a split, and write them to a file if one is named.
+
+    ::
+
+        found = stoker.predict(model, data.test)
+        found.scores, found.labels, found.groups     # one number per row
+
+    Args:
+        model: the model.
+        split: for example ``dataset.test``.
+        out: a file to write, too (:func:`write_scores`).
+        batch_size: examples at a time.
+        rows: the first so many rows only; None means all.
+        lookahead: as for :func:`evaluate`.
+
+    Raises:
+        ConfigError: ``out`` exists, or its name ends in neither .parquet nor .csv.
+        DependencyError: ``out`` is given and pyarrow is not installed.
+    """
+    kept: list[_Piece] = []
+    if out is not None:
+        write_scores(model, split, out, batch_size=batch_size, rows=rows, lookahead=lookahead, keep=kept.append)
+    else:
+        with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
+            kept += (_score(model, batch) for batch in batches)
+    labels = [label for label, _ in kept if label is not None]
+    found = torch.cat([score for _, score in kept]).numpy() if kept else np.empty(0, np.float32)
+    return Scores(
+        scores=found,
+        labels=torch.cat(labels).numpy() if labels else None,
+        groups=None if split.groups is None else np.asarray(split.groups[: len(found)]),
+    )
+
+
+def write_scores(
     model: RecModel,
     split: Split,
     out: str | Path,
@@ -155,26 +231,17 @@ def predict(
     batch_size: int = SCORED,
     rows: int | None = None,
     lookahead: int | None = None,
+    keep: Callable[[_Piece], None] | None = None,
 ) -> int:
     """Write scores to a file: row (int64, position in the split), label (float32), score (float32); where the split has
     groups, also group (int32, :attr:`Split.groups <stoker.data.split.Split.groups>`).
 
     The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
-
-    Args:
-        model: the model.
-        split: for example ``dataset.test``.
-        out: a name that ends in .parquet or .csv, which decides the format.
-        batch_size: examples at a time.
-        rows: the first so many rows only; None means all.
-        lookahead: as for :func:`evaluate`.
+    Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which decides the format, and ``keep``
+    is called with the labels and scores of each batch.
 
     Returns:
         The number of rows.
-
-    Raises:
-        ConfigError: ``out`` exists, or its name ends otherwise.
-        DependencyError: pyarrow is not installed.
     """
     out = Path(out)
     check_scores_file(out)
@@ -184,7 +251,7 @@ def predict(
     schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
     done = 0
 
-    def table(batches: list[tuple[Tensor | None, Tensor]], start: int) -> Any:
+    def table(batches: list[_Piece], start: int) -> Any:
         scores = torch.cat([score for _, score in batches]).numpy()
         labels = [label for label, _ in batches if label is not None]
         values = {
@@ -202,10 +269,12 @@ def predict(
         _scoring(model),
         closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
     ):
-        pending: list[tuple[Tensor | None, Tensor]] = []
+        pending: list[_Piece] = []
         held = 0
         for batch in batches:
             pending.append(_score(model, batch))
+            if keep is not None:
+                keep(pending[-1])
             held += len(batch)
             if held >= 2**17:  # one row group
                 writer.write_table(table(pending, done))
@@ -247,6 +316,6 @@ def _writer(file: Any, suffix: str, schema: Any) -> Any:
     return pyarrow.parquet.ParquetWriter(file, schema, compression="zstd")
 
 
-def _score(model: RecModel, batch: Batch) -> tuple[Tensor | None, Tensor]:
+def _score(model: RecModel, batch: Batch) -> _Piece:
     # The labels of a staged batch are on the model's device.
     return None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()
