@@ -34,7 +34,8 @@ def test_a_script_reads_one_object(data: Dataset, tmp_path: Path, capsys: pytest
     assert code == 0
     found = json.loads(out)
     assert 20 < len(found["losses"]) <= 30  # fewer where the loss leaves all bounds
-    assert set(found["suggestions"]["steepest"]) == {"row_lr"}
+    assert [trial["rule"] for trial in found["trials"]] == ["settings", "steepest", "minimum / 10"]
+    assert found["suggestions"] == {one["rule"]: {"row_lr": one["row_lr"]} for one in found["trials"] if one["better"]}
     assert plot.exists()
     code, _, err = output(capsys, "find-lr", data.path, *given, *QUICK)
     assert code == 2

@@ -14,9 +14,10 @@ from small_runs import HALF, ROWS, SMALL
 import stoker
 from stoker.cli.find_lr import curve
 from stoker.cli.train import train as train_command
+from stoker.data.dataset import write_manifest
 from stoker.errors import ConfigError
 from stoker.testing import make_dataset
-from stoker.training.find_lr import Finding, find_lr
+from stoker.training.find_lr import Finding, Trial, find_lr
 
 SETTINGS: dict[str, Any] = {
     **{k: v for k, v in SMALL.items() if k != "display"},
@@ -32,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> stoker.Dataset:
 
 @pytest.fixture(scope="module")
 def finding(data: stoker.Dataset) -> Finding:
-    return find_lr(data, lr_steps=150, low=0.01, high=300.0, **SETTINGS)
+    return find_lr(data, lr_steps=150, low=0.01, high=300.0, trial_steps=20, **SETTINGS)
 
 
 def made(losses: list[float], **changes: Any) -> Finding:
@@ -54,9 +55,52 @@ def test_rates_rise_evenly_and_the_loss_falls_before_it_rises(finding: Finding) 
     assert finding.smoothed[finding.minimum] < finding.smoothed[5] - 0.01
     assert finding.steepest is not None
     assert finding.steepest < finding.minimum
-    found = finding.suggestions
+    found = {rule: finding.rates(factor) for rule, factor in finding.candidates.items()}
     assert found["steepest"]["row_lr"] / 0.05 == pytest.approx(found["steepest"]["dense_lr"] / 1e-3)
     assert found["minimum / 10"]["row_lr"] == pytest.approx(0.05 * finding.factors[finding.minimum] / 10)
+
+
+@pytest.mark.parametrize(("row_lr", "dense_lr"), [(5e-4, 1e-5), (0.3, 5e-3), (1e4, 1e3)])
+def test_what_is_suggested_is_no_worse_than_the_settings(
+    data: stoker.Dataset, tmp_path: Path, row_lr: float, dense_lr: float
+) -> None:
+    settings = {**SETTINGS, "batch_size": 32, "row_lr": row_lr, "dense_lr": dense_lr}
+    found = find_lr(data, lr_steps=100, low=1.0, high=1e4, trial_steps=75, **settings)
+    if not found.trials:
+        assert not found.suggestions
+        return
+    runs = [settings, *({**settings, **rates} for rates in found.suggestions.values())]
+    best = {trial.rule: trial for trial in found.trials}
+    losses = []
+    for number, (rule, given) in enumerate(zip(["settings", *found.suggestions], runs, strict=True)):
+        result = stoker.train(data, out=tmp_path / str(number), display="quiet", **given)
+        losses.append(result.valid["log_loss"])
+        assert result.step == found.trial_steps, "a trial is as long as the run"
+        assert losses[-1] == pytest.approx(best[rule].loss, rel=1e-5)
+    assert losses[1:] == sorted(losses[1:]), "the best comes first"
+    assert all(loss < losses[0] for loss in losses[1:])
+    if row_lr < 1e-3:
+        assert found.suggestions, "rates a hundredth of the usual ones are beaten"
+
+
+def test_only_what_is_surely_better_is_suggested() -> None:
+    trials = [("settings", 1.0, 0.0, 0.0), ("steepest", 0.1, -0.03, 0.02), ("minimum / 10", 3.0, -0.03, 0.01)]
+    found = made([1.0] * 20, trials=tuple(
+        Trial(rule=rule, factor=factor, loss=0.5 + change, change=change, error=error)
+        for rule, factor, change, error in trials
+    ))  # fmt: skip
+    assert found.suggestions == {"minimum / 10": {"row_lr": 1.5, "dense_lr": pytest.approx(0.3)}}
+
+
+def test_without_validation_rows_trials_are_judged_by_the_batches_behind_them(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "d", rows=2000, num_embeddings=ROWS)
+    empty = {name: {"rows": 0, "positives": 0, "shards": []} for name in ("valid", "test")}
+    write_manifest(data.path, {**data.manifest, "splits": {**data.manifest["splits"], **empty}})
+    given = {**SETTINGS, "batch_size": 16, "row_lr": 5e-4, "dense_lr": 1e-5}
+    found = find_lr(data.path, lr_steps=60, low=1.0, high=1e4, trial_steps=30, **given)
+    assert found.held_out == 3 * 16
+    assert [trial.rule for trial in found.trials] == ["settings", "steepest", "minimum / 10"]
+    assert found.suggestions
 
 
 def test_smoothing_is_a_mean_of_the_past_without_its_bias(finding: Finding) -> None:
@@ -72,11 +116,11 @@ def test_it_finds_the_bend_of_a_known_curve() -> None:
     found = made(losses)
     assert found.steepest == pytest.approx(60, abs=1)
     assert found.minimum == 90
-    assert found.suggestions["steepest"] == pytest.approx({"row_lr": 0.5, "dense_lr": 0.1}, rel=0.15)
+    assert found.candidates["steepest"] == pytest.approx(1.0, rel=0.15)
 
 
 def test_what_does_not_fall_suggests_nothing() -> None:
-    assert made([1.0 + at for at in range(40)]).suggestions == {}
+    assert made([1.0 + at for at in range(40)]).candidates == {}
 
 
 def test_what_makes_a_suggestion_doubtful() -> None:
@@ -96,8 +140,9 @@ def test_one_rate_may_stand_still(data: stoker.Dataset, which: Any, names: set[s
 
 
 def test_it_is_a_function_of_its_settings_wherever_rows_lie(data: stoker.Dataset, finding: Finding) -> None:
-    placed = find_lr(data, lr_steps=150, low=0.01, high=300.0, device_memory=HALF, **SETTINGS)
+    placed = find_lr(data, lr_steps=150, low=0.01, high=300.0, trial_steps=20, device_memory=HALF, **SETTINGS)
     assert placed.losses == finding.losses
+    assert placed.trials == finding.trials
 
 
 def test_generators_and_files_are_left_alone(data: stoker.Dataset, tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ def find_lr(
     high: Annotated[float, option(_TEST, "Last factor.")] = 1e3,
     which: Annotated[str, option(_TEST, "Rates that rise: both, rows or dense.")] = "both",
     smoothing: Annotated[float, option(_TEST, "Weight of the past in the smoothed loss.")] = 0.9,
+    trial_steps: Annotated[
+        int | None, option(_TEST, "Batches of each trial. (default: 5 times lr-steps, an epoch at most)")
+    ] = None,
     batch_size: options.BatchSize = None,
     plot: Annotated[Path | None, option(_RESULT, "File to write the curve to, as .png (needs matplotlib).")] = None,
     as_json: OneObject = False,
@@ -51,8 +54,9 @@ def find_lr(
     """Find learning rates: raise them from step to step and see where the loss falls.
 
     Trains a model that is thrown away. Both rates are multiplied by a factor
-    that rises evenly on a logarithmic scale. Suggested are the rates where
-    the smoothed loss falls fastest, and a tenth of those where it is least.
+    that rises evenly on a logarithmic scale. The rates where the smoothed loss
+    falls fastest, and a tenth of those where it is least, are then tried
+    against those of the settings: suggested is what does better on held-out rows.
 
     \b
     stoker find-lr data/criteo
@@ -74,7 +78,7 @@ def find_lr(
     with Bars(quiet=as_json) as bars:
         found = run(
             dataset, lr_steps=lr_steps, low=low, high=high, which=which, smoothing=smoothing,  # type: ignore[arg-type]
-            progress=lambda done, total: bars("steps", done, total), **settings,
+            trial_steps=trial_steps, progress=lambda done, total: bars("steps", done, total), **settings,
         )  # fmt: skip
     if plot is not None:
         found.plot(plot)
@@ -109,6 +113,8 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 def _show(dataset: Path, found: Finding, plot: Path | None) -> None:
     from rich.console import Console
 
+    from stoker.units import plural
+
     console = Console()
 
     def line(text: str) -> None:
@@ -122,18 +128,29 @@ def _show(dataset: Path, found: Finding, plot: Path | None) -> None:
     )
     if len(found.smoothed) > 1:
         line(curve(found))
-    if not found.suggestions:
+    if not found.candidates:
         if found.diverged:
             line("the loss left all bounds before it fell: lower --low and --high")
         else:
             line("the loss did not fall: lower --low, raise --high, or give more --lr-steps")
-    for rule, rates in found.suggestions.items():
-        words = " ".join(f"--{name.replace('_', '-')} {value:.2g}" for name, value in rates.items())
-        line(f"{rule:>12}: {words}")
+    if found.trials:
+        rows = plural(found.held_out, "row")
+        line(f"log loss on {rows} that trials of {plural(found.trial_steps, 'step')} at constant rates had not seen:")
+    for trial in found.trials:
+        change = "" if trial.rule == "settings" else f" ({trial.change:+.4f} ± {trial.error:.4f})"
+        line(f"{trial.rule:>12}: {_options(found.rates(trial.factor))}  {trial.loss:.4f}{change}")
+    if found.suggestions:
+        line(f"   suggested: {_options(next(iter(found.suggestions.values())))}")
+    elif found.trials:
+        line("   suggested: the rates of the settings; no other did better")
     for text in found.warnings:
         console.print(f"note: {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
     if plot is not None:
         line(f"wrote {plot}")
+
+
+def _options(rates: dict[str, float]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value:.2g}" for name, value in rates.items())
 
 
 def curve(found: Finding) -> str:

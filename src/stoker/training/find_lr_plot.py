@@ -36,7 +36,8 @@ def draw_finding(finding: Finding) -> Figure:
     rates = [base * factor for factor in finding.factors]
     axes.plot(rates, finding.losses, linewidth=0.6, color="lightgray", label="loss")
     axes.plot(rates, finding.smoothed, label="smoothed")
-    for (rule, found), style in zip(finding.suggestions.items(), ("-", "--"), strict=False):
+    for (rule, factor), style in zip(finding.candidates.items(), ("-", "--"), strict=False):
+        found = finding.rates(factor)
         words = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
         axes.axvline(found[name], linestyle=style, linewidth=1, color="gray", label=f"{rule}: {words}")
     low, high = min(finding.smoothed), max(finding.smoothed[: max(1, len(finding.smoothed) // 4)])

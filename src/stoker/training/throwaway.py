@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,6 +58,17 @@ class Throwaway:
         self.dense.zero_grad()
         self._done += 1
         return loss.detach()
+
+    def score(self, batches: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return labels and scores of the rows of the next batches, on which it does not train."""
+        found: list[tuple[Tensor, Tensor]] = []
+        self.model.eval()
+        with torch.no_grad():
+            for batch in islice(self._feed, batches):
+                assert batch.labels is not None
+                found.append((batch.labels.cpu().clone(), self.model.predict(batch).cpu()))  # a batch may be reused
+        labels, scores = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+        return labels, scores
 
     def close(self) -> None:
         """Let go of the batches and what was staged of them."""
