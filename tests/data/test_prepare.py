@@ -413,6 +413,37 @@ def test_recipes_of_stoker_are_known_again_and_code_of_others_is_not(tmp_path: P
         run_prepare(own, tmp_path / "own.parquet", out=tmp_path / "own")
 
 
+@pytest.mark.parametrize("source", [SourceFormat(), SourceFormat(kind="csv", separator="\t")])
+def test_tables_in_memory_are_read_by_the_schema_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: SourceFormat
+) -> None:
+    pd = pytest.importorskip("pandas", reason="one of the tables is pandas'")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    frame = pl.DataFrame({
+        "label": [n % 2 for n in range(90)], "item": [f"a{n % 11}" for n in range(90)],
+        "price": [None if n % 7 == 0 else n / 4 for n in range(90)], "day": [("mo", "tu", "we")[n % 3] for n in range(90)],
+    })  # fmt: skip
+    frame.write_csv(tmp_path / "log.csv", separator=source.separator or ",")
+    schema = shop(source=source, dense=(DenseColumn(name="price", fill="median"),))
+    expected = stoker.prepare(schema, tmp_path / "log.csv").save(tmp_path / "expected")
+    pandas = frame.to_pandas().astype({"day": "category"})
+    pandas.index = pandas.index + 100
+    assert isinstance(pandas, pd.DataFrame)
+    tables = (frame, frame.lazy(), pandas, frame.to_arrow(), [frame[:40], pandas.iloc[40:]])
+    for number, table in enumerate(tables):
+        made = stoker.prepare(schema, table, out=tmp_path / str(number))
+        assert digests(made.path, without=("manifest.json",)) == digests(expected.path, without=("manifest.json",))
+        assert made.schema_hash == expected.schema_hash
+    assert not list(tmp_path.glob("stoker-frame-*")), "nothing stays behind"
+    for wrong, kind in ((7, "builtins.int"), ([frame, {"a": 1}], "builtins.dict"), (np.ones(3), "numpy.ndarray")):
+        with pytest.raises(ConfigError, match=f"files holds a {kind}. Pass paths, patterns, or tables of"):
+            stoker.prepare(schema, wrong)
+    with pytest.raises(DataError, match="has no column 'item'"):
+        stoker.prepare(schema, frame.drop("item"))
+    with pytest.raises(DataError, match="the polars table cannot be read"):
+        stoker.prepare(schema, frame.with_columns(pl.Series("item", [object()] * 90)))
+
+
 def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import shutil

@@ -386,3 +386,18 @@ def test_this_machine_is_measured_once(tmp_path):
     assert measure_profile(dim=8, state={"sum": "scalar"}, directory=str(tmp_path), file=True) is first
     assert time.perf_counter() - begin < 0.1
     assert not list(tmp_path.iterdir()), "the home is gone"
+
+
+def test_tables_or_the_module_that_holds_them_can_be_planned() -> None:
+    tables = EmbeddingTables(tables_of(big=1000, small=10), optimizer=OPTIMIZER)
+    asked = {"device_memory": 500 * ROW, "profile": PROFILE, "device": "cpu"}
+    expected = stoker.plan(tables.tables, optimizer=OPTIMIZER, **asked)
+    assert dict(stoker.plan(tables, **asked)) == dict(expected)
+    assert dict(stoker.plan(torch.nn.ModuleDict({"embeddings": tables}), **asked)) == dict(expected)
+    EmbeddingTables(tables.tables, optimizer=OPTIMIZER, placement=stoker.plan(tables, **asked))
+    for wrong, words in (
+        (torch.nn.Linear(1, 1), "Linear holds 0 EmbeddingTables"), ([], "plan needs tables"),
+        ("big", "plan needs tables"), (tables.tables, "Pass optimizer="),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            stoker.plan(wrong, **asked)

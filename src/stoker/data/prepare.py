@@ -20,6 +20,7 @@ from typing import Any
 from stoker.data.dataset import Dataset
 from stoker.data.fitting import Fitting
 from stoker.data.group_numbers import cut_warning
+from stoker.data.frame_files import Input, files_of
 from stoker.data.id_order import Reordering
 from stoker.data.leftovers import (
     UnusableInput,
@@ -71,7 +72,7 @@ class PrepareReport:
 
 def prepare(
     recipe: Recipe | Schema | str | os.PathLike[str] | None = None,
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    files: Input | Sequence[Input] = (),
     *,
     out: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -91,6 +92,7 @@ def prepare(
             recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
+            Or tables in memory: Polars or pandas frames and PyArrow tables, alone or in a list, read by the same schema.
         out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
             :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
             here to the batches without a disk in between.
@@ -122,10 +124,11 @@ def prepare(
         if reorder is not False:
             raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
         home = Home()
-    report = run_prepare(
-        recipe, files, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
-        max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads, progress=progress,
-    )  # fmt: skip
+    with files_of(files) as named:
+        report = run_prepare(
+            recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
+            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads, progress=progress,
+        )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
     return Dataset(report.path)

@@ -22,9 +22,10 @@ import numpy.typing as npt
 from stoker.errors import DataError, DependencyError
 from stoker.units import format_size
 
-__all__ = ["BLOCK_BYTES", "LineBlock", "expand", "first_line", "line_blocks", "source_kind", "text_order_warning"]
+__all__ = ["BLOCK_BYTES", "FRAME", "LineBlock", "expand", "first_line", "line_blocks", "source_kind", "text_order_warning"]
 
 BLOCK_BYTES = 2**24
+FRAME = ".frame"  # end of the name of a table in memory on its way: Parquet, whatever format a schema has for files
 _MAX_LINE = 2**26  # a longer line means that this is no text log
 _READ = 2**16  # compressed bytes inflated at a time
 _BOM = b"\xef\xbb\xbf"
@@ -106,6 +107,8 @@ def text_order_warning(files: Sequence[Path]) -> str | None:
 
 def source_kind(path: Path, kind: str = "auto") -> str:
     """csv, parquet or jsonl: what a file is by its name where the schema leaves it open."""
+    if path.suffix == FRAME:
+        return "parquet"
     if kind != "auto":
         return kind
     suffix = Path(path.stem).suffix if path.suffix.lower() in (".gz", ".zst", ".zstd") else path.suffix

@@ -10,12 +10,13 @@ memory too, their budget has to cover it; behind a GPU, that of the rows at home
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from stoker.device import available_memory, resolve_device
 from stoker.device import device_memory as memory_of
@@ -28,6 +29,7 @@ from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice, Division, Kind, by_kind, check_choice, kind_of, weigh
 from stoker.tables.config import Cached, Device, TableConfig, TensorTrain
+from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.log_home import index_bytes
 from stoker.tables.tensor_train import stored_tables
 from stoker.units import format_size, parse_size
@@ -41,10 +43,10 @@ _INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part o
 
 
 def plan(
-    tables: Sequence[TableConfig],
+    tables: EmbeddingTables | nn.Module | Sequence[TableConfig],
     counts: Mapping[str, Any] | None = None,
     *,
-    optimizer: RowOptimizer,
+    optimizer: RowOptimizer | None = None,
     device_memory: int | str,
     host_memory: int | str | None = None,
     batch_size: int = 2048,
@@ -64,10 +66,11 @@ def plan(
     """Where every table should lie. The numbers a model computes do not depend on it.
 
     Args:
-        tables: the tables, such as ``model.tables``.
+        tables: the tables: an :class:`EmbeddingTables`, a module that holds one (``model``), or their configurations
+            (``model.tables``).
         counts: table -> training occurrences by id [num_embeddings], falling, such as ``dataset.counts``. Tables
             without are taken to follow Zipf's law with exponent 1.05.
-        optimizer: the row optimizer, whose state travels with a row.
+        optimizer: the row optimizer, whose state travels with a row; None: that of ``tables``, if it has one.
         device_memory: bytes for rows and their state in fast memory, such as "4GiB". Where the device is the CPU they
             also cover what it takes to find and plan the rows. The dense part needs its own.
         host_memory: bytes for all rows at home, and with a GPU for finding and planning rows; None takes 80 % of what
@@ -90,6 +93,7 @@ def plan(
     Raises:
         ConfigError: a budget that cannot work, with the smallest that does; or a setting out of its range.
     """
+    tables, optimizer = _given(tables, optimizer)
     if batch_size < 1 or lookahead < 0 or (in_flight is not None and in_flight < 1):
         raise ConfigError(
             f"batch_size={batch_size}, lookahead={lookahead} and in_flight={in_flight} must be at least 1, 0 and 1."
@@ -159,6 +163,32 @@ def _of(given: float | Mapping[str, float] | None, name: str, default: float) ->
     if given is None:
         return default
     return given if isinstance(given, int | float) else given.get(name, default)
+
+
+def _given(
+    tables: EmbeddingTables | nn.Module | Sequence[TableConfig], optimizer: RowOptimizer | None
+) -> tuple[Sequence[TableConfig], RowOptimizer]:
+    """Return the configurations of the tables, and the row optimizer.
+
+    Raises:
+        ConfigError: saying what to pass.
+    """
+    if isinstance(tables, nn.Module):
+        found = [module for module in tables.modules() if isinstance(module, EmbeddingTables)]
+        if len(found) != 1:
+            raise ConfigError(
+                f"{type(tables).__name__} holds {len(found)} EmbeddingTables; plan places one. Pass it, or a list of "
+                "TableConfig."
+            )
+        return found[0].tables, optimizer or found[0].optimizer
+    tables = list(tables) if isinstance(tables, Iterable) and not isinstance(tables, str | Mapping) else []
+    if not tables or not all(isinstance(table, TableConfig) for table in tables):
+        raise ConfigError(
+            "plan needs tables: an EmbeddingTables, a module that holds one, or a list of TableConfig (model.tables)."
+        )
+    if optimizer is None:
+        raise ConfigError("a list of TableConfig has no optimizer. Pass optimizer=, such as stoker.RowWiseAdagrad().")
+    return tables, optimizer
 
 
 def _uses(

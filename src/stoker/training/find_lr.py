@@ -1,8 +1,8 @@
 """A range test for learning rates (Smith 2017): they rise step by step, and the loss shows which of them learn.
 
-Where the loss falls fastest says what learns fastest in the first steps, which is mostly the base rate of the labels; it
-does not say what is best for a run. So the rates that the test finds are tried against those of the settings, each with a
-fresh model over the same batches, and only those that do better on held-out rows are suggested.
+Where the loss falls fastest says what learns fastest in the first steps, which is mostly the base rate of the labels;
+it does not say what is best for a run. So the rates that the test finds are tried against those of the settings, each
+with a fresh model over the same batches, and only those that do better on held-out rows are suggested.
 """
 
 from __future__ import annotations
