@@ -22,7 +22,16 @@ import numpy.typing as npt
 from stoker.errors import DataError, DependencyError
 from stoker.units import format_size
 
-__all__ = ["BLOCK_BYTES", "FRAME", "LineBlock", "expand", "first_line", "line_blocks", "source_kind", "text_order_warning"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FRAME",
+    "LineBlock",
+    "expand",
+    "first_line",
+    "line_blocks",
+    "source_kind",
+    "text_order_warning",
+]
 
 BLOCK_BYTES = 2**24
 FRAME = ".frame"  # end of the name of a table in memory on its way: Parquet, whatever format a schema has for files
