@@ -421,7 +421,8 @@ def test_tables_in_memory_are_read_by_the_schema_of_files(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     frame = pl.DataFrame({
         "label": [n % 2 for n in range(90)], "item": [f"a{n % 11}" for n in range(90)],
-        "price": [None if n % 7 == 0 else n / 4 for n in range(90)], "day": [("mo", "tu", "we")[n % 3] for n in range(90)],
+        "price": [None if n % 7 == 0 else n / 4 for n in range(90)],
+        "day": [("mo", "tu", "we")[n % 3] for n in range(90)],
     })  # fmt: skip
     frame.write_csv(tmp_path / "log.csv", separator=source.separator or ",")
     schema = shop(source=source, dense=(DenseColumn(name="price", fill="median"),))

@@ -1,4 +1,4 @@
-"""Tables in memory as input: Polars, pandas and PyArrow ones are written to temporary Parquet files and read from there."""
+"""Tables in memory as input: those of Polars, pandas and PyArrow are written to temporary Parquet files."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def _write(table: Any, package: str, path: Path) -> Path:
         frame.with_columns(pl.col(texts).cast(pl.String)).sink_parquet(path, maintain_order=True, compression="lz4")
     except OSError as error:
         raise DataError(
-            f"the table cannot be written to {path.parent} ({error.strerror or error}). Let TMPDIR name a disk with room."
+            f"the table cannot be written to {path.parent} ({error.strerror or error}). "
+            "Let TMPDIR name a disk with room."
         ) from error
     except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
         raise DataError(
-            f"the {package} table cannot be read ({error}). Give its columns plain types: numbers, texts, lists of these."
+            f"the {package} table cannot be read ({error}). Give its columns plain types: numbers, "
+            "texts, lists of these."
         ) from error
     return path

@@ -176,7 +176,7 @@ class Scores:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.scores, dtype) if copy else np.asarray(self.scores, dtype)
 
 
