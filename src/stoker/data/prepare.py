@@ -92,7 +92,7 @@ def prepare(
             recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
-            Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables, read by the same schema.
+            Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables.
         out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
             :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
             here to the batches without a disk in between.
