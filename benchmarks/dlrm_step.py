@@ -33,7 +33,7 @@ def ours(dtype: str, *, compiled: bool = False) -> Contestant:
 
 
 def by_hand(dtype: str, *, compiled: bool, sums: str = "embedding_bag") -> Contestant:
-    """Duplicates of row-wise Adagrad are summed by ``sums``; SGD adds every occurrence."""
+    """Duplicates are summed by ``sums``: unique + index_add_, or a sort and embedding_bag."""
     label = f"torch{'.compile' if compiled else ''}, rows by hand ({'sort' if sums == 'embedding_bag' else 'unique'})"
     options = {"dense_dtype": dtype, "compile": compiled, "sums": sums}
     return Contestant(label=label, script="torch_dlrm.py", options=options)

@@ -30,7 +30,7 @@ ROW_LR = {"sgd": 0.1, "rowwise_adagrad": 0.05}
 #: cancels out as far as any; an eps near the size of real gradients (1e-5 to 1e-4 here) keeps the check meaningful.
 EPS = 1e-5
 #: relative error of a change of weights (norms) and absolute error of a logit, by the type of the dense part
-TOLERANCE = {"float32": (2e-3, 2e-4), "bfloat16": (0.25, 0.05)}
+TOLERANCE = {"float32": (2e-3, 2e-4), "bfloat16": (0.25, 0.1)}
 #: The same with row-wise Adagrad in float32. Where rounding turns a ReLU of one example on or off, rows whose gradients
 #: nearly cancel move by a share of their size, and logits too. It hits plain PyTorch with MKL and Stoker at batch 8192
 #: (3.4e-3 and 3.7e-4, equal to three digits) and probably TorchRec at 2048 (2.9e-3). A wrong eps is off by 0.16.
@@ -262,8 +262,8 @@ def check_model(
         scale = np.full((int(inside.sum()), dim), (stop - begin) ** -0.5)
         pairs.append((f"rows of table {i}", mine[inside], reference["rows"][inside], scale))
     for name, change, exact, size in pairs:
-        # A change is the difference of two float32 weights: their rounding adds to what is allowed.
-        allowed = relative * np.linalg.norm(exact) + 2**-23 * np.linalg.norm(size)
+        # A change is the difference of two float32 weights, which every step rounds: that adds to what is allowed.
+        allowed = relative * np.linalg.norm(exact) + CHECKED_STEPS * 2**-23 * np.linalg.norm(size)
         error = float(np.linalg.norm(change - exact))
         if not error <= allowed:
             raise WrongResult(

@@ -70,10 +70,6 @@ class Rows:
 
     @torch.no_grad()
     def update(self, ids, bag, grad):
-        if self.kind == "sgd":
-            scaled = grad * -self.lr  # index_add_(alpha=) is several times slower
-            self.weight.index_add_(0, ids, scaled if bag is None else scaled.index_select(0, bag))
-            return
         if config["sums"] == "index_add":
             rows, inverse = torch.unique(ids, return_inverse=True)
             each = grad if bag is None else grad.index_select(0, bag)
@@ -82,6 +78,10 @@ class Rows:
             ordered, order = torch.sort(ids)
             rows, counts = torch.unique_consecutive(ordered, return_counts=True)
             g = F.embedding_bag(order if bag is None else bag[order], grad, counts.cumsum(0) - counts, mode="sum")
+        if self.kind == "sgd":
+            # index_add_(alpha=) is several times slower; adding each occurrence loses what the sums keep.
+            self.weight.index_add_(0, rows, g.mul_(-self.lr))
+            return
         total = self.sum.index_select(0, rows).add_(g.square().mean(1))
         self.sum.index_copy_(0, rows, total)
         self.weight.index_add_(0, rows, g.mul_((-self.lr / total.sqrt_().add_(config["eps"])).unsqueeze(1)))
