@@ -138,8 +138,13 @@ class Stage(Generic[Item]):
         try:
             for upcoming, leases in run.staged():
                 item, ids, offsets = self._hand_out(upcoming)
-                moved = self.tables.device.type != "cpu"  # then only torch can change them, and versions tell
-                self.tables.hand_over(ids, offsets, leases, None if moved else upcoming.copies)
+                copies = upcoming.copies
+                if self.tables.device.type != "cpu":
+                    copies = None  # only torch can change what is there, and versions tell
+                elif copies is None:
+                    checked = self.tables.splitter.check(ids, offsets, None)
+                    copies = ids.clone(), None if checked is None else checked.clone()
+                self.tables.hand_over(ids, offsets, leases, copies)
                 self.step = getattr(item, "step", self.step) + 1
                 try:
                     yield item
@@ -224,7 +229,7 @@ class _Run:
             ids, offsets, weights = stage._lookups_of(item)
             offsets = self.tables.splitter.check(ids, offsets, weights)
             copies = None
-            if self.tables.device.type == "cpu" or not stage._private:
+            if not stage._private:
                 copies = ids.clone(), None if offsets is None else offsets.clone()
             # What is announced is what is looked up, if nobody changes it meanwhile.
             parts = self.tables.splitter.split(
