@@ -252,11 +252,13 @@ def test_gradient_norms_are_clipped_over_rows_and_dense_part() -> None:
     "clip", [lambda p: nn.utils.clip_grad_norm_(p, 1e9), lambda p: nn.utils.clip_grad_value_(p, 1e-31)]
 )
 def test_clipping_behind_a_step_inside_backward_is_refused(clip: Callable[[Any], Any]) -> None:
-    tables = made()
-    loss_of(tables(batches(1)[0]), 0).backward()
-    clip(tables.parameters())
-    with pytest.raises(stoker.ConfigError, match=r"clipped or unscaled after backward.*as_optimizer"):
-        tables(batches(1)[0])
+    """When the other optimizer steps, or at the next forward if none does."""
+    for optimizer in (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None):
+        tables = made()
+        loss_of(tables(batches(1)[0]), 0).backward()
+        clip(tables.parameters())
+        with pytest.raises(stoker.ConfigError, match=r"clipped or unscaled after backward.*as_optimizer"):
+            optimizer.step() if optimizer is not None else tables(batches(1)[0])
 
 
 def test_clipping_by_value_is_refused() -> None:

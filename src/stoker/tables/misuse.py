@@ -48,7 +48,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     for steps in list(_watched):
         count, steps.since_optimizer = steps.since_optimizer, 0
-        if count < 2 or not steps.checked or steps.trained is None:
+        if not steps.checked or steps.deferred or steps.trained is None:
+            continue
+        steps.check_mark()
+        if count < 2:
             continue
         handle = steps.trained.handle
         # Backwards that add to a gradient change it in place; one that makes it does not.

@@ -94,7 +94,7 @@ class RowSteps:
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
 
     @property
-    def _deferred(self) -> bool:
+    def deferred(self) -> bool:
         """Whether rows wait for an optimizer's ``step()``."""
         return self.optimizer is not None and not self.optimizer.in_backward
 
@@ -119,7 +119,7 @@ class RowSteps:
             return
         with self._lock, torch.no_grad():
             gradients = trained.exchange(gradients)
-            if self._deferred:
+            if self.deferred:
                 self._take_changes()
                 self._pending.append((gradients, self.scale))
                 self._publish()
@@ -147,7 +147,7 @@ class RowSteps:
             raise
         finally:
             self._accumulating -= 1
-        if not self._accumulating and not self._deferred and self._pending:
+        if not self._accumulating and not self.deferred and self._pending:
             if self.optimizer is not None:
                 self.optimizer.hand_lr_over()
             self._apply_pending(1.0)
@@ -236,13 +236,21 @@ class RowSteps:
         """
         if not self.alone:
             misuse.check_ranks(self)
-        if self.checked and not self._deferred:
+        if self.checked and not self.deferred:
             misuse.watch(self)
-            grad, published = self.trained.handle.grad, self._published
-            if published is not None and grad is published and published._version != self._version:
-                self._published = None
-                if published.tolist() != [0.0, 0.0]:
-                    raise misuse.changed_gradient(self)
+            self.check_mark()
+
+    def check_mark(self) -> None:
+        """Refuse a gradient that was clipped or unscaled after the rows had stepped.
+
+        Raises:
+            ConfigError: see above.
+        """
+        grad, published = self.trained.handle.grad, self._published
+        if published is not None and grad is published and published._version != self._version:
+            self._published = None
+            if published.tolist() != [0.0, 0.0]:
+                raise misuse.changed_gradient(self)
 
 
 class TableOptimizer(torch.optim.Optimizer):
