@@ -517,6 +517,25 @@ def test_activation_checkpoints(where: str, reentrant: bool) -> None:
     same_rows(tables, bags)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_activation_checkpoints_are_one_step(reentrant: bool) -> None:
+    tables, bags = made(), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    first, second = batches(2)
+    seed = torch.ones(1, requires_grad=True)
+    total = torch.zeros(())
+    for step, ids in enumerate((first, second)):
+        out = torch.utils.checkpoint.checkpoint(
+            lambda seed, ids: tables(ids) * seed, seed, ids, use_reentrant=reentrant
+        )
+        total = total + loss_of(out, step)
+    total.backward()
+    (loss_of(bags(first), 0) + loss_of(bags(second), 1)).backward()
+    optimizer.step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
 @pytest.mark.parametrize("longest", [1, 5])
 def test_max_pooling(where: str, longest: int) -> None:
     if where == "few slots":

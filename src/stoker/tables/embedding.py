@@ -90,6 +90,7 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(bags.ids, bags.offsets, weights)  # which notices changes in place
         ctx.tables, ctx.index, ctx.space, ctx.lease = tables, index, lookups.space, lease
         ctx.mean, ctx.trains, ctx.version = bags.mean, tables.training, group.version
+        ctx.enclosing = tables._steps.enclosing()
         return group.lookup(lookups, lease)
 
     @staticmethod
@@ -99,7 +100,7 @@ class _Lookup(torch.autograd.Function):
         lookups = Lookups(Bags(ids, offsets, weights, ctx.mean), ctx.space)
         wanted = ctx.tables.backward_of(
             ctx.index, lookups, grad, ctx.lease, ctx.version,
-            rows=ctx.needs_input_grad[0], weights=ctx.needs_input_grad[1], trains=ctx.trains,
+            rows=ctx.needs_input_grad[0], weights=ctx.needs_input_grad[1], trains=ctx.trains, enclosing=ctx.enclosing,
         )  # fmt: skip
         return None, wanted, None, None, None, None
 
@@ -202,7 +203,12 @@ class EmbeddingTables(nn.Module):
         self.number = next(_numbers)  # by which compiled code finds these tables
         compiled.register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
-        self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        self._steps = RowSteps(
+            self,
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            "Call tables.replicate(stoker.Replicas()) first, or tables.replicate(None) if the ranks are meant to hold "
+            "different rows.",
+        )
         self._frozen: frozenset[str] = frozenset()
         self._copied: int | None = None  # of a copy: its steps when it was made
         self._layout = StepLayout(self.features, steps or {})
@@ -413,7 +419,7 @@ class EmbeddingTables(nn.Module):
 
     def backward_of(
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
-        weights: bool, trains: bool,
+        weights: bool, trains: bool, enclosing: int = -1,
     ) -> Tensor | None:  # fmt: skip
         """Collect the gradient of one group's lookup, and return that of its per-sample weights.
 
@@ -426,6 +432,7 @@ class EmbeddingTables(nn.Module):
             rows: whether rows want their gradient.
             weights: whether weights do.
             trains: whether the tables were in train mode.
+            enclosing: the backward that the forward ran in (:meth:`RowSteps.enclosing`).
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
@@ -439,7 +446,7 @@ class EmbeddingTables(nn.Module):
             )
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and trains:
-            self._steps.collect(_Gradient(index, lookups, grad, lease))
+            self._steps.collect(_Gradient(index, lookups, grad, lease), enclosing)
         elif rows and not trains:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "

@@ -111,6 +111,5 @@ def check_ranks(steps: RowSteps) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {steps.name} on its own: "
-            "DistributedDataParallel and FSDP see parameters only. Call tables.replicate(stoker.Replicas()) first, or "
-            "tables.replicate(None) if the ranks are meant to hold different rows."
+            f"DistributedDataParallel and FSDP see parameters only. {steps.ranks_remedy}"
         )

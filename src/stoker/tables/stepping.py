@@ -75,11 +75,12 @@ class RowSteps:
     Args:
         trained: what is trained; only weakly referenced.
         name: what errors call it.
+        ranks_remedy: what to do where there are several ranks.
     """
 
-    def __init__(self, trained: Trained, name: str) -> None:
+    def __init__(self, trained: Trained, name: str, ranks_remedy: str) -> None:
         self._trained = weakref.ref(trained)
-        self.name = name
+        self.name, self.ranks_remedy = name, ranks_remedy
         self.scale = 1.0  # gradients are multiplied by this before they are used
         self.checked = True  # whether loops that would mean something else are refused
         self.alone = False  # whether other ranks may hold other rows
@@ -103,19 +104,34 @@ class RowSteps:
         """What is trained."""
         return self._trained()
 
-    def collect(self, gradient: Any) -> None:
-        """Keep a gradient until the backward that is running ends."""
+    def enclosing(self) -> int:
+        """The backward that a forward runs in, for :meth:`collect`; -1 for none.
+
+        ``torch.utils.checkpoint`` calls forward again inside backward, and with ``use_reentrant=True`` goes backward
+        through it by a backward of its own. What that finds belongs to the step of the backward around it.
+        """
         task = torch._C._current_graph_task_id()
+        if task >= 0:
+            self._of(task)
+        return task
+
+    def _of(self, task: int) -> _Backward:
+        """What the running backward ``task`` has found."""
         backward = self._running.get(task)
         if backward is None:
             backward = self._running[task] = _Backward(self)
             Variable._execution_engine.queue_callback(backward)
+        return backward
+
+    def collect(self, gradient: Any, enclosing: int = -1) -> None:
+        """Keep a gradient until the backward that is running ends, or the one that its forward ran in."""
+        backward = self._running.get(enclosing) or self._of(torch._C._current_graph_task_id())
         backward.gradients.append(gradient)
 
     def end_backward(self, gradients: list[Any]) -> None:
         """A backward has ended: step, or wait for what says so."""
         trained = self.trained
-        if trained is None:
+        if trained is None or not gradients:
             return
         with self._lock, torch.no_grad():
             gradients = trained.exchange(gradients)

@@ -36,7 +36,7 @@ class _DistinctRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor, *cores: Tensor) -> Tensor:
         ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
-        ctx.trains = bag.training
+        ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
         ctx.save_for_backward(*cores)
         ctx.values = expand(cores, ctx.trie)
         rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(-1, bag.embedding_dim))
@@ -55,7 +55,7 @@ class _DistinctRows(torch.autograd.Function):
         slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
         if bag.optimizer is not None:
             if ctx.trains:
-                bag._steps.collect(_Slices(slices))
+                bag._steps.collect(_Slices(slices), ctx.enclosing)
             else:
                 warnings.warn(
                     "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
@@ -253,7 +253,11 @@ class TTEmbeddingBag(nn.Module):
     def _make_steps(self) -> None:
         # Not registered: it stands for cores that parameters() holds already.
         object.__setattr__(self, "handle", new_handle("cpu"))
-        self._steps = RowSteps(self, "a TTEmbeddingBag")
+        self._steps = RowSteps(
+            self,
+            "a TTEmbeddingBag",
+            "Leave optimizer out: its cores are then parameters, whose gradients they average.",
+        )
 
     def accumulate(self) -> AbstractContextManager[None]:
         """One step of the cores from all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
