@@ -104,7 +104,7 @@ def test_preparing_takes_the_processors_of_the_container(tmp_path: Path, monkeyp
     (tmp_path / "cpu.max").write_text("300000 100000\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
     threads = []
-    monkeypatch.setattr(prepare, "_run", lambda task, target, resume: threads.append(task.threads))
+    monkeypatch.setattr(prepare, "_run", lambda task, *given, **named: threads.append(task.threads))
     (tmp_path / "log.tsv").write_text("1\n")
     with pytest.raises(AttributeError):  # of the report that is not there
         prepare.prepare("criteo", tmp_path / "log.tsv", out=tmp_path / "out")
