@@ -387,6 +387,24 @@ def test_one_frozen_table_of_several(placement: Any, mean: bool) -> None:
     assert torch.equal(frozen.rows("b"), free.rows("b"))
 
 
+def test_steps_are_counted_for_frozen_groups_too() -> None:
+    """Files keep one number of steps, and tables that are thawed go on from it."""
+    configs = [
+        TableConfig(name="a", num_embeddings=9, embedding_dim=2),
+        TableConfig(name="b", num_embeddings=9, embedding_dim=4),
+    ]
+    tables = EmbeddingTables(configs, optimizer=stoker.Adam(lr=0.1))
+    tables.freeze("a")
+    for _ in range(3):
+        tables(torch.tensor([[1, 2]])).sum().backward()
+    assert [group.tick for group in tables.groups] == [3, 3]
+
+
+def test_ids_on_another_device_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ids are on meta, but the tables on cpu. Move"):
+        made()(torch.zeros(2, FEATURES, dtype=torch.int64, device="meta"))
+
+
 def test_eval_mode_keeps_rows_and_says_so() -> None:
     tables = made().eval()
     out = tables(batches(1)[0])

@@ -393,6 +393,10 @@ class EmbeddingTables(nn.Module):
         """
         if torch.compiler.is_compiling():
             return compiled.lookup(self, ids, offsets, weights)
+        if ids.device != self.device:
+            raise ValueError(
+                f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
+            )
         offsets = self.splitter.check(ids, offsets, weights)
         if torch.is_grad_enabled() and self.training and self.handle.requires_grad:
             self.check_loop()
@@ -502,12 +506,14 @@ class EmbeddingTables(nn.Module):
 
     def apply_gradients(self, gradients: Sequence[_Gradient], scale: float) -> None:
         """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
+        steps = self.tick
         for index, group in enumerate(self.groups):
             mine = [each for each in gradients if each.group == index]
             if not mine or self._frozen.issuperset(table.name for table in group.tables):
                 continue
             lookups, grad, lease = self._sum(mine)
             group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+        self.tick = steps + 1  # also for groups that had no gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[_Gradient]) -> float:
         """The Euclidean norm of the gradient of all rows."""
