@@ -506,14 +506,15 @@ class EmbeddingTables(nn.Module):
 
     def apply_gradients(self, gradients: Sequence[_Gradient], scale: float) -> None:
         """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
-        steps = self.tick
+        steps, moved = self.tick, False
         for index, group in enumerate(self.groups):
             mine = [each for each in gradients if each.group == index]
             if not mine or self._frozen.issuperset(table.name for table in group.tables):
                 continue
             lookups, grad, lease = self._sum(mine)
             group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
-        self.tick = steps + 1  # also for groups that had no gradient: files keep one number
+            moved = True
+        self.tick = steps + moved  # also of groups that had no gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[_Gradient]) -> float:
         """The Euclidean norm of the gradient of all rows."""

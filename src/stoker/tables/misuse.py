@@ -46,12 +46,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
     if isinstance(optimizer, TableOptimizer):
         return
+    latest = None
     for steps in list(_watched):
         count, steps.since_optimizer = steps.since_optimizer, 0
         if not steps.checked or steps.deferred or steps.trained is None:
             continue
         steps.check_mark()
         if count < 2:
+            continue
+        latest = _latest_backward() if latest is None else latest
+        if steps.latest != latest:  # another model's backward came last: this optimizer is not for these rows
             continue
         handle = steps.trained.handle
         # Backwards that add to a gradient change it in place; one that makes it does not.
@@ -67,6 +71,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 f"step in each. {_REMEDY}; or put the backwards into `with tables.accumulate():`. If each backward is "
                 "meant to be a step of the rows, say so: tables.step_each_backward()."
             )
+
+
+def _latest_backward() -> int:
+    """The number of the last backward in this process; each takes the next one."""
+    found: list[int] = []
+    with torch.enable_grad():
+        probe = torch.zeros((), requires_grad=True) * 1
+        probe.register_hook(lambda grad: found.append(torch._C._current_graph_task_id()))
+        probe.backward()
+    return found[0] - 1
 
 
 def check_scaler(steps: RowSteps) -> None:

@@ -53,11 +53,11 @@ class Trained(Protocol):
 class _Backward:
     """The gradients of one ``backward``. The engine alone keeps it: it is gone with a backward that fails."""
 
-    __slots__ = ("__weakref__", "_again", "_steps", "gradients")
+    __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
 
     def __init__(self, steps: RowSteps) -> None:
         self.gradients: list[Any] = []
-        self._steps = steps
+        self._steps, self._task = steps, torch._C._current_graph_task_id()
         self._again = dist.is_available() and dist.is_initialized()
 
     def __call__(self) -> None:
@@ -66,6 +66,7 @@ class _Backward:
             Variable._execution_engine.queue_callback(self)
             return
         gradients, self.gradients = self.gradients, []
+        self._steps.latest = self._task
         self._steps.end_backward(gradients)
 
 
@@ -92,6 +93,7 @@ class RowSteps:
         self._published: Tensor | None = None  # what the handle was given as its gradient, and its version then
         self._version = 0
         self._lock = threading.RLock()
+        self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
 
     @property
