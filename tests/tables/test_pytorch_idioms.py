@@ -5,6 +5,7 @@ Data are small integers and powers of two, so every sum is exact and results are
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
@@ -844,3 +845,87 @@ def test_batches_of_a_dataloader_with_workers(where: str) -> None:
     run(tables, staged(loader, tables, lookahead=2))
     run(plain, loader)
     assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_stream_that_fails_does_so_behind_the_batches_before_it(where: str, background: bool) -> None:
+    """As without a stage, which looks ahead."""
+    tables, plain = made(where), made()
+
+    def stream() -> Iterator[Tensor]:
+        yield from batches(5)
+        raise OSError("the disk is gone")
+
+    for module, feed in ((tables, staged(stream(), tables, lookahead=3, background=background)), (plain, stream())):
+        with pytest.raises(OSError, match="the disk is gone"):
+            run(module, feed)
+        assert module.tick == 5
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+
+
+@pytest.mark.parametrize("from_stage", [False, True])
+def test_ids_changed_by_numpy_between_forward_and_backward(where: str, from_stage: bool) -> None:
+    """No version tells. nn.EmbeddingBag updates the rows of the new ids."""
+    tables, plain = made(where), made()
+    bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True)
+    bag.weight.data.copy_(start())
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.5)
+    feed = staged(batches(), tables, lookahead=2) if from_stage else batches()
+    for module, stream in ((tables, feed), (plain, batches()), (bag, batches())):
+        for step, ids in enumerate(stream):
+            flat = ids.view(-1, 1) if module is bag else ids
+            out = module(flat)
+            ids.numpy()[:] = (ids.numpy() + 1) % ROWS
+            loss_of(out.view(-1, FEATURES, DIM), step).backward()
+            if module is bag:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert torch.equal(tables.rows("t"), plain.rows("t"))
+    assert torch.equal(plain.rows("t"), bag.weight.detach())
+
+
+@pytest.mark.parametrize("how", ["accumulate", "optimizer", "accumulate with an optimizer"])
+def test_buffers_that_are_filled_again_between_micro_batches(where: str, how: str) -> None:
+    """With other ids, offsets and weights, before rows step."""
+    tables, bags = made(where), Bags()
+    optimizer = torch.optim.SGD(bags.parameters(), lr=0.5)
+    rows = None if how == "accumulate" else tables.as_optimizer()
+    ids, offsets = torch.zeros(8, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+    weights = torch.zeros(8, requires_grad=True)
+
+    def micro_batches(module: Any) -> None:
+        for step, new in enumerate(batches(3)):
+            ids.copy_(new.reshape(-1))
+            offsets.copy_((torch.arange(9) + step).clamp(max=8) * (torch.arange(9) > 0))
+            with torch.no_grad():
+                weights.fill_(float(step))
+            loss_of(module(ids, offsets, weights), step).backward()
+        ids.zero_()
+
+    for module in (tables, bags):
+        with contextlib.nullcontext() if how == "optimizer" or module is bags else tables.accumulate():
+            micro_batches(module)
+    if rows is not None:
+        rows.step()
+    optimizer.step()
+    same_rows(tables, bags)
+    assert tables.tick == 1
+
+
+def test_a_gradient_changed_in_place_before_rows_step_is_refused() -> None:
+    tables, grad = made(), torch.ones(4, FEATURES, DIM)
+    rows = tables.as_optimizer()
+    tables(batches(1)[0]).backward(grad)
+    grad.zero_()
+    with pytest.raises(RuntimeError, match="changed in place between its backward and the step"):
+        rows.step()
+
+
+def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None:
+    """As nn.Embedding does; a mask of the batch knows no padding."""
+    table = TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, padding_idx=0)
+    tables = EmbeddingTables([table], optimizer=stoker.SGD(lr=0.5), steps={"t": 3})
+    ids, offsets = torch.tensor([5, 0, 7, 8, 0]), torch.tensor([0, 3, 5])
+    out, rows = tables(ids, offsets), tables.rows("t")
+    zero = torch.zeros(DIM)
+    assert torch.equal(out, torch.stack([torch.stack([rows[5], zero, rows[7]]), torch.stack([zero, rows[8], zero])]))

@@ -49,9 +49,19 @@ class _Gradient(NamedTuple):
     lookups: Lookups
     grad: Tensor  # [B, P, D]
     lease: Lease | None
+    version: int = -1  # of ``grad``, where it is kept longer than its backward
 
     def scaled(self, factor: float) -> _Gradient:
-        return self._replace(grad=self.grad * factor)
+        return self._replace(grad=self.grad * factor, version=-1)
+
+    def kept(self) -> _Gradient:
+        """The same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
+        bags, space = self.lookups
+        offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
+        own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
+        if self.lease is not None:
+            self.lease.use(own.bags)
+        return self._replace(lookups=own, version=self.grad._version)
 
 
 class _Staged(NamedTuple):
@@ -103,6 +113,11 @@ class _Lookup(torch.autograd.Function):
             rows=ctx.needs_input_grad[0], weights=ctx.needs_input_grad[1], trains=ctx.trains, enclosing=ctx.enclosing,
         )  # fmt: skip
         return None, wanted, None, None, None, None
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of ids are the same memory, where NumPy can change it."""
+    return one.device.type == "cpu" and one.data_ptr() == other.data_ptr()
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
@@ -402,7 +417,7 @@ class EmbeddingTables(nn.Module):
             self.check_loop()
         elif self._copied is not None:
             self._check_copy()
-        staged = self._take_staged(ids, offsets)
+        staged, copy = self._take_staged(ids, offsets)
         pooled = []
         for index, lookups in enumerate(self.splitter.split(ids, offsets, weights)):
             group, lease = self.groups[index], staged[index] if staged else None
@@ -413,6 +428,8 @@ class EmbeddingTables(nn.Module):
             weights_here = lookups.bags.weights
             trains = self.handle.requires_grad or (weights_here is not None and weights_here.requires_grad)
             if torch.is_grad_enabled() and trains:
+                if lease is not None and lease.can_end and _share(lookups.bags.ids, ids):
+                    lease.ids = ids.clone() if copy is None else copy
                 found: Tensor = _Lookup.apply(self.handle, weights_here, self, index, lookups, lease)  # type: ignore[no-untyped-call]
             else:
                 found = group.lookup(lookups, lease)
@@ -448,6 +465,9 @@ class EmbeddingTables(nn.Module):
                 "the gradient depends on them as they were: another backward, optimizer step or write came between. "
                 "Do the forward again, or join the losses in one backward."
             )
+        if lease is not None and not lease.serves(lookups.bags.ids):
+            lease.release(changed=False)
+            lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and trains:
             self._steps.collect(_Gradient(index, lookups, grad, lease), enclosing)
@@ -527,7 +547,17 @@ class EmbeddingTables(nn.Module):
         return math.sqrt(total)
 
     def _sum(self, mine: Sequence[_Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
-        """Gradients of one group as one, without those of frozen tables."""
+        """Gradients of one group as one, without those of frozen tables.
+
+        Raises:
+            RuntimeError: a gradient was changed in place since its backward.
+        """
+        if any(each.version not in (-1, each.grad._version) for each in mine):
+            name = self.groups[mine[0].group].tables[0].name
+            raise RuntimeError(
+                f"the gradient of an output of table {name!r} was changed in place between its backward and the step "
+                "of the rows. Give backward() a tensor of its own: grad.clone()."
+            )
         lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
         frozen = self._frozen.intersection(lookups.space.names)
         if len(mine) == 1 and not frozen:
@@ -565,20 +595,22 @@ class EmbeddingTables(nn.Module):
         """
         self._staged[id(ids)] = _Staged(ids, ids._version, offsets, copies, tuple(leases))
 
-    def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[Lease | None, ...]:
-        """The leases of a staged batch, if it is what was announced; else its rows may leave."""
+    def _take_staged(
+        self, ids: Tensor, offsets: Tensor | None
+    ) -> tuple[tuple[Lease | None, ...], Tensor | None]:  # fmt: skip
+        """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
         found = self._staged.pop(id(ids), None) if self._staged else None
         if found is None:
-            return ()
+            return (), None
         if not found.fits(ids, offsets):
             for lease in found.leases:
                 if lease is not None:
                     lease.release(changed=False)
-            return ()
+            return (), None
         for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):
                 group.storage.hand_out(lease)
-        return found.leases
+        return found.leases, None if found.copies is None else found.copies[0]
 
     def withdraw(self, ids: Tensor) -> None:
         """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stoker.ops import AddressSpace, Bags, Rounding
@@ -30,7 +31,7 @@ class Lease:
     """
 
     __slots__ = (
-        "__weakref__", "_give_back", "_lock", "_workers", "bags", "over", "rows", "space", "staged",
+        "__weakref__", "_give_back", "_lock", "_workers", "bags", "ids", "over", "rows", "space", "staged",
         "tables", "ticket", "token",
     )  # fmt: skip
 
@@ -47,6 +48,7 @@ class Lease:
     ) -> None:
         self.bags, self.space, self.tables, self.rows = bags, space, tables, rows
         self._give_back, self.token, self.ticket = give_back, token, ticket
+        self.ids: Tensor | None = None  # a copy of those whose rows these are, where the caller's may change unnoticed
         self._lock = None if give_back is None else threading.Lock()
         self._workers = 0
         self.staged = False  # for a batch that is not handed out yet
@@ -54,7 +56,17 @@ class Lease:
 
     def use(self, bags: Bags) -> None:
         """Look up with the offsets and weights of ``bags``, whose ids are those that the lease was made for."""
-        self.bags = replace(bags, ids=self.bags.ids)
+        self.bags = bags if self._lock is None else replace(bags, ids=self.bags.ids)
+
+    def serves(self, ids: Tensor) -> bool:
+        """Whether the rows are those of ``ids``, which NumPy can change without a trace."""
+        own = self.ids  # another thread may revoke the lease meanwhile
+        return own is None or torch.equal(ids.reshape(-1), own.reshape(-1))
+
+    @property
+    def can_end(self) -> bool:
+        """Whether rows may leave, so that it matters whose they are."""
+        return self._lock is not None
 
     def rounding(self, keys: tuple[int, ...]) -> Rounding:
         """Keys of the random bits with what they need to know of the slots."""
@@ -92,7 +104,7 @@ class Lease:
                 return False
             self.over = True
         give_back, token = self._give_back, self.token
-        self._give_back = self.token = self.ticket = None
+        self._give_back = self.token = self.ticket = self.ids = None
         assert give_back is not None
         give_back(token, changed)
         return True

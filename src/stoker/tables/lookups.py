@@ -76,25 +76,29 @@ class GroupLookups:
         elif self._columns is not None:
             chosen = None if weights is None else columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
             part = columns_of(ids, self._columns), None, chosen
-        if self._padding is not None:
-            part = self._without_padding(*part)
+        # Steps keep their places, whatever is padding: only then is it taken out.
+        if self._padding is not None and not self.layout.steps:
+            part = self._without_padding(self._padding, *part)
         space = self.space
         if self.pooling == "max" and part[1] is not None:
             space = self._unpooled(part[1])
         if (layout := self._layouts[space]).steps:
             part = layout.expand(*part)
+        if self._padding is not None and self.layout.steps:
+            widths = torch.tensor([each.stop - each.start for each in layout.slices.values()])
+            part = self._without_padding(self._padding.repeat_interleave(widths), *part)
         return Lookups(Bags(*part, self.pooling == "mean"), space)
 
+    @staticmethod
     def _without_padding(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+        padding: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The ids that are no padding, in the bags they were in."""
-        assert self._padding is not None
-        padding = self._padding.to(ids.device)
+        """The ids that are no padding, in the bags they were in; ``padding``: that of each feature or position."""
+        padding = padding.to(ids.device)
         if offsets is None:
             keep = (ids != padding).reshape(-1)
         else:
-            each = padding.repeat((len(offsets) - 1) // len(self.features))
+            each = padding.repeat((len(offsets) - 1) // len(padding))
             keep = ids != torch.repeat_interleave(each, bag_lengths(offsets))
         if bool(keep.all()):
             return ids, offsets, weights

@@ -187,6 +187,7 @@ class _Run:
     def __init__(self, stage: Stage[Any]) -> None:
         self.stage, self.tables = stage, stage.tables
         self._source = iter(stage.stream)
+        self._failure: Exception | None = None  # of the stream, raised behind the batches before it
         self._queues = [storage.queue() for _, storage in stage._groups]
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
@@ -217,28 +218,38 @@ class _Run:
     def _look_ahead(self) -> None:
         """Announce further batches: as many as asked for, or as want enough rows for all slots."""
         stage = self.stage
-        while len(self._waiting) <= stage.lookahead:
+        while len(self._waiting) <= stage.lookahead and self._failure is None:
             storages = zip(self._queues, stage._groups, strict=True)
             full = all(not _keeps(storage) or queue.full for queue, (_, storage) in storages)
             if full and len(self._waiting) > stage.in_flight:
                 break
-            with span("read"):
-                item = next(self._source, None)
-            if item is None:
-                break
-            ids, offsets, weights = stage._lookups_of(item)
-            offsets = self.tables.splitter.check(ids, offsets, weights)
-            copies = None
-            if not stage._private:
-                copies = ids.clone(), None if offsets is None else offsets.clone()
-            # What is announced is what is looked up, if nobody changes it meanwhile.
-            parts = self.tables.splitter.split(
-                ids if copies is None else copies[0], offsets if copies is None else copies[1], weights
-            )
-            for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
-                queue.announce(*parts[index], upcoming)
-            self._waiting.append(_Upcoming(item, ids, ids._version, copies))
+            try:
+                if not self._announce_next():
+                    break
+            except Exception as error:  # without a stage, the batches before it would be worked on first
+                self._failure = error
         stage.window = len(self._waiting)
+
+    def _announce_next(self) -> bool:
+        """Read a batch and announce it; False if there is none."""
+        stage = self.stage
+        with span("read"):
+            item = next(self._source, None)
+        if item is None:
+            return False
+        ids, offsets, weights = stage._lookups_of(item)
+        offsets = self.tables.splitter.check(ids, offsets, weights)
+        copies = None
+        if not stage._private:
+            copies = ids.clone(), None if offsets is None else offsets.clone()
+        # What is announced is what is looked up, if nobody changes it meanwhile.
+        parts = self.tables.splitter.split(
+            ids if copies is None else copies[0], offsets if copies is None else copies[1], weights
+        )
+        for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
+            queue.announce(*parts[index], upcoming)
+        self._waiting.append(_Upcoming(item, ids, ids._version, copies))
+        return True
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
         """For each group what is known of the next uses of the batch's rows."""
@@ -294,6 +305,8 @@ class _Run:
                     self._ready.append(staged)
             stage.stall_seconds += time.perf_counter() - begin
             if not self._ready:
+                if self._failure is not None:
+                    raise self._failure
                 return
             yield self._ready.popleft()
 
@@ -314,7 +327,7 @@ class _Run:
                     with self._changed:
                         self._outstanding += 1
                     ready.put(staged)
-                ready.put(None)
+                ready.put(self._failure)
             except BaseException as error:
                 ready.put(error)
 

@@ -139,10 +139,10 @@ class RowSteps:
             gradients = trained.exchange(gradients)
             if self.deferred:
                 self._take_changes()
-                self._pending.append((gradients, self.scale))
+                self._pending.append(([each.kept() for each in gradients], self.scale))
                 self._publish()
             elif self._accumulating:
-                self._pending.append((gradients, self.scale))
+                self._pending.append(([each.kept() for each in gradients], self.scale))
             else:
                 if self.checked:
                     misuse.check_scaler(self)
@@ -154,7 +154,10 @@ class RowSteps:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """One step from all backwards inside; none if it is left by an exception."""
+        """One step from all backwards inside; none if it is left by an exception. An optimizer accumulates anyway."""
+        if self.deferred:
+            yield
+            return
         self._accumulating += 1
         self._unmark()
         try:
@@ -165,7 +168,7 @@ class RowSteps:
             raise
         finally:
             self._accumulating -= 1
-        if not self._accumulating and not self.deferred and self._pending:
+        if not self._accumulating and self._pending:
             if self.optimizer is not None:
                 self.optimizer.hand_lr_over()
             self._apply_pending(1.0)
