@@ -1,26 +1,29 @@
 """Random training runs, placed and resident, for the exactness tests and the soak.
 
-A case is drawn from a seed: tables, pooling, types, optimizers, batches, capacities, lookahead, depth, and a link that
-delivers late and out of order. Slots start as NaN, so that a row nobody fetched cannot pass for one.
+A case is drawn from a seed: tables, pooling, types, optimizers, batches, capacities, lookahead, depth, a program of
+what is done with them (tests/tables/programs.py), and a link that delivers late and out of order. Slots start as
+NaN, so that a row nobody fetched cannot pass for one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from bags import Bags
+from programs import Round, Run, Turn, draw_rounds
 
-from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim, stage
+from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim
 from stoker.tables.residency import LANDED
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.storage import Rows
 from stoker.tables.transfer import QueuedLink
 
-__all__ = ["Case", "Rereadable", "SlowLink", "Watch", "draw", "placed_run", "resident_run", "same"]
+__all__ = ["Case", "Found", "SlowLink", "Watch", "bag_run", "difference", "draw", "placed_run", "resident_run", "same"]
 
 
 class SlowLink(QueuedLink):
@@ -86,7 +89,6 @@ class Case:
     tables: list[TableConfig]
     optimizer: Any
     batches: list[Batch]
-    grads: list[torch.Tensor]
     strategy: Any
     staged: bool
     lookahead: int
@@ -96,9 +98,15 @@ class Case:
     integers: bool
     backend: str = "auto"
     device: str = "cpu"
-    peeks: set[int] = field(default_factory=set)  # steps after which another batch is looked up without training
+    peeks: set[int] = field(default_factory=set)  # steps in which another batch is looked up without training
     steps: dict[str, int] = field(default_factory=dict)  # features that are not pooled
     foresight: bool = False
+    include_last_offset: bool = True
+    mode: str = "backward"  # when rows step; or "optimizer", or "scaler": when step() says so
+    scale: float = 1.0  # of gradients
+    autocast: bool = False
+    lags: bool = False  # whether kernels run later: what they read may not be changed by the host
+    rounds: list[Round] = field(default_factory=list)
 
     @property
     def transit(self) -> int:
@@ -106,23 +114,38 @@ class Case:
         hot = self.strategy.hot_rows if isinstance(self.strategy, HotCold) else {}
         return self.strategy.slots - sum(hot.values())
 
+    def target(self, seed: int, shape: torch.Size) -> torch.Tensor:
+        """The gradient of an output."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + seed)
+        if self.integers:
+            return torch.randint(-3, 4, shape, generator=generator).float()
+        return torch.randn(shape, generator=generator)
+
 
 def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     """The case of a seed."""
     random = np.random.default_rng(seed)
     # Each width and rule is a kernel to compile: the plain back end takes the variety.
-    dim = 4 if backend == "auto" else int(random.choice([1, 2, 3, 4, 8, 16, 17]))
+    dims = [4, 8] if backend == "auto" else [1, 2, 3, 4, 8, 16, 17]
+    dim, widths = int(random.choice(dims)), random.random() < 0.2
     dtype = "bfloat16" if not integers and random.random() < 0.25 else "float32"
-    pooling = "mean" if random.random() < 0.3 and not integers else "sum"
+    pooling = str(
+        random.choice(
+            ["sum", "max"] if integers else ["sum", "mean", "max"], p=[0.8, 0.2] if integers else [0.6, 0.25, 0.15]
+        )
+    )
     tables, features = [], 0
+    same_rows = int(random.integers(1, 60)) if random.random() < 0.3 else 0
     for index in range(int(random.integers(1, 4))):
         owned = int(random.integers(1, 3))
         names = tuple(f"f{features + i}" for i in range(owned))
         features += owned
+        rows = same_rows or int(random.integers(1, 60))
         tables.append(
             TableConfig(
-                name=f"t{index}", num_embeddings=int(random.integers(1, 60)), embedding_dim=dim, features=names,
-                pooling=pooling if random.random() < 0.8 else "sum", dtype=dtype,
+                name=f"t{index}", num_embeddings=rows, embedding_dim=int(random.choice(dims)) if widths else dim,
+                features=names, pooling=pooling if random.random() < 0.8 else "sum", dtype=dtype,
+                padding_idx=int(random.integers(-1, 2)) % rows if random.random() < 0.15 else None,
             )
         )  # fmt: skip
     rules = [
@@ -135,10 +158,10 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
     limits = {name: table.num_embeddings for table in tables for name in table.features}
     order = [name for table in tables for name in table.features]
     jagged = random.random() < 0.6
-    weighted = jagged and all(table.pooling == "sum" for table in tables) and random.random() < 0.4 and not integers
+    weighted = jagged and all(table.pooling == "sum" for table in tables) and random.random() < 0.4
     steps = {name: int(random.integers(3, 6)) for name in order if jagged and random.random() < 0.2}
-    positions = features + sum(steps.values()) - len(steps)
-    batches, grads, largest = [], [], 1
+    last = not jagged or random.random() < 0.8
+    batches, largest = [], 1
     for step in range(int(random.integers(1, 14))):
         size = int(random.integers(1, 9))
         lengths = random.integers(0, 4, size * features) if jagged else np.ones(size * features, np.int64)
@@ -148,19 +171,18 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
             ids.append(np.minimum(random.zipf(1.3, length) - 1, limit - 1))
         flat = torch.from_numpy(np.concatenate(ids).astype(np.int64 if random.random() < 0.5 else np.int32))
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)) if jagged else None
-        grad = (
-            random.integers(-3, 4, (size, positions, dim))
-            if integers
-            else random.standard_normal((size, positions, dim))
-        )
+        if offsets is not None and not last:
+            offsets = offsets[:-1]
+        weights = None
+        if weighted:
+            drawn = random.integers(-2, 3, len(flat)) if integers else random.standard_normal(len(flat))
+            weights = torch.from_numpy(drawn.astype(np.float32))
         batches.append(
             Batch(
                 dense=torch.zeros(size, 1), ids=flat if jagged else flat.view(size, features), offsets=offsets,
-                weights=torch.from_numpy(random.standard_normal(len(flat)).astype(np.float32)) if weighted else None,
-                step=step,
+                weights=weights, step=step,
             )
         )  # fmt: skip
-        grads.append(torch.from_numpy(grad.astype(np.float32)))
         largest = max(largest, len(np.unique(flat.numpy())) * features)
     total = sum(table.num_embeddings for table in tables)
     # Every regime: a few slots (batches come in parts), about a batch, several batches, all rows.
@@ -175,42 +197,61 @@ def draw(seed: int, *, backend: str = "auto", integers: bool = False) -> Case:
         most = max(0, slots - 3 * features) // len(tables)
         hot = {table.name: int(random.integers(0, min(most, table.num_embeddings) + 1)) for table in tables}
         kind, options = (HotCold, options | {"hot": hot}) if any(hot.values()) else (HostPipelined, options)
-    return Case(
-        seed=seed, tables=tables, optimizer=optimizer, batches=batches, grads=grads,
+    case = Case(
+        seed=seed, tables=tables, optimizer=optimizer, batches=batches,
         strategy=kind(**options), staged=random.random() < 0.8, lookahead=int(random.integers(0, 12)),
         in_flight=int(random.integers(1, 5)), background=random.random() < 0.3, slow=random.random() < 0.6,
         integers=integers, backend=backend, peeks={s for s in range(14) if random.random() < 0.15},
-        steps=steps, foresight=random.random() < 0.3,
+        steps=steps, foresight=random.random() < 0.3, include_last_offset=last,
+        mode=str(random.choice(["backward", "optimizer", "scaler"], p=[0.7, 0.15, 0.15])),
+        scale=0.25 if random.random() < 0.1 else 1.0, autocast=random.random() < 0.1,
     )  # fmt: skip
+    case.rounds += draw_rounds(random, len(batches), len(tables), case.mode)
+    return reconcile(case)
 
 
-class Rereadable:
-    """Batches that can be read twice, in epochs of three."""
+def reconcile(case: Case) -> Case:
+    """The case without what its parts cannot do together."""
+    acts = [act for each in case.rounds for part in each.turns for act in (*part.before, *part.between, *part.after)]
+    freezes = any(act[0] == "freeze" for act in acts)
+    alike = len({table.num_embeddings for table in case.tables}) == 1 and not case.steps
 
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
+    def turn(each: Turn) -> Turn:
+        if case.integers:  # bags would not notice: they cut ids in pieces
+            each = replace(each, late="")
+        if case.lags:
+            each = replace(each, reuse=False)
+        if case.integers and not alike and each.lookup == "other offsets":
+            each = replace(each, lookup="")
+        return each
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
+    def one(each: Round) -> Round:
+        turns = tuple(turn(part) for part in each.turns)
+        # A scaler finds infinity in the gradient of bags that are frozen; frozen tables have none.
+        ends = "" if case.integers and freezes and each.ends == "overflow" else each.ends
+        return Round(turns, ends, 0.0 if case.integers else each.clip)
 
-    def rest_of_epoch(self, step: int, *, ids_only: bool) -> list[Batch]:
-        return self.batches[step : step // 3 * 3 + 3]
+    return replace(case, rounds=[one(each) for each in case.rounds])
+
+
+def starting_rows(table: TableConfig) -> torch.Tensor:
+    """Small integers."""
+    return torch.arange(table.num_embeddings * table.embedding_dim).view(table.num_embeddings, -1) % 13 - 6.0
 
 
 def build(case: Case, placement: Any) -> EmbeddingTables:
     tables = EmbeddingTables(
         case.tables, optimizer=case.optimizer, seed=case.seed % 7, placement=placement, device=case.device,
-        backend=case.backend, steps=case.steps,  # type: ignore[arg-type]
+        backend=case.backend, steps=case.steps, include_last_offset=case.include_last_offset,  # type: ignore[arg-type]
     )  # fmt: skip
     if case.integers:
         for table in case.tables:
-            rows = torch.arange(table.num_embeddings * table.embedding_dim).view(table.num_embeddings, -1) % 13 - 6.0
-            state = next(tables.read(table.name))[1].state
+            rows, state = starting_rows(table), next(tables.read(table.name))[1].state
             tables.write(table.name, 0, Rows(rows, {n: torch.zeros(len(rows), *t.shape[1:]) for n, t in state.items()}))
     return tables
 
 
-def outcome(tables: EmbeddingTables, case: Case) -> dict[str, torch.Tensor]:
+def outcome(tables: Any, case: Case) -> dict[str, torch.Tensor]:
     """All rows and states, copied."""
     found = {}
     for table in case.tables:
@@ -221,51 +262,45 @@ def outcome(tables: EmbeddingTables, case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
-def train(tables: EmbeddingTables, case: Case, feed: Iterator[Batch]) -> list[torch.Tensor]:
-    """Pooled outputs of every step, with one update each."""
-    pooled = []
-    for batch, grad in zip(feed, case.grads, strict=True):
-        batch, grad = batch.to(case.device), grad.to(case.device)
-        weights = None if batch.weights is None else batch.weights.clone().requires_grad_()
-        out = tables(batch.ids, batch.offsets, weights)
-        pooled.append(out.detach().clone())
-        other = case.batches[(batch.step + 3) % len(case.batches)].to(case.device)
-        # Between forward and backward the rows of the batch hold their slots: both must fit.
-        early = batch.ids.numel() + other.ids.numel() <= case.transit
-        if batch.step in case.peeks and early:
-            pooled.append(peek(tables, other))
-        out.backward(grad.reshape(out.shape))
-        if batch.step in case.peeks and not early:
-            pooled.append(peek(tables, other))
-        if weights is not None:
-            pooled.append(weights.grad.clone())
-    return pooled
-
-
-def peek(tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
-    """A lookup on demand, without training, in the middle of everything."""
-    with torch.no_grad():
-        return tables(batch.ids, batch.offsets, batch.weights).clone()
-
-
 Watch = Callable[[EmbeddingTables], list[torch.Tensor]]
 
 
-def resident_run(case: Case, watch: Watch | None = None) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """``watch`` may note other outputs than those of the tables' calls."""
-    tables = build(case, None)
+@dataclass
+class Found:
+    """What a run showed."""
+
+    values: list[torch.Tensor]
+    notes: list[Any]
+    rows: dict[str, torch.Tensor]
+
+
+def carry_out(case: Case, tables: Any, watch: Watch | None, *, background: bool = False) -> Found:
+    """Run the program, and look at the rows. ``watch`` may note other outputs than those of the tables' calls."""
     seen = None if watch is None else watch(tables)
-    pooled = train(tables, case, iter(case.batches))
-    return pooled if seen is None else seen, outcome(tables, case)
+    run = Run(case, tables, background)
+    run()
+    return Found(run.values if seen is None else seen, run.notes, outcome(tables, case))
+
+
+def resident_run(case: Case, watch: Watch | None = None) -> Found:
+    return carry_out(case, build(case, None), watch)
+
+
+def bag_run(case: Case) -> Found:
+    """With nn.EmbeddingBag and torch.optim.SGD, on integers: every sum is exact."""
+    bags = Bags(
+        case.tables, case.steps, lr=case.optimizer.lr, include_last_offset=case.include_last_offset
+    )  # fmt: skip
+    for table in case.tables:
+        bags.write(table.name, 0, Rows(starting_rows(table), {}))
+    return carry_out(case, bags, None)
 
 
 def slots_of(tables: EmbeddingTables) -> list[SlottedRows]:
     return [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
 
 
-def placed_run(
-    case: Case, alter: Callable[[SlottedRows], None] | None = None, watch: Watch | None = None
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def placed_run(case: Case, alter: Callable[[SlottedRows], None] | None = None, watch: Watch | None = None) -> Found:
     """The same run behind slots. ``alter`` may exchange or break parts of a storage."""
     tables = build(case, case.strategy)
     random = np.random.default_rng(case.seed + 1)
@@ -280,29 +315,39 @@ def placed_run(
             storage._link = link
         if alter is not None:
             alter(storage)
-    seen = None if watch is None else watch(tables)
-    feed: Any = iter(case.batches)
-    if case.staged:
-        background = case.background and not case.slow
-        feed = iter(
-            stage(
-                Rereadable(case.batches), tables, lookahead=case.lookahead, in_flight=case.in_flight,
-                background=background, foresight=case.foresight,
-            )
-        )  # fmt: skip
-    pooled = train(tables, case, feed)
-    found = outcome(tables, case)
+    found = carry_out(case, tables, watch, background=case.background and not case.slow)
     tables.close()
-    return pooled if seen is None else seen, found
+    return found
 
 
-def same(
-    a: tuple[list[torch.Tensor], dict[str, torch.Tensor]], b: tuple[list[torch.Tensor], dict[str, torch.Tensor]]
-) -> bool:
+def same(a: Found, b: Found) -> bool:
     """To the bit."""
-    return (
-        len(a[0]) == len(b[0])
-        and all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
-        and a[1].keys() == b[1].keys()
-        and all(torch.equal(a[1][key], b[1][key]) for key in a[1])
+    return difference(a, b) == ""
+
+
+def difference(a: Found, b: Found, *, by: str = "message") -> str:
+    """The first thing in which two runs differ, or nothing; errors may be compared by their "kind" alone."""
+    seen = [[note.split(":")[0] if by == "kind" and isinstance(note, str) else note for note in each.notes]
+            for each in (a, b)]  # fmt: skip
+    if seen[0] != seen[1]:
+        return f"notes: {seen[0]} and {seen[1]}"
+    if len(a.values) != len(b.values):
+        return f"{len(a.values)} and {len(b.values)} values"
+    for number, (one, other) in enumerate(zip(a.values, b.values, strict=True)):
+        if not equal(one, other):
+            return f"value {number}: {one} and {other}"
+    if a.rows.keys() != b.rows.keys():
+        return f"rows {a.rows.keys()} and {b.rows.keys()}"
+    for name, one in a.rows.items():
+        if not equal(one, b.rows[name]):
+            return f"rows {name}: {one} and {b.rows[name]}"
+    return ""
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit, where neither is NaN."""
+    return torch.equal(one, other) or (
+        one.shape == other.shape
+        and torch.equal(one.nan_to_num(7.25), other.nan_to_num(7.25))
+        and torch.equal(one.isnan(), other.isnan())
     )

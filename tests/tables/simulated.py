@@ -11,11 +11,13 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from placed import Case, Found, draw, placed_run, reconcile
 
 from stoker import EmbeddingTables
 from stoker.ops import Bags
@@ -23,7 +25,7 @@ from stoker.tables.cuda_link import CudaLink
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.streams import Streams
 
-__all__ = ["SimulatedLink", "SimulatedStreams", "defer", "log_outputs", "use"]
+__all__ = ["SimulatedLink", "SimulatedStreams", "defer", "draw_case", "log_outputs", "run", "use"]
 
 
 class _Stream:
@@ -179,6 +181,8 @@ class _Deferred:
         self.device.queue(
             self.device.compute, lambda: self.inner.update(weight, state, space, bags, grad, rule, rounding)
         )
+        if self.waits:
+            self.finish()
 
     def weight_gradient(self, weight: torch.Tensor, space: Any, bags: Bags, grad: torch.Tensor) -> torch.Tensor:
         self.finish()  # autograd copies it at once
@@ -225,8 +229,11 @@ def defer(tables: EmbeddingTables, device: SimulatedStreams) -> list[torch.Tenso
         backend: Any = _Deferred(group.backend, device)
         group.backend = backend
 
-        def lookup(bags: Bags, lease: Any, method: Any = group.lookup, backend: Any = backend) -> torch.Tensor:
-            backend.waits = lease is None  # in parts, which are put together at once
+        def lookup(
+            bags: Any, lease: Any, method: Any = group.lookup, backend: Any = backend, group: Any = group
+        ) -> torch.Tensor:
+            # In parts, which are put together at once, or with the largest taken from what was found.
+            backend.waits = lease is None or lease.over or bags.space is not group.space
             result = method(bags, lease)
             backend.waits = False
             log.append(result)
@@ -234,9 +241,59 @@ def defer(tables: EmbeddingTables, device: SimulatedStreams) -> list[torch.Tenso
 
         group.lookup = lookup  # type: ignore[method-assign]
         group.weight_gradient = _logged(group.weight_gradient, log)  # type: ignore[method-assign]
+        group.gradient_norm_squared = _awaited(group.gradient_norm_squared, backend)  # type: ignore[method-assign]
     return log
+
+
+def _awaited(method: Callable[..., float], backend: _Deferred) -> Callable[..., float]:
+    """A method that reads on the host what it had the device work out."""
+
+    def call(*given: Any) -> float:
+        backend.waits = True
+        result = method(*given)
+        backend.waits = False
+        return result
+
+    return call
 
 
 def use(storage: SlottedRows, device: SimulatedStreams, kind: type[CudaLink] = SimulatedLink, **settings: Any) -> None:
     """Give ``storage`` a link on ``device``."""
     storage._link = kind(storage.home, storage.transit, storage.stats, streams=device, **settings)
+
+
+def draw_case(seed: int) -> Case:
+    """Training with many lookups in between: rows that leave unchanged have no writeback to wait for."""
+    case = draw(seed, backend="reference")
+    random = np.random.default_rng(seed + 2)
+    often = float(random.choice([0.1, 0.5, 0.9]))
+    peeks = {step for step in range(14) if random.random() < often}
+    return reconcile(replace(case, slow=False, background=False, lags=True, peeks=peeks))
+
+
+def run(
+    case: Case,
+    *,
+    ignored: Iterable[tuple[str, str]] = (),
+    alter: Callable[[SlottedRows], None] | None = None,
+    kind: type[CudaLink] = SimulatedLink,
+) -> Found:
+    """The case on a simulated device; outputs as of :func:`log_outputs`."""
+    random = np.random.default_rng(case.seed + 3)
+    device = SimulatedStreams(random, set(ignored))
+
+    def change(storage: SlottedRows) -> None:
+        row = storage.home.row_bytes
+        reading = "staged"
+        if storage.home.kind == "memory" and random.random() < 0.5:
+            storage.home.pinned, reading = True, "direct"
+        use(
+            storage, device, kind, reading=reading,
+            buffer_bytes=row * int(random.integers(1, 20)), buffers=int(random.integers(1, 4)),
+        )  # fmt: skip
+        if alter is not None:
+            alter(storage)
+
+    result = placed_run(case, change, lambda tables: defer(tables, device))
+    device.run_until(lambda: not any(stream.queue for stream in device.streams))
+    return result

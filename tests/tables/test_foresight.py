@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed import Rereadable, draw, placed_run, resident_run, same
+from placed import draw, placed_run, resident_run, same
+from programs import Rereadable
 
 import stoker
 from stoker.data import spool

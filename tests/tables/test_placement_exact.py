@@ -1,19 +1,27 @@
 """Placement is not a model change: every placed run equals the resident one to the bit.
 
-Cases are drawn in tests/tables/placed.py: traces, capacities, lookahead, depth, optimizers, pooling, groups, types,
-copies that arrive late and out of order, batches that do not fit. `make soak` runs 100,000.
+Programs are drawn from seeds (tests/tables/placed.py, tests/tables/programs.py): traces, capacities, lookahead, depth,
+optimizers, pooling, groups, types, copies that arrive late and out of order, batches that do not fit, and what people
+do around the tables: several stages, evaluation inside a loop, kept graphs, changed ids, exceptions, accumulation,
+scalers.
+`make soak SEEDS=20000:40000` runs others.
 """
 
 from __future__ import annotations
 
-import os
+from contextlib import suppress
 
-import numpy as np
 import pytest
 import torch
-from placed import Case, draw, placed_run, resident_run, same
+from checks import check
+from placed import draw, placed_run, resident_run, same
 
-CASES = int(os.environ.get("STOKER_SOAK", "1000"))
+from stoker.tables.embedding import _Gradient, _Staged
+from stoker.tables.lease import Lease
+from stoker.tables.slotted import Queue, SlottedRows
+from stoker.tables.stepping import RowSteps
+
+PROGRAMS = 2000
 BLOCK = 50
 
 
@@ -26,68 +34,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def compare(case: Case) -> bool:
-    return same(resident_run(case), placed_run(case))
-
-
-@pytest.mark.parametrize("block", range(-(-CASES // BLOCK)))
-def test_a_placed_run_equals_the_resident_one(block):
+@pytest.mark.parametrize("block", range(PROGRAMS // BLOCK))
+def test_a_placed_run_equals_the_resident_one_or_bags_of_pytorch(block):
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
-        case = draw(seed, backend="auto" if seed % 2 else "reference")
-        assert compare(case), f"seed {seed}: the placed run differs: {case.strategy}, {case.optimizer}"
-
-
-def spans_of_steps(spans: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
-    """For every step the ids that each example has there: one or none, the newest in the last step."""
-    place = [[end - steps + step for _, end in spans] for step in range(steps)]
-    return [
-        [(at, at + 1) if at >= begin else (begin, begin) for at, (begin, _) in zip(row, spans, strict=True)]
-        for row in place
-    ]
-
-
-def bag_run(case: Case) -> dict[str, np.ndarray]:
-    """The same training with nn.EmbeddingBag and torch.optim.SGD, on integers: every sum is exact."""
-    bags, features = {}, [name for table in case.tables for name in table.features]
-    owner = {name: table for table in case.tables for name in table.features}
-    for table in case.tables:
-        bag = torch.nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="sum", sparse=True)
-        rows = torch.arange(table.num_embeddings * table.embedding_dim).view(table.num_embeddings, -1) % 13 - 6.0
-        bag.weight.data.copy_(rows)
-        bags[table.name] = bag
-    optimizer = torch.optim.SGD([bag.weight for bag in bags.values()], lr=1.0)
-    for batch, grad in zip(case.batches, case.grads, strict=True):
-        size = len(batch)
-        offsets = torch.arange(batch.ids.numel() + 1) if batch.offsets is None else batch.offsets
-        flat = batch.ids.reshape(-1).long()
-        loss, position = torch.zeros(()), 0
-        for f, name in enumerate(features):
-            spans = [
-                (int(offsets[b * len(features) + f]), int(offsets[b * len(features) + f + 1])) for b in range(size)
-            ]
-            for span in spans_of_steps(spans, case.steps[name]) if name in case.steps else [spans]:
-                ids = torch.cat([flat[begin:end] for begin, end in span])
-                starts = torch.tensor([0, *np.cumsum([end - begin for begin, end in span])[:-1].tolist()])
-                loss = loss + (bags[owner[name].name](ids, starts) * grad[:, position]).sum()
-                position += 1
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return {name: bag.weight.detach().numpy() for name, bag in bags.items()}
-
-
-@pytest.mark.parametrize("block", range(4))
-def test_a_placed_run_equals_embedding_bags_exactly_on_integers(block):
-    for seed in range(block * 25, (block + 1) * 25):
-        case = draw(seed, integers=True)
-        _, found = placed_run(case)
-        expected = bag_run(case)
-        for table in case.tables:
-            parts = [found[key] for key in sorted(
-                (key for key in found if key.startswith(f"{table.name}.") and key.count(".") == 1),
-                key=lambda key: int(key.split(".")[1]),
-            )]  # fmt: skip
-            assert np.array_equal(torch.cat(parts).numpy(), expected[table.name]), f"seed {seed}"
+        found = check(seed)
+        assert not found, f"{found}\nRepeat it with: python tests/soak.py {seed} --show"
 
 
 def without_fence(storage):
@@ -132,18 +83,57 @@ def without_hot_rows(storage):
     storage.read = lambda start, stop: (storage.flush(), storage.home.read(start, stop))[1]
 
 
-@pytest.mark.parametrize(
-    "mutation", [without_fence, without_protection, without_last_writeback, without_state, without_hot_rows]
-)
-def test_the_suite_notices_a_broken_storage(mutation):
-    """The proof that the cases above can fail: each safeguard is removed in turn."""
-    wrong = 0
-    for seed in range(150):
-        case = draw(seed)
-        try:
-            wrong += not same(resident_run(case), placed_run(case, mutation))
-        except (AssertionError, IndexError, RuntimeError, KeyError):
-            wrong += 1
-        if wrong > 2:
+def with_leases_that_are_never_revoked(patch):
+    patch.setattr(SlottedRows, "_revoke_one", lambda storage: False)
+
+
+def with_revoked_leases_in_use(patch):
+    patch.setattr(Lease, "begin", lambda lease: True)
+    patch.setattr(Lease, "end", lambda lease: None)
+
+
+def with_staged_lookups_of_what_was_announced(patch):
+    patch.setattr(_Staged, "fits", lambda staged, ids, offsets: True)
+
+
+def with_staged_weights_and_offsets(patch):
+    patch.setattr(Lease, "use", lambda lease, bags: None)
+
+
+def with_leases_for_whatever_ids(patch):
+    patch.setattr(Lease, "serves", lambda lease, ids: True)
+
+
+def with_one_queue_for_all_stages(patch):
+    patch.setattr(SlottedRows, "queue", lambda storage: (storage._queues or [Queue(storage)])[0])
+
+
+def with_a_step_for_each_lookup(patch):
+    patch.setattr(RowSteps, "collect", lambda steps, gradient: steps.end_backward([gradient]))
+
+
+def with_kept_gradients_of_buffers(patch):
+    patch.setattr(_Gradient, "kept", lambda gradient: gradient)
+
+
+STORAGE = [without_fence, without_protection, without_last_writeback, without_state, without_hot_rows]
+TABLES = [
+    with_leases_that_are_never_revoked, with_revoked_leases_in_use, with_staged_lookups_of_what_was_announced,
+    with_staged_weights_and_offsets, with_leases_for_whatever_ids, with_one_queue_for_all_stages,
+    with_a_step_for_each_lookup, with_kept_gradients_of_buffers,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", [*STORAGE, *TABLES])
+def test_the_suite_notices_a_safeguard_that_is_missing(mutation):
+    """The proof that the programs above can fail: each safeguard is removed in turn, from the placed run."""
+    for seed in range(800):
+        case = draw(seed, backend="reference")
+        expected, found = resident_run(case), None
+        with pytest.MonkeyPatch.context() as patch, suppress(Exception):
+            if mutation in TABLES:
+                mutation(patch)
+            found = placed_run(case, mutation if mutation in STORAGE else None)
+        if found is None or not same(expected, found):
             return
     pytest.fail(f"{mutation.__name__} went unnoticed")
