@@ -42,11 +42,16 @@ test: $(VENV)/.dev  ## Run the tests
 	@# processes, which find the package compiled.
 	@OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
-soak: $(VENV)/.dev  ## Compare 100,000 random placed runs with resident ones, bit for bit (hours)
-	@STOKER_SOAK=$${STOKER_SOAK:-100000} $(PY) -m pytest tests/tables/test_placement_exact.py tests/tables/test_cuda_link.py --timeout=0
+# Numbers of programs and of kills: FIRST:LAST, the last excluded. The tests run the programs 0:2000 and the kills 0:12.
+SEEDS ?= 20000:40000
+KILLS ?= 50
 
-kills: $(VENV)/.dev  ## Kill 50 placed runs at random moments, and preparations at every step; each must end as if undisturbed (minutes)
-	@STOKER_KILLS=$${STOKER_KILLS:-50} $(PY) -m pytest tests/training/test_placed_kills.py tests/data/test_deaths.py --timeout=0
+soak: $(VENV)/.dev  ## Run random programs placed and resident, SEEDS=20000:40000, and compare them bit for bit (half an hour)
+	@$(PY) tests/soak.py $(SEEDS)
+
+kills: $(VENV)/.dev  ## Kill KILLS=50 (or 100:500) placed runs, and preparations at every step; each must end as if undisturbed (minutes)
+	@$(PY) tests/soak.py --kills $(if $(findstring :,$(KILLS)),$(KILLS),0:$(KILLS))
+	@STOKER_KILLS=all $(PY) -m pytest tests/data/test_deaths.py --timeout=0
 
 check: $(VENV)/.dev  ## Format, lint and types
 	@$(PY) -m ruff format --check .

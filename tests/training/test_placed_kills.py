@@ -1,6 +1,6 @@
 """kill -9 at random moments of a placed run, each followed by a resume that ends in the identical checkpoints.
 
-``STOKER_KILLS=50`` kills fifty runs; without it a few are, so that the suite stays quick.
+`make kills KILLS=500` kills five hundred runs; the suite a few, so that it stays quick.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import EVENTS, Ended, Server
+from killing import EVENTS, Ended, Server, kill_numbers
 from small_runs import ROWS, SMALL, checkpoint_files
 
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
 
-KILLS = int(os.environ.get("STOKER_KILLS", "6"))
 ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam
 QUARTER = str(sum(ROWS) * ROW // 4)
 SETTINGS: dict[str, Any] = {
@@ -84,7 +83,7 @@ def draw(number: int, whole: dict[str, Ended]) -> tuple[str, str, dict[str, Any]
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(KILLS))
+@pytest.mark.parametrize("number", kill_numbers(12))
 def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(
     data: Dataset, server: Server, whole: dict[str, Ended], resident: dict[str, bytes], tmp_path: Path, number: int
 ) -> None:
@@ -115,4 +114,4 @@ def test_every_kind_of_moment_is_met(whole: dict[str, Ended]) -> None:
     for name, ended in whole.items():
         assert ended.signal == 0
         assert all(ended.events[event] > 5 for event in EVENTS), name
-    assert sum(KILLED) >= 0.7 * len(KILLED), "runs end before they are killed: make them longer"
+    assert len(KILLED) < 10 or sum(KILLED) >= 0.7 * len(KILLED), "runs end before they are killed: make them longer"
