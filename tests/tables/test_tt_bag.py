@@ -174,7 +174,6 @@ def textbook(
 def test_updates_inside_backward_are_those_of_the_textbook(kind, backend, shape):
     rule = OPTIMIZERS[kind]
     bag = make(shape=shape, optimizer=rule, backend=backend)
-    assert all(not core.requires_grad for core in bag.cores)
     cores = [core.detach().clone() for core in bag.cores]
     states = [
         {

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
-from stoker.tables import compiled
+from stoker.tables import compiled, misuse
 from stoker.tables.config import Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, feature_order
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
@@ -68,7 +68,7 @@ class _Staged(NamedTuple):
     """A batch whose rows a stage has brought."""
 
     ids: Tensor  # the very tensor that was handed out
-    version: int  # of its contents
+    version: int  # of its contents; 0 where copies tell
     offsets: Tensor | None
     copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
     leases: tuple[Lease | None, ...]
@@ -218,12 +218,8 @@ class EmbeddingTables(nn.Module):
         self.number = next(_numbers)  # by which compiled code finds these tables
         compiled.register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
-        self._steps = RowSteps(
-            self,
-            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
-            "Call tables.replicate(stoker.Replicas()) first, or tables.replicate(None) if the ranks are meant to hold "
-            "different rows.",
-        )
+        self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        self._steps.keep(self.handle)
         self._frozen: frozenset[str] = frozenset()
         self._copied: int | None = None  # of a copy: its steps when it was made
         self._layout = StepLayout(self.features, steps or {})
@@ -407,11 +403,20 @@ class EmbeddingTables(nn.Module):
             ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
         """
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise ConfigError(
+                    "torch.export of a model with EmbeddingTables would hold no rows. Export the dense part, which "
+                    "takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
+                    "torch.export.export(dense_part, (tables(ids),))."
+                )
             return compiled.lookup(self, ids, offsets, weights)
         if ids.device != self.device:
             raise ValueError(
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
             )
+        misuse.check_modes()
+        if self.handle is not self._steps.handle:
+            raise misuse.replaced_handle(self._steps)
         offsets = self.splitter.check(ids, offsets, weights)
         if torch.is_grad_enabled() and self.training and self.handle.requires_grad:
             self.check_loop()
@@ -593,7 +598,9 @@ class EmbeddingTables(nn.Module):
             copies: ids, and offsets as checked, when the batch was announced. None where only torch can have changed
                 them since, whose versions tell.
         """
-        self._staged[id(ids)] = _Staged(ids, ids._version, offsets, copies, tuple(leases))
+        if copies is None and ids.is_inference():  # made in inference mode: no version tells
+            copies = ids.clone(), None if offsets is None else offsets.clone()
+        self._staged[id(ids)] = _Staged(ids, 0 if copies else ids._version, offsets, copies, tuple(leases))
 
     def _take_staged(
         self, ids: Tensor, offsets: Tensor | None
@@ -747,7 +754,14 @@ class EmbeddingTables(nn.Module):
         with torch.no_grad():
             made.handle.zero_()  # averages with another model's would show
         made.handle.grad = None
+        made._steps.keep(made.handle)
         return made
+
+    def _replicate_for_data_parallel(self) -> EmbeddingTables:
+        raise ConfigError(
+            "nn.DataParallel copies a model to each GPU for every batch, but rows of EmbeddingTables are in one place. "
+            "Start a process for each GPU and use DistributedDataParallel with tables.replicate(stoker.Replicas())."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and ``torch.save(model)``. All rows come into memory; :func:`stoker.save` needs no such room."""
@@ -757,6 +771,7 @@ class EmbeddingTables(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         EmbeddingTables.__init__(self, **state["made_with"])
         self.__dict__.update(state["kept"])
+        self._steps.keep(self.handle)
         self.load_state_dict(state["rows"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingTables:
@@ -777,6 +792,7 @@ class EmbeddingTables(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.handle.dtype != torch.float32:
             self.handle.data = self.handle.data.float()
+        self._steps.keep(self.handle)
         return self
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,32 @@ from stoker.errors import ConfigError
 if TYPE_CHECKING:
     from stoker.tables.stepping import RowSteps
 
-__all__ = ["changed_gradient", "check_ranks", "check_scaler", "watch"]
+__all__ = [
+    "Remedies",
+    "changed_gradient",
+    "check_modes",
+    "check_ranks",
+    "check_scaler",
+    "is_wanted",
+    "replaced_handle",
+    "watch",
+]
 
-_REMEDY = (
-    "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() beside "
-    "those of the other optimizer"
-)
+
+class Remedies(NamedTuple):
+    """What errors advise."""
+
+    step: str = (
+        "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() beside "
+        "those of the other optimizer"
+    )
+    scaler: str = ", with scaler.step(rows)"
+    ranks: str = (
+        "Call tables.replicate(stoker.Replicas()) first, or tables.replicate(None) if the ranks are meant to hold "
+        "different rows"
+    )
+
+
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()
 _seen = [-1, -1]  # references to the classes of gradient scalers when they were last looked for
 _scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
@@ -65,10 +85,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             for p in g["params"]
             if p is not handle
         )
-        if added:
+        if added or isinstance(optimizer, torch.optim.LBFGS):  # whose closure calls backward many times a step
             raise ConfigError(
                 f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {steps.name} took a "
-                f"step in each. {_REMEDY}; or put the backwards into `with tables.accumulate():`. If each backward is "
+                f"step in each. {steps.remedies.step}; or put the backwards into `with tables.accumulate():`. If each backward is "
                 "meant to be a step of the rows, say so: tables.step_each_backward()."
             )
 
@@ -101,7 +121,7 @@ def check_scaler(steps: RowSteps) -> None:
     if any(each.is_enabled() and each._scale is not None for each in _scalers):  # one that has scaled something
         raise ConfigError(
             f"a GradScaler is in use, and the rows of {steps.name} step inside backward: they would move by the scaled "
-            f"gradient. {_REMEDY}, with scaler.step(rows). If the scaler is not for this model, say so: "
+            f"gradient. {steps.remedies.step}{steps.remedies.scaler}. If the scaler is not for this model, say so: "
             "tables.step_each_backward()."
         )
 
@@ -110,7 +130,7 @@ def changed_gradient(steps: RowSteps) -> ConfigError:
     """The error of a loop that clipped or unscaled gradients after rows had stepped."""
     return ConfigError(
         "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, GradScaler.unscale_?), "
-        f"when the rows of {steps.name} had taken their step inside backward. {_REMEDY}; or give the row optimizer "
+        f"when the rows of {steps.name} had taken their step inside backward. {steps.remedies.step}; or give the row optimizer "
         "clip_norm or clip_value, and clip model.parameters() without the tables' handle. If rows are meant to be left "
         "out, say so: tables.step_each_backward()."
     )
@@ -125,5 +145,52 @@ def check_ranks(steps: RowSteps) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
             f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {steps.name} on its own: "
-            f"DistributedDataParallel and FSDP see parameters only. {steps.ranks_remedy}"
+            f"DistributedDataParallel and FSDP see parameters only. {steps.remedies.ranks}."
         )
+
+
+def check_modes() -> None:
+    """Refuse transforms of functions and traces, which see no rows.
+
+    Raises:
+        ConfigError: the call is inside torch.func or torch.jit.trace.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
+            "jvp), which sees parameters, but no rows that step inside backward. Look the rows up first, "
+            "embedded = tables(ids), and transform the function of embedded."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(
+            "torch.jit.trace records operations of PyTorch, but rows are looked up by other kernels. Trace the dense "
+            "part with embedded rows as its input, or use torch.export: model.export_dense(batch)."
+        )
+
+
+def is_wanted(steps: RowSteps) -> bool:
+    """Return False if the backward that runs is for other inputs than the rows, as ``backward(inputs=...)`` may be.
+
+    Raises:
+        ConfigError: ``torch.autograd.grad`` was asked for the gradient of the handle.
+    """
+    if steps.node is None:
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(steps.node))
+    except RuntimeError:  # torch's way to say that this leaf's gradient is captured
+        raise ConfigError(
+            f"torch.autograd.grad was asked for the gradient of the handle of {steps.name}, which stands for the rows: "
+            "rows have no gradient to hand out. Leave it out of the inputs (model.dense_parameters(), or "
+            "[p for p in model.parameters() if p is not tables.handle]), or call backward()."
+        ) from None
+
+
+def replaced_handle(steps: RowSteps) -> ConfigError:
+    """The error of tables whose handle is another one than they were made with."""
+    return ConfigError(
+        f"the parameter that stands for the rows of {steps.name} (tables.handle) was replaced, by FSDP, fully_shard or "
+        "functional_call: the rows themselves would be neither sharded nor replaced. Leave it out: "
+        "FSDP(model, ignored_modules=[tables]), fully_shard(model, ignored_params={tables.handle}), or "
+        "functional_call with the dense parameters alone."
+    )

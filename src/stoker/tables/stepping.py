@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ _MARK = 1e-30  # in place of that norm where rows have stepped already: too smal
 def new_handle(device: torch.device | str) -> nn.Parameter:
     """A parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
     return nn.Parameter(torch.ones(2, device=device))
+
+
+_REMEDIES = misuse.Remedies()
+_WAITING = 256  # backwards after which gradients that nobody uses draw a warning
 
 
 class Trained(Protocol):
@@ -76,12 +81,14 @@ class RowSteps:
     Args:
         trained: what is trained; only weakly referenced.
         name: what errors call it.
-        ranks_remedy: what to do where there are several ranks.
+        remedies: what errors advise.
     """
 
-    def __init__(self, trained: Trained, name: str, ranks_remedy: str) -> None:
+    def __init__(self, trained: Trained, name: str, remedies: misuse.Remedies = _REMEDIES) -> None:
         self._trained = weakref.ref(trained)
-        self.name, self.ranks_remedy = name, ranks_remedy
+        self.name, self.remedies = name, remedies
+        self.handle: nn.Parameter | None = None  # what the trained one's handle must still be
+        self.node: Any = None  # where the engine would take the handle's gradient
         self.scale = 1.0  # gradients are multiplied by this before they are used
         self.checked = True  # whether loops that would mean something else are refused
         self.alone = False  # whether other ranks may hold other rows
@@ -106,6 +113,16 @@ class RowSteps:
         """What is trained."""
         return self._trained()
 
+    def keep(self, handle: nn.Parameter) -> None:
+        """Know the handle, which has just been made or moved."""
+        self.handle, trains = handle, handle.requires_grad
+        if handle.is_inference():  # made in inference mode: it never trains
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            function = handle.requires_grad_().view_as(handle).grad_fn
+        handle.requires_grad_(trains)
+        self.node = None if function is None else function.next_functions[0][0]
+
     def enclosing(self) -> int:
         """The backward that a forward runs in, for :meth:`collect`; -1 for none.
 
@@ -127,7 +144,11 @@ class RowSteps:
 
     def collect(self, gradient: Any, enclosing: int = -1) -> None:
         """Keep a gradient until the backward that is running ends, or the one that its forward ran in."""
-        backward = self._running.get(enclosing) or self._of(torch._C._current_graph_task_id())
+        backward = self._running.get(enclosing)
+        if backward is None:
+            if not misuse.is_wanted(self):
+                return
+            backward = self._of(torch._C._current_graph_task_id())
         backward.gradients.append(gradient)
 
     def end_backward(self, gradients: list[Any]) -> None:
@@ -140,6 +161,13 @@ class RowSteps:
             if self.deferred:
                 self._take_changes()
                 self._pending.append(([each.kept() for each in gradients], self.scale))
+                if len(self._pending) == _WAITING:
+                    warnings.warn(
+                        f"gradients of {_WAITING} backwards wait in memory for as_optimizer().step(), and the rows of "
+                        f"{self.name} have not moved since. Call step() and zero_grad(); for a scheduler alone, take "
+                        "as_optimizer(in_backward=True).",
+                        stacklevel=2,
+                    )
                 self._publish()
             elif self._accumulating:
                 self._pending.append(([each.kept() for each in gradients], self.scale))

@@ -23,6 +23,7 @@ from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.misuse import Remedies, check_modes
 from stoker.tables.stepping import RowSteps, new_handle
 from stoker.tables.tensor_train import check_cores, update_slices
 from stoker.units import format_count
@@ -30,11 +31,18 @@ from stoker.units import format_count
 __all__ = ["TTEmbeddingBag"]
 
 
+_REMEDIES = Remedies(
+    step="Make the bag without optimizer: its cores are then parameters like others, for an optimizer of torch's",
+    scaler="",
+    ranks="Make the bag without optimizer: its cores are then parameters, whose gradients are averaged",
+)
+
+
 class _DistinctRows(torch.autograd.Function):
     """[U, D] rows at distinct ids. Backward gives the cores their gradients, or updates them in place."""
 
     @staticmethod
-    def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor, *cores: Tensor) -> Tensor:
+    def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor | None, *cores: Tensor) -> Tensor:
         ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
         ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
         ctx.save_for_backward(*cores)
@@ -54,12 +62,14 @@ class _DistinctRows(torch.autograd.Function):
             )
         slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
         if bag.optimizer is not None:
-            if ctx.trains:
+            if not ctx.needs_input_grad[2]:
+                pass  # frozen
+            elif ctx.trains:
                 bag._steps.collect(_Slices(slices), ctx.enclosing)
             else:
                 warnings.warn(
                     "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
-                    "them, or do without gradients (torch.no_grad()).",
+                    "them, or requires_grad_(False) to say that they are not meant to change.",
                     stacklevel=2,
                 )
             return (None,) * (3 + len(cores))
@@ -69,6 +79,12 @@ class _DistinctRows(torch.autograd.Function):
             whole[digits] = values
             wanted.append(whole)
         return None, None, None, *wanted
+
+
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
+    """A call inside ``torch.compile``: the graph breaks here, because its shapes depend on the ids."""
+    return bag.forward(*given)  # type: ignore[arg-type]
 
 
 class _Slices(NamedTuple):
@@ -91,8 +107,8 @@ class TTEmbeddingBag(nn.Module):
     batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
-    they take one step at the end of each backward instead, slice by slice, and have no gradient: there is none to clip
-    or, under ``DistributedDataParallel``, to average; :meth:`accumulate` makes one step of several backwards. Loops
+    they take one step at the end of each backward instead, slice by slice, unless ``requires_grad_(False)`` freezes
+    them, and have no gradient: there is none to clip or, under ``DistributedDataParallel``, to average; :meth:`accumulate` makes one step of several backwards. Loops
     that would silently mean something else are refused by name, as by :class:`stoker.EmbeddingTables`.
 
     Args:
@@ -172,7 +188,7 @@ class TTEmbeddingBag(nn.Module):
         self.import_error: float | None = None  # of a table it was made from, relative
         self.tick = 0  # updates inside backward
         made = [torch.empty(size, device=device, dtype=dtype) for size in self.shape.core_shapes]
-        self.cores = nn.ParameterList([nn.Parameter(core, requires_grad=optimizer is None) for core in made])
+        self.cores = nn.ParameterList([nn.Parameter(core) for core in made])
         for place, core in enumerate(made):
             for name, kind in {} if optimizer is None else optimizer.state.items():
                 size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
@@ -222,8 +238,17 @@ class TTEmbeddingBag(nn.Module):
         Raises:
             IndexError: an id lies outside the table.
             ValueError: ids that are no integers, or offsets that do not fit them.
-            ConfigError: the cores are to be updated inside backward, but were turned into another type than float32.
+            ConfigError: the cores are to be updated inside backward, but were turned into another type than float32; or
+                the call is inside torch.export, torch.func or torch.jit.trace.
         """
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                raise ConfigError(
+                    "torch.export cannot take a TTEmbeddingBag, whose products depend on the ids of a batch. Export "
+                    "the part of the model behind it, with looked-up rows as its input, or its rows by dense()."
+                )
+            return _uncompiled(self, input, offsets, per_sample_weights)
+        check_modes()
         ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
         self._check(ids)
         padding = None
@@ -248,20 +273,18 @@ class TTEmbeddingBag(nn.Module):
                 f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
                 "float32. Turn them back (.float()), or make the bag without optimizer."
             )
-        if self.optimizer is not None and torch.is_grad_enabled() and self.training:
+        trained = self.optimizer is not None and self.cores[0].requires_grad
+        if trained and torch.is_grad_enabled() and self.training:
             self._steps.check()
-        anchor = torch.zeros((), requires_grad=self.optimizer is not None)
+        anchor = self.handle if trained else None
         rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
         return rows
 
     def _make_steps(self) -> None:
         # Not registered: it stands for cores that parameters() holds already.
         object.__setattr__(self, "handle", new_handle("cpu"))
-        self._steps = RowSteps(
-            self,
-            "a TTEmbeddingBag",
-            "Leave optimizer out: its cores are then parameters, whose gradients they average.",
-        )
+        self._steps = RowSteps(self, "a TTEmbeddingBag", _REMEDIES)
+        self._steps.keep(self.handle)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """One step of the cores from all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
