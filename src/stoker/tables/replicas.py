@@ -47,23 +47,31 @@ class Replicas:
 
     def joint(self, bags: Bags, grad: Tensor) -> tuple[Bags, Tensor]:
         """The lookups of all ranks and their gradient [sum of B, P, D], of the mean over all their examples."""
-        counts = self._gather_equal(torch.tensor([len(grad), bags.ids.numel()], device=grad.device))
-        examples = [int(count[0]) for count in counts]
-        lookups = [int(count[1]) for count in counts]
-        ids = torch.cat(self._gather(bags.ids.reshape(-1), lookups))
+        own = [len(grad), bags.ids.numel(), bags.offsets is not None, bags.weights is not None]
+        own.append(bags.ids.dtype == torch.int64)
+        counts = torch.stack(self._gather_equal(torch.tensor(own, dtype=torch.int64, device=grad.device)))
+        examples: list[int] = counts[:, 0].tolist()
+        lookups: list[int] = counts[:, 1].tolist()
+        # What some ranks leave out, all send in full.
+        jagged, weighted, wide = counts[:, 2:].any(0).tolist()
+        ids = torch.cat(self._gather(bags.ids.reshape(-1).to(torch.int64 if wide else torch.int32), lookups))
         offsets = None
-        if bags.offsets is None:
+        if not jagged:
             ids = ids.view(sum(examples), -1)
         else:
-            ends = self._gather(bags.offsets[1:], [count * grad.shape[1] for count in examples])
+            mine = bags.offsets
+            if mine is None:
+                mine = torch.arange(bags.ids.numel() + 1, device=grad.device)
+            ends = self._gather(mine[1:], [count * grad.shape[1] for count in examples])
             before, moved = 0, [ends[0].new_zeros(1)]
             for end, count in zip(ends, lookups, strict=True):
                 moved.append(end + before)
                 before += count
             offsets = torch.cat(moved)
         weights = None
-        if bags.weights is not None:
-            weights = torch.cat(self._gather(bags.weights.reshape(-1), lookups))
+        if weighted:
+            factors = torch.ones(bags.ids.numel(), device=grad.device) if bags.weights is None else bags.weights
+            weights = torch.cat(self._gather(factors.reshape(-1).float(), lookups))
         # Each rank's loss is a mean over its own examples; the joint one is over all of them.
         share = grad * (len(grad) / sum(examples))
         return Bags(ids, offsets, weights, bags.mean), torch.cat(self._gather(share, examples))
