@@ -123,7 +123,7 @@ def wrapped(found: dict[Any, Any], rank: int, name: str, wrap: Callable[[Model],
         if options.get("replicate", True):
             inner.tables.replicate(options.get("replicas", Replicas()))
         model = wrap(inner)
-        dense = torch.optim.SGD(inner.head.parameters(), lr=0.5)
+        dense = torch.optim.SGD([p for p in model.parameters() if p is not inner.tables.handle], lr=0.5)
         for step in range(STEPS):
             ids, offsets, target = whole(step, False)[rank]
             (model(ids, offsets) * target).mean().backward()
