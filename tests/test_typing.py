@@ -89,7 +89,7 @@ model = DLRM(data.schema, embedding_dim=16, bottom=(64, 16), optimizer=stoker.Ro
 DLRM(data.schema, embeding_dim=16)  # wrong: call-arg
 stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)
 stoker.DIN(data.schema, activation="dics")  # wrong: arg-type
-stoker.TBSM(data.schema, pooling="max")  # wrong: arg-type
+stoker.TBSM(data.schema, pooling="min")  # wrong: arg-type
 stoker.SGD(learning_rate=0.1)  # wrong: call-arg
 for staged in stoker.stage(data.train.batches(8192, seed=0), model.embeddings, lookahead=64):
     model.loss(staged).backward()

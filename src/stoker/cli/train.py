@@ -37,7 +37,7 @@ def train(
     top: options.Top = None,
     hidden: options.Hidden = None,
     model_option: options.ModelOption = None,
-    pooling: Annotated[str | None, option(_MODEL, "Of sequence features: mean or sum. (default: mean)")] = None,
+    pooling: Annotated[str | None, option(_MODEL, "Of sequence features: mean, sum or max. (default: mean)")] = None,
     dtype: options.Dtype = None,
     tt_rank: options.TTRank = None,
     tt_rows: options.TTRows = None,

@@ -21,6 +21,7 @@ from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, tables_for
+from stoker.tables.config import check_strategies
 
 __all__ = ["ModelSettings", "RecModel"]
 
@@ -31,7 +32,7 @@ class ModelSettings(TypedDict, total=False):
     """Keyword settings of :class:`RecModel` that its subclasses pass on, for editors and type checkers."""
 
     embedding_dim: int
-    pooling: Literal["sum", "mean"]
+    pooling: Literal["sum", "mean", "max"]
     dtype: Literal["float32", "bfloat16"]
     dense_dtype: Literal["float32", "bfloat16"]
     optimizer: RowOptimizer | None
@@ -70,7 +71,7 @@ class RecModel(nn.Module, ABC):
     Args:
         spec: columns and table sizes, from ``Dataset.schema``.
         embedding_dim: columns of every table.
-        pooling: how the ids of a sequence feature become one vector.
+        pooling: how the ids of a sequence feature become one vector: their mean, sum or largest values.
         dtype: type of the rows; optimizer state stays float32.
         dense_dtype: "bfloat16" runs the dense part under autocast (weights stay float32).
         optimizer: row optimizer; None means row-wise Adagrad with learning rate 0.05.
@@ -96,7 +97,7 @@ class RecModel(nn.Module, ABC):
         spec: FeatureSpec,
         *,
         embedding_dim: int = 16,
-        pooling: Literal["sum", "mean"] = "mean",
+        pooling: Literal["sum", "mean", "max"] = "mean",
         dtype: Literal["float32", "bfloat16"] = "float32",
         dense_dtype: Literal["float32", "bfloat16"] = "float32",
         optimizer: RowOptimizer | None = None,
@@ -127,6 +128,7 @@ class RecModel(nn.Module, ABC):
         self.dense_dtype = dense_dtype
         self.seed = seed
         tables = tables_for(spec, embedding_dim if table_dims is None else table_dims, pooling=pooling, dtype=dtype)
+        check_strategies(placement)
         where = {table.name: placement for table in tables} if isinstance(placement, Strategy) else placement or {}
         trains = {name: each for name, each in where.items() if isinstance(each, TensorTrain)}
         for name, each in (tensor_train or {}).items():

@@ -23,6 +23,7 @@ __all__ = [
     "Strategy",
     "TableConfig",
     "TensorTrain",
+    "check_strategies",
     "tables_for",
 ]
 
@@ -287,6 +288,22 @@ class TableConfig:
     def num_bytes(self) -> int:
         """Bytes of the weights."""
         return self.num_embeddings * self.embedding_dim * DTYPES[self.dtype].itemsize
+
+
+def check_strategies(placement: Any) -> None:
+    """Refuse a placement that is neither a strategy nor strategies by table.
+
+    Raises:
+        ConfigError: see above.
+    """
+    given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
+    if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
+        raise ConfigError(
+            f"placement holds {wrong[0]!r}, which is no strategy. Give stoker.Device(), stoker.Cached(fraction=0.1), "
+            "stoker.HotCold(...), stoker.HostPipelined(...) or stoker.TensorTrain(rank=32), for all tables or by name; "
+            "stoker.plan(...) chooses.",
+            settings=("placement",),
+        )
 
 
 def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:

@@ -22,7 +22,16 @@ from stoker.errors import ConfigError
 from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
 from stoker.tables import compiled, misuse
-from stoker.tables.config import Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain, feature_order
+from stoker.tables.config import (
+    Device,
+    HotCold,
+    Slotted,
+    Strategy,
+    TableConfig,
+    TensorTrain,
+    check_strategies,
+    feature_order,
+)
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter
@@ -122,13 +131,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
     """A strategy for each table."""
-    given = list(placement.values()) if isinstance(placement, Mapping) else [placement]
-    if wrong := [each for each in given if each is not None and not isinstance(each, Strategy)]:
-        raise ConfigError(
-            f"placement holds {wrong[0]!r}, which is no strategy. Give stoker.Device(), stoker.Cached(fraction=0.1), "
-            "stoker.HotCold(...), stoker.HostPipelined(...) or stoker.TensorTrain(rank=32), for all tables or by name; "
-            "stoker.plan(...) chooses."
-        )
+    check_strategies(placement)
     if placement is None or isinstance(placement, Strategy):
         found = [placement or Device()] * len(names)
     else:

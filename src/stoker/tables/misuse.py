@@ -88,8 +88,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if added or isinstance(optimizer, torch.optim.LBFGS):  # whose closure calls backward many times a step
             raise ConfigError(
                 f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {steps.name} took a "
-                f"step in each. {steps.remedies.step}; or put the backwards into `with tables.accumulate():`. If each backward is "
-                "meant to be a step of the rows, say so: tables.step_each_backward()."
+                f"step in each. {steps.remedies.step}; or put the backwards into `with tables.accumulate():`. "
+                "If each backward is meant to be a step of the rows, say so: tables.step_each_backward()."
             )
 
 
@@ -130,8 +130,8 @@ def changed_gradient(steps: RowSteps) -> ConfigError:
     """The error of a loop that clipped or unscaled gradients after rows had stepped."""
     return ConfigError(
         "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, GradScaler.unscale_?), "
-        f"when the rows of {steps.name} had taken their step inside backward. {steps.remedies.step}; or give the row optimizer "
-        "clip_norm or clip_value, and clip model.parameters() without the tables' handle. If rows are meant to be left "
+        f"when the rows of {steps.name} had taken their step inside backward. {steps.remedies.step}; or give the "
+        "row optimizer clip_norm or clip_value, and clip model.parameters() without the tables' handle. If rows are meant to be left "
         "out, say so: tables.step_each_backward()."
     )
 

@@ -108,8 +108,9 @@ class TTEmbeddingBag(nn.Module):
 
     Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
     they take one step at the end of each backward instead, slice by slice, unless ``requires_grad_(False)`` freezes
-    them, and have no gradient: there is none to clip or, under ``DistributedDataParallel``, to average; :meth:`accumulate` makes one step of several backwards. Loops
-    that would silently mean something else are refused by name, as by :class:`stoker.EmbeddingTables`.
+    them, and have no gradient: there is none to clip or, under ``DistributedDataParallel``, to average;
+    :meth:`accumulate` makes one step of several backwards. Loops that would silently mean something else are refused by
+    name, as by :class:`stoker.EmbeddingTables`.
 
     Args:
         num_embeddings: N.

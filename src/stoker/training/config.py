@@ -75,7 +75,7 @@ class TrainConfig:
     model: str = "dlrm"  # a name in stoker.models.MODELS
     embedding_dim: int = 16  # columns of every table
     model_options: Mapping[str, Any] = field(default_factory=dict)  # the model's own, e.g. {"bottom": (64, 16)}
-    pooling: Literal["sum", "mean"] = "mean"  # of sequence features
+    pooling: Literal["sum", "mean", "max"] = "mean"  # of sequence features
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the tables
     tt_rank: int | None = None  # large tables as tensor trains of this rank: another, smaller model; None: as they are
     tt_rows: int = 1_000_000  # rows from which on a table is large; one that would not get smaller stays as it is
@@ -192,7 +192,7 @@ class TrainConfig:
         object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
         if not 1 <= self.swap_rate <= 100:
             raise ConfigError(f"swap_rate is {self.swap_rate:g}; it must be 1 to 100 percent.", settings=("swap_rate",))
-        _choice("pooling", self.pooling, ("sum", "mean"))
+        _choice("pooling", self.pooling, ("sum", "mean", "max"))
         _choice("dtype", self.dtype, ("float32", "bfloat16"))
         _choice("dense_dtype", self.dense_dtype, ("float32", "bfloat16"))
         _choice("backend", self.backend, get_args(BackendName))
@@ -287,6 +287,12 @@ class TrainConfig:
             ConfigError: a setting that does not exist.
         """
         known = {f.name for f in fields(cls)}
+        if "placement" in values:
+            raise ConfigError(
+                "train has no setting 'placement': it plans one for a budget. Give device_memory='4GiB', and strategy="
+                "'cached', 'hot-cold' or 'host-pipelined' to choose how. Models and EmbeddingTables take placement="
+                "stoker.Cached(...), in a loop of your own."
+            )
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"settings {unknown} do not exist. Known are: {', '.join(sorted(known))}.")
         return cls(**values)
@@ -416,7 +422,7 @@ class TrainConfig:
         }
         check_options(kind, options)
         try:
-            return kind(
+            model = kind(
                 spec,
                 embedding_dim=self.embedding_dim,
                 pooling=self.pooling,
@@ -430,6 +436,8 @@ class TrainConfig:
                 tensor_train=self.tensor_trains(spec),
                 **options,
             )
+            model.embeddings.step_each_backward()  # as our loops mean it, whatever scalers the process has elsewhere
+            return model
         except TypeError as error:
             if "unexpected keyword argument" in str(error):
                 name = str(error).rsplit("argument", 1)[1].strip(" '")

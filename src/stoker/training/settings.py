@@ -36,7 +36,7 @@ class TrainSettings(MachineSettings, total=False):
     model: str
     embedding_dim: int
     model_options: Mapping[str, Any]
-    pooling: Literal["sum", "mean"]
+    pooling: Literal["sum", "mean", "max"]
     dtype: Literal["float32", "bfloat16"]
     tt_rank: int | None
     tt_rows: int
