@@ -34,7 +34,7 @@ from stoker.tables.config import (
 )
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease
-from stoker.tables.lookups import GroupLookups, Lookups, Splitter
+from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of
 from stoker.tables.parts import keep_lookups
 from stoker.tables.replicas import Replicas
 from stoker.tables.slotted import SlottedRows
@@ -77,7 +77,7 @@ class _Staged(NamedTuple):
     """A batch whose rows a stage has brought."""
 
     ids: Tensor  # the very tensor that was handed out
-    version: int  # of its contents; 0 where copies tell
+    version: int  # of its contents
     offsets: Tensor | None
     copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
     leases: tuple[Lease | None, ...]
@@ -85,7 +85,7 @@ class _Staged(NamedTuple):
     def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
         """Whether these lookups, as checked, are still those that were announced."""
         if self.copies is None:
-            return offsets is self.offsets and ids._version == self.version
+            return offsets is self.offsets and version_of(ids) == self.version
         known, where = self.copies
         if (offsets is None) != (where is None):
             return False
@@ -601,9 +601,9 @@ class EmbeddingTables(nn.Module):
             copies: ids, and offsets as checked, when the batch was announced. None where only torch can have changed
                 them since, whose versions tell.
         """
-        if copies is None and ids.is_inference():  # made in inference mode: no version tells
+        if copies is None and ids.is_inference():  # no version tells
             copies = ids.clone(), None if offsets is None else offsets.clone()
-        self._staged[id(ids)] = _Staged(ids, 0 if copies else ids._version, offsets, copies, tuple(leases))
+        self._staged[id(ids)] = _Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
     def _take_staged(
         self, ids: Tensor, offsets: Tensor | None

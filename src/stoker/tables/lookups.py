@@ -21,9 +21,14 @@ from stoker.tables.config import TableConfig
 from stoker.tables.side_by_side import apart, side_by_side
 from stoker.tables.steps import StepLayout
 
-__all__ = ["GroupLookups", "Lookups", "Splitter"]
+__all__ = ["GroupLookups", "Lookups", "Splitter", "version_of"]
 
 _NO_PADDING = torch.iinfo(torch.int64).min  # an id that no batch holds
+
+
+def version_of(ids: Tensor) -> int:
+    """How often torch has changed ``ids`` in place; 0 for tensors of inference mode, which keep no count."""
+    return 0 if ids.is_inference() else ids._version
 
 
 class Lookups(NamedTuple):

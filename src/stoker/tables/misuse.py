@@ -131,8 +131,8 @@ def changed_gradient(steps: RowSteps) -> ConfigError:
     return ConfigError(
         "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, GradScaler.unscale_?), "
         f"when the rows of {steps.name} had taken their step inside backward. {steps.remedies.step}; or give the "
-        "row optimizer clip_norm or clip_value, and clip model.parameters() without the tables' handle. If rows are meant to be left "
-        "out, say so: tables.step_each_backward()."
+        "row optimizer clip_norm or clip_value, and clip model.parameters() without the tables' handle. If rows are "
+        "meant to be left out, say so: tables.step_each_backward()."
     )
 
 

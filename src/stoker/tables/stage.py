@@ -27,7 +27,7 @@ from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.file_home import FileHome
 from stoker.tables.foresight import Foresight, Progress, Rereadable
 from stoker.tables.lease import Lease
-from stoker.tables.lookups import Lookups
+from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.residency import Hints, Ints
 from stoker.tables.slotted import SlottedRows
 from stoker.timeline import span
@@ -160,7 +160,7 @@ class Stage(Generic[Item]):
             ConfigError: the stream has overwritten it.
         """
         ids, copies = upcoming.ids, upcoming.copies
-        if ids._version != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
+        if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
                 f"the stream overwrote the ids of batch {self.step} after giving it out: it uses its buffers again, "
                 "but batches wait here while later ones are read. Give batches in tensors of their own "
@@ -248,7 +248,7 @@ class _Run:
         )
         for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
             queue.announce(*parts[index], upcoming)
-        self._waiting.append(_Upcoming(item, ids, ids._version, copies))
+        self._waiting.append(_Upcoming(item, ids, version_of(ids), copies))
         return True
 
     def _upcoming(self, item: Any) -> list[Hints | None]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from stoker.errors import ConfigError
@@ -81,7 +82,7 @@ class _DistinctRows(torch.autograd.Function):
         return None, None, None, *wanted
 
 
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
     """A call inside ``torch.compile``: the graph breaks here, because its shapes depend on the ids."""
     return bag.forward(*given)  # type: ignore[arg-type]
