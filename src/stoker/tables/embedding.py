@@ -33,7 +33,7 @@ from stoker.tables.config import (
     feature_order,
 )
 from stoker.tables.group import TableGroup
-from stoker.tables.lease import Lease
+from stoker.tables.lease import Lease, Staged
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of
 from stoker.tables.parts import keep_lookups
 from stoker.tables.replicas import Replicas
@@ -71,25 +71,6 @@ class _Gradient(NamedTuple):
         if self.lease is not None:
             self.lease.use(own.bags)
         return self._replace(lookups=own, version=self.grad._version)
-
-
-class _Staged(NamedTuple):
-    """A batch whose rows a stage has brought."""
-
-    ids: Tensor  # the very tensor that was handed out
-    version: int  # of its contents
-    offsets: Tensor | None
-    copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
-    leases: tuple[Lease | None, ...]
-
-    def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
-        """Whether these lookups, as checked, are still those that were announced."""
-        if self.copies is None:
-            return offsets is self.offsets and version_of(ids) == self.version
-        known, where = self.copies
-        if (offsets is None) != (where is None):
-            return False
-        return torch.equal(ids, known) and (offsets is None or where is None or torch.equal(offsets, where))
 
 
 class _Lookup(torch.autograd.Function):
@@ -226,7 +207,7 @@ class EmbeddingTables(nn.Module):
         self._frozen: frozenset[str] = frozenset()
         self._copied: int | None = None  # of a copy: its steps when it was made
         self._layout = StepLayout(self.features, steps or {})
-        self._staged: dict[int, _Staged] = {}  # by id of the ids tensor
+        self._staged: dict[int, Staged] = {}  # by id of the ids tensor
         lookups: list[GroupLookups] = []
         buckets: dict[tuple[int, str, str, Strategy, str], list[TableConfig]] = {}
         for table, strategy in zip(tables, _strategies(names, placement), strict=True):
@@ -406,12 +387,7 @@ class EmbeddingTables(nn.Module):
             ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
         """
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
-                raise ConfigError(
-                    "torch.export of a model with EmbeddingTables would hold no rows. Export the dense part, which "
-                    "takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
-                    "torch.export.export(dense_part, (tables(ids),))."
-                )
+            misuse.check_export()
             return compiled.lookup(self, ids, offsets, weights)
         if ids.device != self.device:
             raise ValueError(
@@ -603,7 +579,7 @@ class EmbeddingTables(nn.Module):
         """
         if copies is None and ids.is_inference():  # no version tells
             copies = ids.clone(), None if offsets is None else offsets.clone()
-        self._staged[id(ids)] = _Staged(ids, version_of(ids), offsets, copies, tuple(leases))
+        self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
     def _take_staged(
         self, ids: Tensor, offsets: Tensor | None

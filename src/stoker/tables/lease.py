@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stoker.ops import AddressSpace, Bags, Rounding
+from stoker.tables.lookups import version_of
 
-__all__ = ["Lease"]
+__all__ = ["Lease", "Staged"]
 
 
 class Lease:
@@ -112,3 +113,22 @@ class Lease:
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:  # one that was never made has nothing to give back
             self.release(changed=False)
+
+
+class Staged(NamedTuple):
+    """A batch whose rows a stage has brought."""
+
+    ids: Tensor  # the very tensor that was handed out
+    version: int  # of its contents
+    offsets: Tensor | None
+    copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
+    leases: tuple[Lease | None, ...]
+
+    def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
+        """Whether these lookups, as checked, are still those that were announced."""
+        if self.copies is None:
+            return offsets is self.offsets and version_of(ids) == self.version
+        known, where = self.copies
+        if (offsets is None) != (where is None):
+            return False
+        return torch.equal(ids, known) and (offsets is None or where is None or torch.equal(offsets, where))

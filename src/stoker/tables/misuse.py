@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Remedies",
     "changed_gradient",
+    "check_export",
     "check_modes",
     "check_ranks",
     "check_scaler",
@@ -194,3 +195,17 @@ def replaced_handle(steps: RowSteps) -> ConfigError:
         "FSDP(model, ignored_modules=[tables]), fully_shard(model, ignored_params={tables.handle}), or "
         "functional_call with the dense parameters alone."
     )
+
+
+def check_export() -> None:
+    """Refuse programs that leave this process.
+
+    Raises:
+        ConfigError: the call is inside torch.export.
+    """
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "
+            "which takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
+            "torch.export.export(dense_part, (tables(ids),)). TTEmbeddingBag.dense() gives the rows of a bag."
+        )

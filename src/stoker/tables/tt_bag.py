@@ -24,7 +24,7 @@ from stoker.ops.tensor_train_shape import TTShape
 from stoker.ops.tensor_train_svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.misuse import Remedies, check_modes
+from stoker.tables.misuse import Remedies, check_export, check_modes
 from stoker.tables.stepping import RowSteps, new_handle
 from stoker.tables.tensor_train import check_cores, update_slices
 from stoker.units import format_count
@@ -244,11 +244,7 @@ class TTEmbeddingBag(nn.Module):
                 the call is inside torch.export, torch.func or torch.jit.trace.
         """
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
-                raise ConfigError(
-                    "torch.export cannot take a TTEmbeddingBag, whose products depend on the ids of a batch. Export "
-                    "the part of the model behind it, with looked-up rows as its input, or its rows by dense()."
-                )
+            check_export()
             return _uncompiled(self, input, offsets, per_sample_weights)
         check_modes()
         ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
