@@ -23,7 +23,9 @@ def _torch_filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     @functools.wraps(make)
     def filled(*args: Any, **options: Any) -> torch.Tensor:
         made = make(*args, **options)
-        if (made.is_floating_point() or made.is_complex()) and made.numel() <= _MOST:
+        elements = made.numel()  # a symbol while the compiler looks on, which must not be compared
+        plain = isinstance(elements, int) and type(made) in (torch.Tensor, torch.nn.Parameter)
+        if plain and (made.is_floating_point() or made.is_complex()) and elements <= _MOST:
             with torch.no_grad():
                 made.fill_(torch.nan)
         return made
