@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROGRAMS, KILLS = 500, 20  # in a block: one process
+PROGRAMS, KILLS = 500, 50  # in a block: one process
 
 
 def range_of(text: str) -> range:

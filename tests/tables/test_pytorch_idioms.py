@@ -929,3 +929,17 @@ def test_padding_in_the_middle_of_a_sequence_keeps_the_steps_around_it() -> None
     out, rows = tables(ids, offsets), tables.rows("t")
     zero = torch.zeros(DIM)
     assert torch.equal(out, torch.stack([torch.stack([rows[5], zero, rows[7]]), torch.stack([zero, rows[8], zero])]))
+
+
+def test_ids_of_one_example_changed_by_numpy_before_backward() -> None:
+    """The columns of one example are part of the caller's memory."""
+    configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in (("a", 4), ("b", 2))]
+    plain, tables = (
+        EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=each) for each in (None, stoker.Cached(slots=9))
+    )
+    for module in (plain, tables):
+        ids = torch.tensor([[3, 5]])
+        out = module(ids)
+        ids.numpy()[:] = 7
+        out.sum().backward()
+    assert all(torch.equal(plain.rows(name), tables.rows(name)) for name in "ab")

@@ -107,7 +107,7 @@ class _Lookup(torch.autograd.Function):
 
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of ids are the same memory, where NumPy can change it."""
-    return one.device.type == "cpu" and one.data_ptr() == other.data_ptr()
+    return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
@@ -412,8 +412,8 @@ class EmbeddingTables(nn.Module):
             weights_here = lookups.bags.weights
             trains = self.handle.requires_grad or (weights_here is not None and weights_here.requires_grad)
             if torch.is_grad_enabled() and trains:
-                if lease is not None and lease.can_end and _share(lookups.bags.ids, ids):
-                    lease.ids = ids.clone() if copy is None else copy
+                if lease is not None and lease.can_end and _share(mine := lookups.bags.ids, ids):
+                    lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
                 found: Tensor = _Lookup.apply(self.handle, weights_here, self, index, lookups, lease)  # type: ignore[no-untyped-call]
             else:
                 found = group.lookup(lookups, lease)
