@@ -935,7 +935,8 @@ def test_ids_of_one_example_changed_by_numpy_before_backward() -> None:
     """The columns of one example are part of the caller's memory."""
     configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in (("a", 4), ("b", 2))]
     plain, tables = (
-        EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=each) for each in (None, stoker.Cached(slots=9))
+        EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=each)
+        for each in (None, stoker.Cached(slots=9))
     )
     for module in (plain, tables):
         ids = torch.tensor([[3, 5]])
@@ -943,3 +944,41 @@ def test_ids_of_one_example_changed_by_numpy_before_backward() -> None:
         ids.numpy()[:] = 7
         out.sum().backward()
     assert all(torch.equal(plain.rows(name), tables.rows(name)) for name in "ab")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("view", [lambda w: torch.stack([w, -w], dim=1)[:, 0], lambda w: w[:1].expand(len(w))])
+def test_weights_that_are_strided(backend: Any, view: Callable[[Tensor], Tensor]) -> None:
+    """Also one number for all ids: nothing beyond it is read."""
+    ((ids, offsets),) = jagged(1)
+    found = []
+    for change in (lambda w: w.contiguous(), lambda w: w):
+        tables = EmbeddingTables(
+            [TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, features=("a", "b"))],
+            optimizer=stoker.SGD(lr=0.5), backend=backend,
+        )  # fmt: skip
+        weights = change(view(torch.arange(1.0, len(ids) + 1))).requires_grad_()
+        out = tables(ids, offsets, weights)
+        out.square().sum().backward()
+        found.append((out.detach(), weights.grad, tables.rows("t")))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_smallest_id_is_refused_beside_a_table_with_padding() -> None:
+    configs = [TableConfig(name="a", num_embeddings=9, embedding_dim=4, padding_idx=0)]
+    configs.append(TableConfig(name="b", num_embeddings=9, embedding_dim=4))
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5))
+    with pytest.raises(IndexError, match="feature 'b'"):
+        tables(torch.tensor([[0, torch.iinfo(torch.int64).min]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("placement", [None, stoker.Cached(slots=9)])
+def test_weights_of_other_types_with_several_groups(dtype: torch.dtype, placement: Any) -> None:
+    """As attention gives them under autocast."""
+    configs = [TableConfig(name=name, num_embeddings=ROWS, embedding_dim=dim) for name, dim in (("a", 4), ("b", 2))]
+    tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5), placement=placement)
+    ids, offsets = jagged(1, longest=3)[0]
+    weights = torch.full((len(ids),), 2.0)
+    with torch.no_grad():
+        assert torch.equal(tables(ids, offsets, weights.to(dtype)), tables(ids, offsets, weights))

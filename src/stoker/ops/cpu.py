@@ -136,7 +136,7 @@ class CpuBackend(Backend):
         if batch == 0:
             return out
         kernel = kernels.lookup_kernel(dim, bags.offsets is not None, bags.weights is not None, bags.mean)
-        scale = _NO_FLOATS if bags.weights is None else _flat(bags.weights.to(torch.float32))
+        scale = _NO_FLOATS if bags.weights is None else _flat(bags.weights.to(torch.float32).contiguous())
         cursor = np.zeros(1, dtype=np.int64)
         error = np.zeros(1, dtype=np.int64)
         common = (layout.bases, layout.limits, scale, _flat(out), error, cursor)
@@ -208,7 +208,7 @@ class CpuBackend(Backend):
             sums.run(
                 bags.ids.contiguous().reshape(-1).numpy(),
                 offsets,
-                _flat(bags.weights.to(torch.float32)) if bags.weights is not None else _NO_FLOATS,
+                _flat(bags.weights.to(torch.float32).contiguous()) if bags.weights is not None else _NO_FLOATS,
                 *_strided(grad.to(torch.float32)),
                 layout.start,
                 layout.features,

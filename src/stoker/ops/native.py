@@ -148,7 +148,13 @@ class Kernel:
         self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def entry(self, *values: Any) -> int:
-        """The address of the code for arguments of these types."""
+        """The address of the code for arguments of these types.
+
+        Raises:
+            ValueError: an array is not C-contiguous: its memory would be read as if it were.
+        """
+        if strided := [n for n, v in enumerate(values) if isinstance(v, np.ndarray) and not v.flags.c_contiguous]:
+            raise ValueError(f"arguments {strided} of {self._function.__name__} are strided. Copy them: .contiguous().")
         key = tuple((v.dtype.num, v.ndim, v.flags.writeable) if isinstance(v, np.ndarray) else type(v) for v in values)
         known = self._entries.get(key)
         if known is None:

@@ -63,7 +63,8 @@ def select_bags(
     Returns:
         Ids, offsets [B * C + 1] and weights.
     """
-    if not _HAVE_NUMBA or ids.device.type != "cpu" or (weights is not None and weights.requires_grad):
+    by_hand = weights is None or (weights.dtype in (torch.float32, torch.float64) and not weights.requires_grad)
+    if not _HAVE_NUMBA or ids.device.type != "cpu" or not by_hand:
         return _by_mask(columns, features, ids, offsets, weights)
     from stoker.ops.select_kernels import chosen_ends, chosen_values
 

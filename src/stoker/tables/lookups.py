@@ -23,7 +23,7 @@ from stoker.tables.steps import StepLayout
 
 __all__ = ["GroupLookups", "Lookups", "Splitter", "version_of"]
 
-_NO_PADDING = torch.iinfo(torch.int64).min  # an id that no batch holds
+_NO_PADDING = torch.iinfo(torch.int64).min  # stands for none
 
 
 def version_of(ids: Tensor) -> int:
@@ -101,10 +101,11 @@ class GroupLookups:
         """The ids that are no padding, in the bags they were in; ``padding``: that of each feature or position."""
         padding = padding.to(ids.device)
         if offsets is None:
-            keep = (ids != padding).reshape(-1)
+            keep = ((ids != padding) | (padding == _NO_PADDING)).reshape(-1)
         else:
             each = padding.repeat((len(offsets) - 1) // len(padding))
-            keep = ids != torch.repeat_interleave(each, bag_lengths(offsets))
+            each = torch.repeat_interleave(each, bag_lengths(offsets))
+            keep = (ids != each) | (each == _NO_PADDING)
         if bool(keep.all()):
             return ids, offsets, weights
         return keep_ids(keep, ids, offsets, weights)

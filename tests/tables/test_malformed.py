@@ -1,0 +1,28 @@
+"""Malformed lookups end in an error that says what is wrong, on every path, and never in a crash of the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SEEDS = 1200
+PROCESSES = 2
+
+
+@pytest.mark.parametrize("part", range(PROCESSES))
+def test_malformed_lookups_are_refused_and_crash_nothing(part: int) -> None:
+    first, last = part * SEEDS // PROCESSES, (part + 1) * SEEDS // PROCESSES
+    program = Path(__file__).parent / "malformed.py"
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(program), f"{first}:{last}"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_CHECK_": "3"},
+    )  # fmt: skip
+    at = done.stdout.split()[-1] if done.stdout else "none"
+    assert done.returncode >= 0, f"seed {at}: {signal.Signals(-done.returncode).name}\n{done.stderr}"
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == last - first
