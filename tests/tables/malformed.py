@@ -7,6 +7,7 @@ each seed before it is tried: a crash has a number (tests/tables/test_malformed.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def is_good(lookup: Lookup, tables: list[TableConfig], last: bool, steps: dict[s
     ):
         return False
     flat = ids.reshape(-1).tolist()
-    for bag, (begin, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for bag, (begin, end) in enumerate(itertools.pairwise(ends)):
         name, table = names[bag % len(names)]
         if end - begin > steps.get(name, len(flat)):
             return False
@@ -186,9 +187,10 @@ def overwrite(target: Lookup, source: Lookup, *, numpy: bool) -> bool:
     for mine, theirs in pairs:
         if (mine is None) != (theirs is None):
             return False
-        if mine is not None and theirs is not None:
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype or theirs.device.type == "meta":
-                return False
+        if mine is None or theirs is None:
+            continue
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype or theirs.device.type == "meta":
+            return False
     if source.weights is not target.weights:
         return False
     for mine, theirs in pairs:
@@ -305,9 +307,9 @@ def attempt(seed: int) -> str:
             return f"{title}: refused though good: {type(error).__name__}: {error}"
         if len(str(error)) < 20:
             return f"{title}: the error says nothing: {error!r}"
-        if path in ("call", "no gradient", "eval", "operator"):
-            if not all(torch.equal(tables.rows(t.name), rows) for t, rows in zip(configs, before, strict=True)):
-                return f"{title}: rows changed though it was refused"
+        kept = all(torch.equal(tables.rows(t.name), rows) for t, rows in zip(configs, before, strict=True))
+        if path in ("call", "no gradient", "eval", "operator") and not kept:
+            return f"{title}: rows changed though it was refused"
     elif counts and not fine:
         return f"{title}: not refused"
     elif counts and out is not None and path not in ("staged", "background"):

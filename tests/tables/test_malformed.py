@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SEEDS = 1200
+SEEDS = 800
 PROCESSES = 2
 
 
