@@ -16,8 +16,8 @@ import torch
 from checks import check
 from placed import draw, placed_run, resident_run, same
 
-from stoker.tables.embedding import _Gradient, _Staged
-from stoker.tables.lease import Lease
+from stoker.tables.embedding import Staged, _Gradient
+from stoker.tables.lease import Lease, Staged
 from stoker.tables.slotted import Queue, SlottedRows
 from stoker.tables.stepping import RowSteps
 
@@ -93,7 +93,7 @@ def with_revoked_leases_in_use(patch):
 
 
 def with_staged_lookups_of_what_was_announced(patch):
-    patch.setattr(_Staged, "fits", lambda staged, ids, offsets: True)
+    patch.setattr(Staged, "fits", lambda staged, ids, offsets: True)
 
 
 def with_staged_weights_and_offsets(patch):
