@@ -105,6 +105,7 @@ class Case:
     mode: str = "backward"  # when rows step; or "optimizer", or "scaler": when step() says so
     scale: float = 1.0  # of gradients
     autocast: bool = False
+    compiled: bool = False  # whether calls are of torch.compile
     lags: bool = False  # whether kernels run later: what they read may not be changed by the host
     rounds: list[Round] = field(default_factory=list)
 
@@ -221,6 +222,8 @@ def reconcile(case: Case) -> Case:
             each = replace(each, late="")
         if case.lags:
             each = replace(each, reuse=False)
+        if case.compiled:  # torch refuses a second backward, and looks at ids as a whole
+            each = replace(each, late="", backward=each.backward.replace("twice", ""))
         if case.integers and not alike and each.lookup == "other offsets":
             each = replace(each, lookup="")
         return each

@@ -162,6 +162,9 @@ class Run:
         self.sides: dict[tuple[int, bool], Iterator[Batch]] = {}
         self.frozen: set[str] = set()
         self.turns = 0
+        self.call = tables
+        if case.compiled:
+            self.call = torch.compile(lambda *given: tables(*given), fullgraph=True, backend="aot_eager", dynamic=True)
         self.factor = 1.0  # of losses: infinity for a gradient that overflows
         self.rows = tables.as_optimizer() if case.mode != "backward" else None
         self.scaler = torch.amp.GradScaler(case.device, init_scale=2.0**8, growth_interval=2)
@@ -226,7 +229,7 @@ class Run:
         self.rows.zero_grad()
 
     def lookup(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
-        out = self.tables(batch.ids, batch.offsets, batch.weights if weights is None else weights)
+        out = self.call(batch.ids, batch.offsets, batch.weights if weights is None else weights)
         self.values.append(out.detach().clone())
         return out
 

@@ -982,3 +982,19 @@ def test_weights_of_other_types_with_several_groups(dtype: torch.dtype, placemen
     weights = torch.full((len(ids),), 2.0)
     with torch.no_grad():
         assert torch.equal(tables(ids, offsets, weights.to(dtype)), tables(ids, offsets, weights))
+
+
+def test_compiled_saliency_in_eval_mode_is_no_clipping() -> None:
+    tables = made()
+    compiled = torch.compile(lambda ids: tables(ids) * 2, fullgraph=True, backend="aot_eager")
+    compiled(batches(1)[0]).sum().backward()
+    before = tables.rows("t")
+    tables.eval()
+    loss = compiled(batches(1)[0]).sum()
+    with pytest.warns(UserWarning, match="eval mode"):
+        loss.backward()
+    assert torch.equal(tables.rows("t"), before)
+    tables.train()
+    compiled(batches(1)[0]).sum().backward()
+    assert tables.tick == 2
+    torch._dynamo.reset()

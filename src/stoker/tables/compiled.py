@@ -63,6 +63,7 @@ def _backward(
     number: int, trains: bool, rows: bool, weighted: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tables = _tables[number]
+    tables.expect_gradient()
     wanted = tables.backward_of_call(
         grad, ids, offsets, weights, versions.tolist(), rows=rows, weights_wanted=weighted, trains=trains
     )

@@ -493,6 +493,10 @@ class EmbeddingTables(nn.Module):
         """
         self._steps.check()
 
+    def expect_gradient(self) -> None:
+        """Autograd is about to add zeros to the gradient of :attr:`handle`: nobody clipped it."""
+        self._steps.expect_gradient()
+
     def exchange(self, gradients: list[_Gradient]) -> list[_Gradient]:
         """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):

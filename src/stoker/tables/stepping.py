@@ -273,6 +273,11 @@ class RowSteps:
         self.trained.handle.grad = grad
         self._published, self._version = grad, grad._version
 
+    def expect_gradient(self) -> None:
+        """The handle's gradient is about to change for no reason of the loop's."""
+        if not self.deferred:
+            self._unmark()
+
     def _unmark(self) -> None:
         if self.trained.handle.grad is self._published:
             self.trained.handle.grad = self._published = None
