@@ -16,7 +16,7 @@ import torch
 from checks import check
 from placed import draw, placed_run, resident_run, same
 
-from stoker.tables.embedding import Staged, _Gradient
+from stoker.tables.embedding import _Gradient
 from stoker.tables.lease import Lease, Staged
 from stoker.tables.slotted import Queue, SlottedRows
 from stoker.tables.stepping import RowSteps
