@@ -76,6 +76,7 @@ class Server:
         delay: float = 0.0,
         begun: Path | None = None,
         kill: int = signal.SIGKILL,
+        loop: bool = False,
         **settings: Any,
     ) -> Ended:
         """``stoker.train`` with these arguments in a child.
@@ -84,11 +85,12 @@ class Server:
             given: positional arguments.
             after: kill it after so many seconds, from when the file ``begun`` is there.
             kill: by this signal.
+            loop: run :func:`own_loop` instead.
             event: or kill it ``delay`` seconds after call ``number`` of this event.
             settings: keyword arguments.
         """
         order = {"given": given, "settings": settings, "after": after, "event": event, "number": number, "delay": delay}
-        order |= {"begun": begun, "kill": int(kill)}
+        order |= {"begun": begun, "kill": int(kill), "loop": loop}
         ended = Ended(**self._ask(order), messages=self._messages.read_text())
         assert ended.signal in (0, kill, -128 - kill), ended.messages
         return ended
@@ -114,6 +116,47 @@ class Server:
         self._process.wait(30)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def own_loop(path: str, *, out: str, home: str | None) -> None:
+    """A loop of one's own, continued where it was killed: accumulation, a scaler, evaluation inside, checkpoints.
+
+    Args:
+        path: of the dataset.
+        out: for the checkpoints "last" and "final".
+        home: for a file with the rows that are not cached; None keeps all rows on the device.
+    """
+    import torch
+
+    import stoker
+
+    data, last = stoker.Dataset(path), Path(out) / "last"
+    torch.manual_seed(0)
+    placement = None if home is None else stoker.Cached(slots=150, home="file", path=home)
+    model = stoker.DLRM(
+        data.schema, embedding_dim=4, bottom=(8,), top=(8,), optimizer=stoker.Adagrad(lr=0.1), placement=placement
+    )
+    dense, rows = torch.optim.Adam(model.dense_parameters(), lr=0.01), model.embeddings.as_optimizer()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=5)
+    stream = data.train.batches(32, seed=0)
+    if last.exists():
+        stoker.load(last, into=model, optimizer=dense, stream=stream, extra_state={"scaler": scaler})
+    staged = stoker.stage(stream, model, lookahead=4)
+    for batch in staged:
+        scaler.scale(model.loss(batch) / 2).backward()
+        if batch.step % 2:
+            for optimizer in (dense, rows):
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        if batch.step % 10 == 9:
+            stoker.evaluate(model, data.valid, batch_size=64, lookahead=2)
+            model.train()
+            stoker.save(last, model, dense, staged, extra_state={"scaler": scaler}, overwrite=True)
+        if batch.step == 79:
+            break
+    stoker.save(Path(out) / "final", model, dense, staged, extra_state={"scaler": scaler})
+    model.embeddings.close()
 
 
 def _serve(messages: Path, events: Path) -> None:
@@ -153,8 +196,10 @@ def _child(order: dict[str, Any], messages: Path, events: Path) -> None:
 
     try:
         counts = _watch(order)
-        result = stoker.train(*order["given"], **order["settings"])
-        result.model.embeddings.close()
+        if order["loop"]:
+            own_loop(*order["given"], **order["settings"])
+        else:
+            stoker.train(*order["given"], **order["settings"]).model.embeddings.close()
         events.write_text(json.dumps(counts))
         code = 0
     except stoker.training.Interrupted as stopped:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from killing import EVENTS, Ended, Server, kill_numbers
-from small_runs import ROWS, SMALL, checkpoint_files
+from small_runs import ROWS, SMALL, checkpoint_files, files
 
 from stoker.data.dataset import Dataset
 from stoker.testing import make_dataset
@@ -109,6 +109,34 @@ def test_killed_anywhere_it_resumes_to_the_identical_checkpoints(
         assert found[file] == content, f"{name}, {kind} {when}: {file}"
     if "host_memory" in PLACED[after]:
         assert not list(home.glob("*")), "a killed run's file of rows is removed by the next home there"
+
+
+@pytest.fixture(scope="module")
+def loops(data: Dataset, server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, dict[str, bytes]]:
+    """How a loop of one's own ends undisturbed, placed, and the last checkpoint of one with all rows on the device."""
+    folder = tmp_path_factory.mktemp("loops")
+    assert server.run(data.path, out=folder / "resident", home=None, loop=True).signal == 0
+    (folder / "home").mkdir()
+    ended = server.run(data.path, out=folder / "placed", home=folder / "home", loop=True)
+    return ended, files(folder / "resident" / "final")
+
+
+@pytest.mark.parametrize("number", [number for number in kill_numbers(12) if number % 4 == 0])
+def test_a_loop_of_ones_own_killed_anywhere_ends_with_the_identical_checkpoint(
+    data: Dataset, server: Server, loops: tuple[Ended, dict[str, bytes]], tmp_path: Path, number: int
+) -> None:
+    """Killed twice: staged, with accumulation, a scaler, and evaluation inside."""
+    whole, resident = loops
+    chance = random.Random(number)
+    out, home = tmp_path / "run", tmp_path / "home"
+    home.mkdir()
+    for _ in range(2):
+        server.run(data.path, out=out, home=home, loop=True, after=chance.uniform(0.1, 0.9) * whole.seconds)
+    if not (out / "final").exists():
+        ended = server.run(data.path, out=out, home=home if number % 8 else None, loop=True)
+        assert ended.signal == 0, ended.messages
+    found = files(out / "final")
+    assert found == resident
 
 
 def test_every_kind_of_moment_is_met(whole: dict[str, Ended]) -> None:
