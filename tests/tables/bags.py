@@ -27,8 +27,10 @@ class Bags(nn.Module):
         )
         self.rate, self.gradient_scale, self.tick = lr, 1.0, 0
         self.frozen: set[str] = set()
+        for name, rows in self.bags.items():  # what is frozen is decided by each backward
+            rows.register_hook(lambda grad, name=name: torch.zeros_like(grad) if name in self.frozen else grad)
         self.accumulating = self.driven = False
-        self.optimizer = _SGD(self)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=lr)
 
     @property
     def lr(self) -> float:
@@ -110,20 +112,6 @@ class Bags(nn.Module):
         if len({part.shape[1] for part in found}) > 1:
             return torch.cat(found, dim=1)
         return torch.stack(found, dim=1)
-
-
-class _SGD(torch.optim.SGD):
-    """Leaves frozen tables alone."""
-
-    def __init__(self, bags: Bags) -> None:
-        super().__init__(bags.parameters(), lr=bags.rate)
-        self._bags = bags
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for name in self._bags.frozen:
-            if (grad := self._bags.bags[name].grad) is not None:
-                grad.zero_()
-        super().step()
 
 
 def _steps(spans: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:

@@ -217,7 +217,13 @@ def reconcile(case: Case) -> Case:
     freezes = any(act[0] == "freeze" for act in acts)
     alike = len({table.num_embeddings for table in case.tables}) == 1 and not case.steps
 
+    def acts_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        # A scaler steps for gradients of zeros, which frozen bags have, and not for none, which frozen tables have.
+        apart = case.integers and case.mode == "scaler"
+        return tuple(act for act in given if not (apart and act[0] == "freeze"))
+
     def turn(each: Turn) -> Turn:
+        each = replace(each, before=acts_of(each.before), between=acts_of(each.between), after=acts_of(each.after))
         if case.integers:  # bags would not notice: they cut ids in pieces
             each = replace(each, late="")
         if case.lags:

@@ -416,6 +416,42 @@ def test_ids_on_another_device_are_refused() -> None:
         made()(torch.zeros(2, FEATURES, dtype=torch.int64, device="meta"))
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_what_is_frozen_is_decided_by_each_backward(pooling: Any) -> None:
+    """As with requires_grad: gradients of a time when a table was frozen do not exist when it is thawed."""
+    configs = [TableConfig(name=name, num_embeddings=20, embedding_dim=4, pooling=pooling) for name in "ab"]
+    found = []
+    for whole in (False, True):
+        tables = EmbeddingTables(configs, optimizer=stoker.SGD(lr=0.5))
+        rows = tables.as_optimizer()
+        for step, (ids, offsets) in enumerate(jagged(3)):
+            frozen = step == 1
+            out = tables(ids % 20, offsets)
+            if frozen and not whole:
+                tables.freeze("a")
+            (
+                loss_of(out[:, 1:], step)
+                if frozen and whole
+                else loss_of(out[:, 1:], step) + (loss_of(out[:, :1], step))
+            ).backward()
+            tables.unfreeze()
+        tables.handle.grad.mul_(0.25)  # type: ignore[union-attr]
+        rows.step()
+        found.append((tables.rows("a"), tables.rows("b")))
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][0], found[1][0])
+
+
+def test_gradients_of_a_time_when_all_was_frozen_are_not_there() -> None:
+    tables = made()
+    rows = tables.as_optimizer()
+    tables.freeze()
+    loss_of(tables(batches(1)[0]), 0).backward()
+    tables.unfreeze()
+    rows.step()
+    assert torch.equal(tables.rows("t"), start())
+
+
 def test_eval_mode_keeps_rows_and_says_so() -> None:
     tables = made().eval()
     out = tables(batches(1)[0])

@@ -34,8 +34,7 @@ from stoker.tables.config import (
 )
 from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease, Staged
-from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of
-from stoker.tables.parts import keep_lookups
+from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of, without_tables
 from stoker.tables.replicas import Replicas
 from stoker.tables.slotted import SlottedRows
 from stoker.tables.stepping import RowSteps, TableOptimizer, new_handle
@@ -348,7 +347,7 @@ class EmbeddingTables(nn.Module):
         self._steps.checked = False
 
     def freeze(self, *tables: str) -> None:
-        """Keep the rows of these tables as they are; without names, those of all tables.
+        """Keep the rows of these tables as they are from the next backward on; without names, those of all tables.
 
         Raises:
             ConfigError: a name that is none of the tables'.
@@ -454,7 +453,7 @@ class EmbeddingTables(nn.Module):
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and trains:
-            self._steps.collect(_Gradient(index, lookups, grad, lease), enclosing)
+            self._collect(_Gradient(index, lookups, grad, lease), enclosing)
         elif rows and not trains:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
@@ -517,7 +516,7 @@ class EmbeddingTables(nn.Module):
         steps, moved = self.tick, False
         for index, group in enumerate(self.groups):
             mine = [each for each in gradients if each.group == index]
-            if not mine or self._frozen.issuperset(table.name for table in group.tables):
+            if not mine:
                 continue
             lookups, grad, lease = self._sum(mine)
             group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
@@ -529,13 +528,13 @@ class EmbeddingTables(nn.Module):
         total = 0.0
         for index, group in enumerate(self.groups):
             mine = [each for each in gradients if each.group == index]
-            if mine and not self._frozen.issuperset(table.name for table in group.tables):
+            if mine:
                 lookups, grad, _ = self._sum(mine, release=False)
                 total += group.gradient_norm_squared(lookups, grad)
         return math.sqrt(total)
 
     def _sum(self, mine: Sequence[_Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
-        """Gradients of one group as one, without those of frozen tables.
+        """Gradients of one group as one.
 
         Raises:
             RuntimeError: a gradient was changed in place since its backward.
@@ -547,23 +546,24 @@ class EmbeddingTables(nn.Module):
                 "of the rows. Give backward() a tensor of its own: grad.clone()."
             )
         lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
-        frozen = self._frozen.intersection(lookups.space.names)
-        if len(mine) == 1 and not frozen:
+        if len(mine) == 1:
             return lookups, grad, mine[0].lease
         if release:
             for each in mine:
                 if each.lease is not None:
                     each.lease.release(changed=False)
-        if frozen:
-            bags, space = lookups
-            keep = torch.tensor([space.names[table] not in frozen for table in space.table_of], device=bags.ids.device)
-            if bags.offsets is None:
-                keep = keep.repeat(len(bags.ids))
-            else:
-                batch = bags.batch_size(len(space.features))
-                keep = torch.repeat_interleave(keep.repeat(batch), bags.offsets.diff())
-            lookups = Lookups(keep_lookups(bags, keep), space)
         return lookups, grad, None
+
+    def _collect(self, found: _Gradient, enclosing: int) -> None:
+        """Keep a gradient for the step of the rows, without that of tables that are frozen now."""
+        frozen = self._frozen.intersection(found.lookups.space.names)
+        if frozen:
+            if found.lease is not None:
+                found.lease.release(changed=False)
+            if frozen.issuperset(found.lookups.space.names):
+                return
+            found = found._replace(lookups=without_tables(found.lookups, frozen), lease=None)
+        self._steps.collect(found, enclosing)
 
     def hand_over(
         self,

@@ -7,7 +7,7 @@ Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,25 @@ class Lookups(NamedTuple):
 
     bags: Bags
     space: AddressSpace  # what the ids of ``bags`` address
+
+
+def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
+    """Only the lookups that ``keep`` [L] marks, in their bags. A mean still divides by all ids of its bag."""
+    weights, offsets = bags.weights, bags.offsets
+    if bags.mean and offsets is not None:
+        lengths = bag_lengths(offsets)
+        weights = torch.repeat_interleave(torch.ones_like(lengths, dtype=torch.float32) / lengths.clamp(min=1), lengths)
+    return Bags(*keep_ids(keep, bags.ids, offsets, weights), False)
+
+
+def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:
+    """The same but for what is looked up in some tables."""
+    bags, space = lookups
+    keep = torch.tensor([space.names[table] not in names for table in space.table_of], device=bags.ids.device)
+    keep = keep.repeat(bags.batch_size(len(space.features)))
+    if bags.offsets is not None:
+        keep = torch.repeat_interleave(keep, bag_lengths(bags.offsets))
+    return Lookups(keep_lookups(bags, keep), space)
 
 
 class GroupLookups:
@@ -174,6 +193,9 @@ class GroupLookups:
             many = self._widened(many)
         space, bags = many[0][0].space, [each.bags for each, _ in many]
         grad = torch.cat([grad for _, grad in many])
+        if len({each.mean for each in bags}) > 1:  # some have weights in place of their mean
+            everything = torch.ones((), dtype=torch.bool, device=grad.device)
+            bags = [keep_lookups(each, everything.expand(each.ids.numel())) if each.mean else each for each in bags]
         weights = None
         if any(each.weights is not None for each in bags):
             weights = torch.cat(

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from stoker.ops import Bags
-from stoker.ops.reference import bag_lengths
-from stoker.ops.select import keep_ids
 from stoker.tables.lease import Lease
-from stoker.tables.lookups import Lookups
+from stoker.tables.lookups import Lookups, keep_lookups
 from stoker.tables.slotted import SlottedRows, TooFewSlots
 from stoker.tables.storage import Storage
 
-__all__ = ["by_examples", "by_rows", "keep_lookups"]
+__all__ = ["by_examples", "by_rows"]
 
 
 def by_examples(work: Callable[..., Tensor], storage: Storage, lookups: Lookups, *each: Tensor) -> Tensor:
@@ -89,12 +87,3 @@ def by_rows(work: Callable[[Lease], None], storage: Storage, lookups: Lookups) -
         work(lease)
         lease.release(changed=True)
         start = stop
-
-
-def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
-    """Only the lookups that ``keep`` [L] marks, in their bags. A mean still divides by all ids of its bag."""
-    weights, offsets = bags.weights, bags.offsets
-    if bags.mean and offsets is not None:
-        lengths = bag_lengths(offsets)
-        weights = torch.repeat_interleave(torch.ones_like(lengths, dtype=torch.float32) / lengths.clamp(min=1), lengths)
-    return Bags(*keep_ids(keep, bags.ids, offsets, weights), False)
