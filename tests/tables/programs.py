@@ -31,6 +31,7 @@ __all__ = ["Rereadable", "Round", "Run", "Turn", "draw_rounds"]
 
 Act = tuple[Any, ...]  # a name of ACTS and arguments
 
+LONGEST = 3  # ids in a bag: there are slots for as many in each bag of an example
 LOOKUPS = ("other ids", "other weights", "other offsets", "ids changed by torch", "ids changed by numpy", "a view")
 BACKWARDS = ("later", "joined", "apart", "twice", "never", "failing", "by another thread")
 ACTS = (
@@ -337,6 +338,8 @@ class Run:
         elif how == "other offsets" and batch.offsets is not None:
             moved = (batch.offsets + 1).clamp(max=size)
             moved[0] = 0
+            if int(torch.cat([moved, moved.new_tensor([size])]).diff().max()) > LONGEST:  # slots may not hold it
+                return batch
             return replace(batch, offsets=moved)
         return batch
 
