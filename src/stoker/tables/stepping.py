@@ -99,6 +99,7 @@ class RowSteps:
         self._norm = 0.0  # of all of them, as the handle's gradient says
         self._published: Tensor | None = None  # what the handle was given as its gradient, and its version then
         self._version = 0
+        self._marked: Tensor | None = None  # that gradient, where it is only a mark
         self._lock = threading.RLock()
         self.latest = -1  # the number of the last backward that reached these rows
         self.since_optimizer = 0  # steps inside backward since an optimizer of torch's stepped
@@ -266,7 +267,14 @@ class RowSteps:
         """Leave a gradient at the handle that shows whether somebody clips or unscales it."""
         if not self.checked:
             return
-        self._show(self.trained.handle.new_full((2,), _MARK))
+        handle: Tensor = self.trained.handle
+        grad, mark = handle.grad, self._marked
+        known = mark is grad and mark is self._published
+        if known and mark is not None and mark._version == self._version:
+            return
+        mark = handle.new_full((2,), _MARK)
+        self._marked = mark
+        self._show(mark)
 
     def _show(self, grad: Tensor) -> None:
         """Make this the handle's gradient, and know it again."""
