@@ -75,6 +75,8 @@ class Bags(nn.Module):
                 new = grad if old is None else grad - old
                 parameter.grad = new * self.gradient_scale + (0.0 if old is None else old)
         if not failed and not self.driven and not self.accumulating:
+            for name in self.frozen:
+                self.bags[name].grad = None  # so that the step does not touch them
             self.optimizer.step()
             self.optimizer.zero_grad()
 
