@@ -16,7 +16,7 @@ import torch
 from checks import check
 from placed import draw, placed_run, resident_run, same
 
-from stoker.tables.embedding import _Gradient
+from stoker.tables.backward import Gradient
 from stoker.tables.lease import Lease, Staged
 from stoker.tables.slotted import Queue, SlottedRows
 from stoker.tables.stepping import RowSteps
@@ -109,11 +109,11 @@ def with_one_queue_for_all_stages(patch):
 
 
 def with_a_step_for_each_lookup(patch):
-    patch.setattr(RowSteps, "collect", lambda steps, gradient: steps.end_backward([gradient]))
+    patch.setattr(RowSteps, "collect", lambda steps, gradient, enclosing: steps.end_backward([gradient], -1))
 
 
 def with_kept_gradients_of_buffers(patch):
-    patch.setattr(_Gradient, "kept", lambda gradient: gradient)
+    patch.setattr(Gradient, "kept", lambda gradient: gradient)
 
 
 STORAGE = [without_fence, without_protection, without_last_writeback, without_state, without_hot_rows]

@@ -30,15 +30,17 @@ def _flat(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    array: np.ndarray = tensor.detach().reshape(-1).numpy()
-    return array
+    array: np.ndarray = tensor.detach().numpy()
+    return array.reshape(-1)
 
 
 def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     """The memory of a gradient [B, F, D] from its first element on, and its strides by example and by feature."""
-    if grad.stride(2) != 1 and grad.shape[2] > 1:
-        grad = grad.contiguous()
     batch, features, dim = grad.shape
+    if grad.stride(2) != 1 and dim > 1:
+        grad = grad.contiguous()
+    if grad.is_contiguous():
+        return _flat(grad), features * dim, dim
     extent = (batch - 1) * grad.stride(0) + (features - 1) * grad.stride(1) + dim
     return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
 

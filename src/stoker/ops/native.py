@@ -145,7 +145,8 @@ class Kernel:
         self._function = function
         self._numbers = [types.int64] * 3 if called else []
         self._options: dict[str, Any] = {} if allocates else _PLAIN
-        self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by Numba's types
+        self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}  # the same, by what is told faster
 
     def entry(self, *values: Any) -> int:
         """The address of the code for arguments of these types.
@@ -153,16 +154,21 @@ class Kernel:
         Raises:
             ValueError: an array is not C-contiguous: its memory would be read as if it were.
         """
-        if strided := [n for n, v in enumerate(values) if isinstance(v, np.ndarray) and not v.flags.c_contiguous]:
-            raise ValueError(f"arguments {strided} of {self._function.__name__} are strided. Copy them: .contiguous().")
-        key = tuple((v.dtype.num, v.ndim, v.flags.writeable) if isinstance(v, np.ndarray) else type(v) for v in values)
+        key = tuple([(v.dtype.num, v.ndim, v.flags.num) if isinstance(v, np.ndarray) else type(v) for v in values])
         known = self._entries.get(key)
         if known is None:
-            kind = types.Tuple([typeof(value) for value in values])
-            signature = types.void(types.CPointer(kind), *self._numbers)
-            # The object stays alive beside the address of its code.
-            compiled: Any = cached(lambda keep: self._compile(signature, keep))
-            known = self._entries[key] = (int(compiled.address), compiled)
+            if strided := [n for n, v in enumerate(values) if isinstance(v, np.ndarray) and not v.flags.c_contiguous]:
+                raise ValueError(
+                    f"arguments {strided} of {self._function.__name__} are strided. Copy them: .contiguous()."
+                )
+            kinds = tuple(typeof(value) for value in values)
+            known = self._compiled.get(kinds)
+            if known is None:
+                signature = types.void(types.CPointer(types.Tuple(kinds)), *self._numbers)
+                # The object stays alive beside the address of its code.
+                compiled: Any = cached(lambda keep: self._compile(signature, keep))
+                known = self._compiled[kinds] = (int(compiled.address), compiled)
+            self._entries[key] = known
         return known[0]
 
     def _compile(self, signature: Any, keep: bool) -> Any:

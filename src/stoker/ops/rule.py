@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -70,22 +71,27 @@ class RowRule(NamedTuple):
 
     def constants(self, dim: int) -> Constants:
         """Return the numbers for rows of ``dim`` columns."""
-        values = Constants(
-            lr=self.lr / self.bias1 if self.kind == "adam" else self.lr,
-            eps=self.eps,
-            share=1.0 / dim,
-            beta1=self.beta1,
-            rest1=1.0 - self.beta1,
-            beta2=self.beta2,
-            rest2=1.0 - self.beta2,
-            unbias=1.0 / math.sqrt(self.bias2),
-            keep=self.keep,
-            l1=self.l1,
-            l2=self.l2,
-            clip_value=self.clip_value,
-            clip_norm=self.clip_norm,
-            decay=self.weight_decay,
-            cow_ratio=self.cow_ratio,
-            cow_floor=self.cow_floor,
-        )
-        return Constants(*np.array(values, np.float32).tolist())
+        return _constants(self, dim)
+
+
+@lru_cache(maxsize=64)  # most rules are those of the step before
+def _constants(rule: RowRule, dim: int) -> Constants:
+    values = Constants(
+        lr=rule.lr / rule.bias1 if rule.kind == "adam" else rule.lr,
+        eps=rule.eps,
+        share=1.0 / dim,
+        beta1=rule.beta1,
+        rest1=1.0 - rule.beta1,
+        beta2=rule.beta2,
+        rest2=1.0 - rule.beta2,
+        unbias=1.0 / math.sqrt(rule.bias2),
+        keep=rule.keep,
+        l1=rule.l1,
+        l2=rule.l2,
+        clip_value=rule.clip_value,
+        clip_norm=rule.clip_norm,
+        decay=rule.weight_decay,
+        cow_ratio=rule.cow_ratio,
+        cow_floor=rule.cow_floor,
+    )
+    return Constants(*np.array(values, np.float32).tolist())

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from stoker.errors import ConfigError
-from stoker.ops import BackendName, Bags
+from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
 from stoker.tables import compiled, misuse
+from stoker.tables.backward import Gradient, Lookup
 from stoker.tables.config import (
     Device,
     HotCold,
@@ -48,60 +48,6 @@ __all__ = ["EmbeddingTables"]
 #: attributes that the constructor makes, which are not copied
 _REMADE = ("groups", "number", "splitter", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__")
 _numbers = itertools.count()
-
-
-class _Gradient(NamedTuple):
-    """What one backward of one lookup found."""
-
-    group: int
-    lookups: Lookups
-    grad: Tensor  # [B, P, D]
-    lease: Lease | None
-    version: int = -1  # of ``grad``, where it is kept longer than its backward
-
-    def scaled(self, factor: float) -> _Gradient:
-        return self._replace(grad=self.grad * factor, version=-1)
-
-    def kept(self) -> _Gradient:
-        """The same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
-        bags, space = self.lookups
-        offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
-        own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
-        if self.lease is not None:
-            self.lease.use(own.bags)
-        return self._replace(lookups=own, version=self.grad._version)
-
-
-class _Lookup(torch.autograd.Function):
-    """Pooled lookup whose backward gives the rows their gradient, and returns none for them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Tensor,
-        weights: Tensor | None,
-        tables: EmbeddingTables,
-        index: int,
-        lookups: Lookups,
-        lease: Lease | None,
-    ) -> Tensor:
-        bags, group = lookups.bags, tables.groups[index]
-        ctx.save_for_backward(bags.ids, bags.offsets, weights)  # which notices changes in place
-        ctx.tables, ctx.index, ctx.space, ctx.lease = tables, index, lookups.space, lease
-        ctx.mean, ctx.trains, ctx.version = bags.mean, tables.training, group.version
-        ctx.enclosing = tables._steps.enclosing()
-        return group.lookup(lookups, lease)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ids, offsets, weights = ctx.saved_tensors
-        lookups = Lookups(Bags(ids, offsets, weights, ctx.mean), ctx.space)
-        wanted = ctx.tables.backward_of(
-            ctx.index, lookups, grad, ctx.lease, ctx.version,
-            rows=ctx.needs_input_grad[0], weights=ctx.needs_input_grad[1], trains=ctx.trains, enclosing=ctx.enclosing,
-        )  # fmt: skip
-        return None, wanted, None, None, None, None
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -393,33 +339,37 @@ class EmbeddingTables(nn.Module):
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
             )
         misuse.check_modes()
-        if self.handle is not self._steps.handle:
+        handle = self._parameters["handle"]
+        if handle is None or handle is not self._steps.handle:
             raise misuse.replaced_handle(self._steps)
         offsets = self.splitter.check(ids, offsets, weights)
-        if torch.is_grad_enabled() and self.training and self.handle.requires_grad:
+        trains = torch.is_grad_enabled() and handle.requires_grad
+        if trains and self.training:
             self.check_loop()
         elif self._copied is not None:
             self._check_copy()
-        staged, copy = self._take_staged(ids, offsets)
-        pooled = []
-        for index, lookups in enumerate(self.splitter.split(ids, offsets, weights)):
-            group, lease = self.groups[index], staged[index] if staged else None
+        leases, copy = self._take_staged(ids, offsets)
+        many = self.splitter.split(ids, offsets, weights)
+        for index, lookups in enumerate(many):
+            lease = leases[index]
             if lease is not None:
                 lease.use(lookups.bags)
             else:
-                lease = group.acquire(lookups)
-            weights_here = lookups.bags.weights
-            trains = self.handle.requires_grad or (weights_here is not None and weights_here.requires_grad)
-            if torch.is_grad_enabled() and trains:
+                leases[index] = self.groups[index].acquire(lookups)
+        if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
+            for lookups, lease in zip(many, leases, strict=True):
                 if lease is not None and lease.can_end and _share(mine := lookups.bags.ids, ids):
                     lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
-                found: Tensor = _Lookup.apply(self.handle, weights_here, self, index, lookups, lease)  # type: ignore[no-untyped-call]
-            else:
-                found = group.lookup(lookups, lease)
+            found = Lookup.apply(handle, self, many, leases, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
+        else:
+            found = []
+            for group, lookups, lease in zip(self.groups, many, leases, strict=True):
+                found.append(group.lookup(lookups, lease))
                 if lease is not None:
                     lease.release(changed=False)
-            pooled.append(self.splitter.groups[index].pool(found, lookups))
-        return self.splitter.join(pooled)
+        return self.splitter.join(
+            [group.pool(out, each) for group, out, each in zip(self.splitter.groups, found, many, strict=True)]
+        )
 
     def backward_of(
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
@@ -453,7 +403,7 @@ class EmbeddingTables(nn.Module):
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
         if rows and trains:
-            self._collect(_Gradient(index, lookups, grad, lease), enclosing)
+            self._collect(Gradient(index, lookups, grad, lease), enclosing)
         elif rows and not trains:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
@@ -496,7 +446,7 @@ class EmbeddingTables(nn.Module):
         """Autograd is about to add zeros to the gradient of :attr:`handle`: nobody clipped it."""
         self._steps.expect_gradient()
 
-    def exchange(self, gradients: list[_Gradient]) -> list[_Gradient]:
+    def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
         """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):
             return gradients
@@ -508,22 +458,23 @@ class EmbeddingTables(nn.Module):
                 each.lease.release(changed=False)
             lookups, grad = self.splitter.groups[each.group].alike(each.lookups, each.grad, replicas.largest)
             bags, grad = replicas.joint(lookups.bags, grad)
-            found.append(_Gradient(each.group, Lookups(bags, lookups.space), grad, None))
+            found.append(Gradient(each.group, Lookups(bags, lookups.space), grad, None))
         return found
 
-    def apply_gradients(self, gradients: Sequence[_Gradient], scale: float) -> None:
+    def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:
         """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
-        steps, moved = self.tick, False
+        if not gradients:
+            return
+        tick = self.tick + 1
         for index, group in enumerate(self.groups):
             mine = [each for each in gradients if each.group == index]
-            if not mine:
-                continue
-            lookups, grad, lease = self._sum(mine)
-            group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
-            moved = True
-        self.tick = steps + moved  # also of groups that had no gradient: files keep one number
+            if mine:
+                lookups, grad, lease = self._sum(mine)
+                group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+        for group in self.groups:
+            group.tick = tick  # also of those that had no gradient: files keep one number
 
-    def gradient_norm(self, gradients: Sequence[_Gradient]) -> float:
+    def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """The Euclidean norm of the gradient of all rows."""
         total = 0.0
         for index, group in enumerate(self.groups):
@@ -533,31 +484,30 @@ class EmbeddingTables(nn.Module):
                 total += group.gradient_norm_squared(lookups, grad)
         return math.sqrt(total)
 
-    def _sum(self, mine: Sequence[_Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
+    def _sum(self, mine: Sequence[Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
         """Gradients of one group as one.
 
         Raises:
             RuntimeError: a gradient was changed in place since its backward.
         """
-        if any(each.version not in (-1, each.grad._version) for each in mine):
+        if any([each.version not in (-1, each.grad._version) for each in mine]):
             name = self.groups[mine[0].group].tables[0].name
             raise RuntimeError(
                 f"the gradient of an output of table {name!r} was changed in place between its backward and the step "
                 "of the rows. Give backward() a tensor of its own: grad.clone()."
             )
-        lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
         if len(mine) == 1:
-            return lookups, grad, mine[0].lease
+            return mine[0].lookups, mine[0].grad, mine[0].lease
+        lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
         if release:
             for each in mine:
                 if each.lease is not None:
                     each.lease.release(changed=False)
         return lookups, grad, None
 
-    def _collect(self, found: _Gradient, enclosing: int) -> None:
+    def _collect(self, found: Gradient, enclosing: int) -> None:
         """Keep a gradient for the step of the rows, without that of tables that are frozen now."""
-        frozen = self._frozen.intersection(found.lookups.space.names)
-        if frozen:
+        if self._frozen and (frozen := self._frozen.intersection(found.lookups.space.names)):
             if found.lease is not None:
                 found.lease.release(changed=False)
             if frozen.issuperset(found.lookups.space.names):
@@ -585,22 +535,20 @@ class EmbeddingTables(nn.Module):
             copies = ids.clone(), None if offsets is None else offsets.clone()
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
-    def _take_staged(
-        self, ids: Tensor, offsets: Tensor | None
-    ) -> tuple[tuple[Lease | None, ...], Tensor | None]:  # fmt: skip
+    def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[list[Lease | None], Tensor | None]:
         """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
         found = self._staged.pop(id(ids), None) if self._staged else None
         if found is None:
-            return (), None
+            return [None] * len(self.groups), None
         if not found.fits(ids, offsets):
             for lease in found.leases:
                 if lease is not None:
                     lease.release(changed=False)
-            return (), None
+            return [None] * len(self.groups), None
         for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):
                 group.storage.hand_out(lease)
-        return found.leases, None if found.copies is None else found.copies[0]
+        return list(found.leases), None if found.copies is None else found.copies[0]
 
     def withdraw(self, ids: Tensor) -> None:
         """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""

@@ -48,7 +48,8 @@ class Remedies(NamedTuple):
 
 
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()
-_seen = [-1, -1]  # references to the classes of gradient scalers when they were last looked for
+_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+_seen = (-1, -1)  # references to these classes when scalers were last looked for
 _scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 _hook: Any = None
 
@@ -110,16 +111,18 @@ def check_scaler(steps: RowSteps) -> None:
     Raises:
         ConfigError: a gradient scaler is in use in this process.
     """
+    global _seen
     if steps.scale != 1.0:
         return
-    classes = [torch.amp.GradScaler, torch.cuda.amp.GradScaler]
-    counts = [sys.getrefcount(each) for each in classes]
+    counts = (sys.getrefcount(_SCALERS[0]), sys.getrefcount(_SCALERS[1]))
     if counts != _seen:
-        _seen[:] = counts
+        _seen = counts
         _scalers.clear()
-        for kind in classes:
+        for kind in _SCALERS:
             _scalers.update(each for each in gc.get_referrers(kind) if isinstance(each, torch.amp.GradScaler))
-    if any(each.is_enabled() and each._scale is not None for each in _scalers):  # one that has scaled something
+    if _scalers and any(
+        each.is_enabled() and each._scale is not None for each in _scalers
+    ):  # one that has scaled something
         raise ConfigError(
             f"a GradScaler is in use, and the rows of {steps.name} step inside backward: they would move by the scaled "
             f"gradient. {steps.remedies.step}{steps.remedies.scaler}. If the scaler is not for this model, say so: "

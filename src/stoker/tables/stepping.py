@@ -60,9 +60,9 @@ class _Backward:
 
     __slots__ = ("__weakref__", "_again", "_steps", "_task", "gradients")
 
-    def __init__(self, steps: RowSteps) -> None:
+    def __init__(self, steps: RowSteps, task: int) -> None:
         self.gradients: list[Any] = []
-        self._steps, self._task = steps, torch._C._current_graph_task_id()
+        self._steps, self._task = steps, task
         self._again = dist.is_available() and dist.is_initialized()
 
     def __call__(self) -> None:
@@ -71,8 +71,7 @@ class _Backward:
             Variable._execution_engine.queue_callback(self)
             return
         gradients, self.gradients = self.gradients, []
-        self._steps.latest = self._task
-        self._steps.end_backward(gradients)
+        self._steps.end_backward(gradients, self._task)
 
 
 class RowSteps:
@@ -94,7 +93,8 @@ class RowSteps:
         self.alone = False  # whether other ranks may hold other rows
         self.optimizer: TableOptimizer | None = None
         self._accumulating = 0
-        self._running: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._running: dict[int, weakref.ref[_Backward]] = {}
+        self._watched = False
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, as the handle's gradient says
         self._published: Tensor | None = None  # what the handle was given as its gradient, and its version then
@@ -137,27 +137,37 @@ class RowSteps:
 
     def _of(self, task: int) -> _Backward:
         """What the running backward ``task`` has found."""
-        backward = self._running.get(task)
+        known = self._running.get(task)
+        backward = None if known is None else known()
         if backward is None:
-            backward = self._running[task] = _Backward(self)
+            for number, each in list(self._running.items()):  # of backwards that failed
+                if each() is None:
+                    self._running.pop(number, None)
+            backward = _Backward(self, task)
+            self._running[task] = weakref.ref(backward)
             Variable._execution_engine.queue_callback(backward)
         return backward
 
     def collect(self, gradient: Any, enclosing: int = -1) -> None:
         """Keep a gradient until the backward that is running ends, or the one that its forward ran in."""
-        backward = self._running.get(enclosing)
+        around = self._running.get(enclosing)
+        backward = None if around is None else around()
         if backward is None:
             if not misuse.is_wanted(self):
                 return
             backward = self._of(torch._C._current_graph_task_id())
         backward.gradients.append(gradient)
 
-    def end_backward(self, gradients: list[Any]) -> None:
-        """A backward has ended: step, or wait for what says so."""
-        trained = self.trained
+    def end_backward(self, gradients: list[Any], task: int) -> None:
+        """The backward ``task`` has ended: step, or wait for what says so."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                return self.end_backward(gradients, task)
+        self._running.pop(task, None)
+        self.latest, trained = task, self.trained
         if trained is None or not gradients:
-            return
-        with self._lock, torch.no_grad():
+            return None
+        with self._lock:
             gradients = trained.exchange(gradients)
             if self.deferred:
                 self._take_changes()
@@ -180,6 +190,7 @@ class RowSteps:
                 trained.apply_gradients(gradients, self.scale)
                 self.since_optimizer += 1
                 self._mark()
+        return None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -268,9 +279,8 @@ class RowSteps:
         if not self.checked:
             return
         handle: Tensor = self.trained.handle
-        grad, mark = handle.grad, self._marked
-        known = mark is grad and mark is self._published
-        if known and mark is not None and mark._version == self._version:
+        mark = self._marked
+        if mark is not None and mark is self._published and mark._version == self._version and mark is handle.grad:
             return
         mark = handle.new_full((2,), _MARK)
         self._marked = mark
@@ -299,7 +309,9 @@ class RowSteps:
         if not self.alone:
             misuse.check_ranks(self)
         if self.checked and not self.deferred:
-            misuse.watch(self)
+            if not self._watched:
+                misuse.watch(self)
+                self._watched = True
             self.check_mark()
 
     def check_mark(self) -> None:
@@ -308,11 +320,12 @@ class RowSteps:
         Raises:
             ConfigError: see above.
         """
-        grad, published = self.trained.handle.grad, self._published
-        if published is not None and grad is published and published._version != self._version:
-            self._published = None
-            if published.tolist() != [0.0, 0.0]:
-                raise misuse.changed_gradient(self)
+        published = self._published
+        if published is None or published._version == self._version or published is not self.trained.handle.grad:
+            return
+        self._published = None
+        if published.tolist() != [0.0, 0.0]:
+            raise misuse.changed_gradient(self)
 
 
 class TableOptimizer(torch.optim.Optimizer):
