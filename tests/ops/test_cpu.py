@@ -60,10 +60,10 @@ def cases(draw):
     return space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=70)  # each pair of width and rule is a kernel to compile
 @given(
     case=cases(),
-    dim=st.sampled_from([1, 3, 16, 20, 100]),
+    dim=st.sampled_from([1, 3, 16, 100]),
     optimizer=st.sampled_from(OPTIMIZERS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     threads=st.sampled_from([1, 2, 3]),
