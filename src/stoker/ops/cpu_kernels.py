@@ -210,8 +210,9 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
             shift = np.uint64(64 - bits)
             direct = rows <= mask  # every row has a place of its own: no hashing
             one = np.float32(1.0)
+            most = occurrences[table]
             count = np.int64(0)
-            bad = False
+            bad = False  # what is bad is read as something harmless, and told at the end: this loop must not branch
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
@@ -224,14 +225,14 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                         begin, end = offsets[bag], offsets[bag + 1]
                         if begin < 0 or end < begin or end > len(ids):
                             bad = True
-                            break
+                            end = begin
                         if mean and end > begin:
                             one = np.float32(1.0) / np.float32(end - begin)
                     for k in range(begin, end):
                         row = np.int64(ids[k])
-                        if row < 0 or row >= rows:
+                        if np.uint64(row) >= np.uint64(rows):
                             bad = True
-                            break
+                            row = np.int64(0)
                         if others and (row >> 4) & others != part:
                             continue
                         if weighted:
@@ -244,9 +245,9 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                                 counts[slots[h]] += 1
                             row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
                         else:
-                            if count >= occurrences[table]:
+                            if jagged and count >= most:
                                 bad = True
-                                break
+                                continue
                             keys[h] = row
                             slots[h] = count
                             places[count] = h
@@ -260,10 +261,6 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                             if counted:
                                 counts[count] = 1
                             count += 1
-                    if bad:
-                        break
-                if bad:
-                    break
             if bad:
                 for u in range(count):
                     keys[places[u]] = -1
