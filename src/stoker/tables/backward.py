@@ -62,15 +62,19 @@ class Lookup(torch.autograd.Function):
         handle: Tensor,
         tables: EmbeddingTables,
         many: Sequence[Lookups],
-        leases: Sequence[Lease | None],
+        leases: list[Lease | None],
+        given: tuple[Tensor, Tensor | None],
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         bags = [each.bags for each in many]
         ctx.save_for_backward(*[each.ids for each in bags], *[each.offsets for each in bags], *weights)
         ctx.set_materialize_grads(False)  # of outputs that no loss depends on
         ctx.call = _Call(tables, many, leases)
-        parts = zip(tables.groups, many, leases, strict=True)
-        return tuple([group.lookup(each, lease) for group, each, lease in parts])
+        found = []
+        for index, each in enumerate(many):
+            leases[index] = lease = tables.lease_for(index, each, leases[index], given)
+            found.append(tables.groups[index].lookup(each, lease))
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -81,13 +85,13 @@ class Lookup(torch.autograd.Function):
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     call: _Call = ctx.call
     saved, count, wanted = ctx.saved_tensors, len(grads), ctx.needs_input_grad
-    found: list[Tensor | None] = [None] * (4 + count)
+    found: list[Tensor | None] = [None] * (5 + count)
     for index, grad in enumerate(grads):
         if grad is not None:
             bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
-            found[4 + index] = call.tables.backward_of(
+            found[5 + index] = call.tables.backward_of(
                 index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.versions[index],
-                rows=wanted[0], weights=wanted[4 + index], trains=call.trains, enclosing=call.enclosing,
+                rows=wanted[0], weights=wanted[5 + index], trains=call.trains, enclosing=call.enclosing,
             )  # fmt: skip
     return tuple(found)
 

@@ -350,26 +350,39 @@ class EmbeddingTables(nn.Module):
             self._check_copy()
         leases, copy = self._take_staged(ids, offsets)
         many = self.splitter.split(ids, offsets, weights)
-        for index, lookups in enumerate(many):
-            lease = leases[index]
-            if lease is not None:
-                lease.use(lookups.bags)
-            else:
-                leases[index] = self.groups[index].acquire(lookups)
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            for lookups, lease in zip(many, leases, strict=True):
-                if lease is not None and lease.can_end and _share(mine := lookups.bags.ids, ids):
-                    lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
-            found = Lookup.apply(handle, self, many, leases, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
+            given = ids, copy
+            found = Lookup.apply(handle, self, many, leases, given, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
         else:
             found = []
-            for group, lookups, lease in zip(self.groups, many, leases, strict=True):
-                found.append(group.lookup(lookups, lease))
+            for index, lookups in enumerate(many):
+                lease = self.lease_for(index, lookups, leases[index])
+                found.append(self.groups[index].lookup(lookups, lease))
                 if lease is not None:
                     lease.release(changed=False)
         return self.splitter.join(
             [group.pool(out, each) for group, out, each in zip(self.splitter.groups, found, many, strict=True)]
         )
+
+    def lease_for(
+        self, index: int, lookups: Lookups, lease: Lease | None, given: tuple[Tensor, Tensor | None] | None = None
+    ) -> Lease | None:
+        """The right to look up: that of a stage, or one acquired now.
+
+        Args:
+            index: of the group.
+            lookups: what it will look up.
+            lease: of a stage.
+            given: for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
+        """
+        if lease is not None:
+            lease.use(lookups.bags)
+        else:
+            lease = self.groups[index].acquire(lookups)
+        if given is not None and lease is not None and lease.can_end and _share(mine := lookups.bags.ids, given[0]):
+            ids, copy = given
+            lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
+        return lease
 
     def backward_of(
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
