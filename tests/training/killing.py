@@ -155,7 +155,7 @@ def own_loop(path: str, *, out: str, home: str | None) -> None:
             stoker.save(last, model, dense, staged, extra_state={"scaler": scaler}, overwrite=True)
         if batch.step == 79:
             break
-    stoker.save(Path(out) / "final", model, dense, staged, extra_state={"scaler": scaler})
+    stoker.save(Path(out) / "final", model, dense, staged, extra_state={"scaler": scaler}, overwrite=True)
     model.embeddings.close()
 
 
