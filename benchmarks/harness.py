@@ -307,7 +307,7 @@ def latest(folder: Path) -> dict[tuple[str, str], tuple[Path, dict[str, Any], di
         made = json.loads(path.read_text())
         for bar in made["bars"]:
             key = (made["machine"]["slug"], bar["name"])
-            # Files of before 2026-11-24 have a date only, which sorts before any time of that day.
+            # The oldest files have a date only, which sorts before any time of that day.
             rank = (bar["status"] != "not run", not made["quick"], made.get("time", made["date"]))
             if key not in ranks or rank >= ranks[key]:
                 found[key], ranks[key] = (path, made, bar), rank

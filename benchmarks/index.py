@@ -17,8 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 HEAD = """# Results
 
 Written by `python -m benchmarks.index` from the files of this folder; a test fails where it is not up to date. No
-result is from a GPU. Results are append-only: a rerun adds files and names those it supersedes. Files of before
-2026-11-24 carry a date only; some were overwritten by reruns of their day, and Git has what they held.
+result is from a GPU. Results are append-only: a rerun adds files and names those it supersedes. Files whose
+names end in a date are the oldest; some were overwritten by reruns of their day, and Git has what they held.
 [What changed in bars, workloads and tolerances](../CHANGES.md).
 
 Bars whose names end in `-vs-fbgemm`, `-vs-torch` and the `dlrm-step` group are history: one workload, weaker peers. The

@@ -14,7 +14,7 @@ import pytest
 
 import stoker
 
-pytest.importorskip("numba")
+pytest.importorskip("numba", reason="there is nothing to cache without numba")
 
 _PROGRAM = """
 import json, sys

@@ -146,7 +146,7 @@ class Kernel:
         self._numbers = [types.int64] * 3 if called else []
         self._options: dict[str, Any] = {} if allocates else _PLAIN
         self._compiled: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by Numba's types
-        self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}  # the same, by what is told faster
+        self._entries: dict[tuple[Any, ...], tuple[int, Any]] = {}  # the same, by what NumPy tells at once
 
     def entry(self, *values: Any) -> int:
         """The address of the code for arguments of these types.

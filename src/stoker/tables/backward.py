@@ -96,4 +96,5 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
+# Under backward(create_graph=True): what it returns cannot be differentiated again, and autograd is told so.
 _refused_twice = once_differentiable(_backward)

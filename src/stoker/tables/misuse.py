@@ -120,9 +120,8 @@ def check_scaler(steps: RowSteps) -> None:
         _scalers.clear()
         for kind in _SCALERS:
             _scalers.update(each for each in gc.get_referrers(kind) if isinstance(each, torch.amp.GradScaler))
-    if _scalers and any(
-        each.is_enabled() and each._scale is not None for each in _scalers
-    ):  # one that has scaled something
+    # One counts once it has scaled something.
+    if _scalers and any(each.is_enabled() and each._scale is not None for each in _scalers):
         raise ConfigError(
             f"a GradScaler is in use, and the rows of {steps.name} step inside backward: they would move by the scaled "
             f"gradient. {steps.remedies.step}{steps.remedies.scaler}. If the scaler is not for this model, say so: "

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,7 @@ def new_handle(device: torch.device | str) -> nn.Parameter:
 
 
 _REMEDIES = misuse.Remedies()
+_NOTHING = nullcontext()
 _WAITING = 256  # backwards after which gradients that nobody uses draw a warning
 
 
@@ -94,7 +95,6 @@ class RowSteps:
         self.optimizer: TableOptimizer | None = None
         self._accumulating = 0
         self._running: dict[int, weakref.ref[_Backward]] = {}
-        self._watched = False
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, as the handle's gradient says
         self._published: Tensor | None = None  # what the handle was given as its gradient, and its version then
@@ -160,14 +160,12 @@ class RowSteps:
 
     def end_backward(self, gradients: list[Any], task: int) -> None:
         """The backward ``task`` has ended: step, or wait for what says so."""
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            with torch.no_grad():
-                return self.end_backward(gradients, task)
         self._running.pop(task, None)
         self.latest, trained = task, self.trained
         if trained is None or not gradients:
-            return None
-        with self._lock:
+            return
+        # Gradients are on in a backward with create_graph=True alone; turning them off costs a microsecond.
+        with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             gradients = trained.exchange(gradients)
             if self.deferred:
                 self._take_changes()
@@ -190,7 +188,6 @@ class RowSteps:
                 trained.apply_gradients(gradients, self.scale)
                 self.since_optimizer += 1
                 self._mark()
-        return None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -309,9 +306,7 @@ class RowSteps:
         if not self.alone:
             misuse.check_ranks(self)
         if self.checked and not self.deferred:
-            if not self._watched:
-                misuse.watch(self)
-                self._watched = True
+            misuse.watch(self)
             self.check_mark()
 
     def check_mark(self) -> None:
