@@ -149,7 +149,7 @@ def test_freed_memory_is_kept_where_glibc_agrees():
         "import sys, stoker.device as d, torch, resource\n"
         "kept = sys.argv[1] != 'leave' and d.keep_freed_memory()\n"
         "if sys.argv[1] == 'return': d.return_freed_memory()\n"
-        "def step(): return [torch.empty(2**22).fill_(1.0) for _ in range(10)]\n"
+        "def step(): return [torch.empty(2**20).fill_(1.0) for _ in range(10)]\n"
         "for _ in range(5): step()\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "for _ in range(10): step()\n"

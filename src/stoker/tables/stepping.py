@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
@@ -64,7 +63,7 @@ class _Backward:
     def __init__(self, steps: RowSteps, task: int) -> None:
         self.gradients: list[Any] = []
         self._steps, self._task = steps, task
-        self._again = dist.is_available() and dist.is_initialized()
+        self._again = misuse.several_processes()
 
     def __call__(self) -> None:
         if self._again:  # behind DistributedDataParallel's own last act, which writes gradients of all parameters
@@ -94,6 +93,7 @@ class RowSteps:
         self.alone = False  # whether other ranks may hold other rows
         self.optimizer: TableOptimizer | None = None
         self._accumulating = 0
+        self._watched = False  # asking misuse at each step would cost more than all else that is checked
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, as the handle's gradient says
@@ -306,7 +306,9 @@ class RowSteps:
         if not self.alone:
             misuse.check_ranks(self)
         if self.checked and not self.deferred:
-            misuse.watch(self)
+            if not self._watched:
+                misuse.watch(self)
+                self._watched = True
             self.check_mark()
 
     def check_mark(self) -> None:
