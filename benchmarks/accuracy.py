@@ -69,7 +69,7 @@ def prepared(task: Task, run: Run) -> Path:
         NotRun: its files are not on this machine.
     """
     files = data_files(*task.files)
-    from stoker.data.prepare import run_prepare
+    from stoker.prep.prepare import run_prepare
 
     out = CACHE / task.recipe
     if not (out / "manifest.json").exists():

@@ -16,16 +16,16 @@ from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
 from benchmarks.peers.worker_tools import peak_memory
 from benchmarks.popularity import CASES, SHARES, criteo_rows, forget
 from benchmarks.workload import KAGGLE
-from stoker.data.dataset import Dataset
-from stoker.data.hot_cold import ClassifyReport
-from stoker.data.hot_mask import NumpyHotMask
-from stoker.data.shards import MappedShard
-from stoker.data.split import Split
-from stoker.placement.classify import run_classify
-from stoker.placement.hot_profile import HotProfile
-from stoker.placement.popularity import profile
+from stoker.base.units import format_size
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.shards import MappedShard
+from stoker.dataset.split import Split
 from stoker.placement.replay import row_size
-from stoker.units import format_size
+from stoker.rewrite.classified import ClassifyReport
+from stoker.rewrite.fae.classify import run_classify
+from stoker.rewrite.fae.hot_profile import HotProfile
+from stoker.rewrite.fae.popularity import profile
+from stoker.rewrite.hot_mask import NumpyHotMask
 
 __all__ = ["bars", "byte_budget"]
 

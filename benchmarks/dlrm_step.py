@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.dlrm_workload import DLRM_MATRIX, QUICK_DLRM_MATRIX, DlrmWorkload, check_model
 from benchmarks.harness import Bar, NotRun, Outcome, Run, Table
 from benchmarks.rounds import Contestant, Timings, compare, play
-from stoker.device import has_bf16_products
+from stoker.base.device import has_bf16_products
 
 __all__ = ["bars"]
 

@@ -21,7 +21,7 @@ import stoker
 from benchmarks.accuracy import TASKS, prepared
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
 from benchmarks.schedule import globo_sessions
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 
 __all__ = ["bars"]
 

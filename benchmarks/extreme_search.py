@@ -28,8 +28,8 @@ from typing import Any
 import stoker
 from benchmarks.extreme_batches import CASES, SEEDS, SMALL
 from benchmarks.harness import CACHE, Run, Table
-from stoker.data.dataset import Dataset
-from stoker.data.split import Split
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.split import Split
 
 __all__ = ["KNOBS", "Untested", "main", "search", "table"]
 

@@ -26,7 +26,7 @@ import stoker
 from benchmarks.gpu_tools import Clock, Setting, synchronize, zipf_ids
 from benchmarks.harness import NotRun, WrongResult
 from stoker import DLRM, Batch, FeatureSpec, RowWiseAdagrad
-from stoker.tables.transfer import TransferStats
+from stoker.tables.links.transfer import TransferStats
 
 __all__ = ["DENSE", "Contest", "Measured", "Workload", "moved", "ratio", "release", "same_rows", "tf32"]
 

@@ -21,8 +21,8 @@ from benchmarks.gpu_limits import limits
 from benchmarks.gpu_tools import Clock, Setting, milliseconds, zipf_ids
 from benchmarks.harness import NotRun, Outcome, Table, WrongResult
 from stoker.ops import AddressSpace, Bags, ReferenceBackend, Rounding, RowRule
+from stoker.ops.gpu.backend import TritonBackend, interpreted
 from stoker.ops.space import make_space
-from stoker.ops.triton_backend import TritonBackend, interpreted
 
 __all__ = ["measure"]
 

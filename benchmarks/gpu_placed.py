@@ -11,9 +11,9 @@ from benchmarks.gpu_limits import limits
 from benchmarks.gpu_tools import Clock, Setting
 from benchmarks.harness import Outcome, Table, WrongResult
 from stoker import DLRM, Cached, ConfigError
-from stoker.tables.home import MemoryHome
-from stoker.tables.residency import ReferenceResidency
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots.residency import ReferenceResidency
+from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.stores.home import MemoryHome
 
 __all__ = ["measure"]
 

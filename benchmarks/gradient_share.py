@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 import stoker
 from benchmarks import reader
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models.tabular import Tabular
 
 __all__ = ["bars"]

@@ -25,8 +25,8 @@ from benchmarks.hybrid import GPU_FLOPS, PCIE, Hybrid, PacedLink, Wire, dense_fl
 from benchmarks.lookahead import globo
 from benchmarks.workload import SKEW, kaggle_like
 from stoker import synthetic
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
 from stoker.optim import Constant
 from stoker.placement.replay import row_size

@@ -12,13 +12,13 @@ import time
 import torch
 from torch import Tensor
 
-from stoker.data.batch import Batch
+from stoker.dataset.batch import Batch
 from stoker.models import DLRM, RecModel
 from stoker.ops.loss import binary_cross_entropy
-from stoker.tables.home import Home
-from stoker.tables.residency import Ints
+from stoker.tables.links.transfer import QueuedLink, TransferStats, Writeback
+from stoker.tables.slots.residency import Ints
 from stoker.tables.storage import Rows
-from stoker.tables.transfer import QueuedLink, TransferStats, Writeback
+from stoker.tables.stores.home import Home
 
 __all__ = ["Hybrid", "PacedLink", "Wire", "dense_flops", "like_a_gpu"]
 

@@ -20,12 +20,12 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from benchmarks import reader
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
-from stoker.data.held import bytes_held
-from stoker.data.order import EpochOrder
-from stoker.data.reader import BatchStream
-from stoker.data.split import Split
-from stoker.device import resident_memory
-from stoker.units import format_size
+from stoker.base.device import resident_memory
+from stoker.base.units import format_size
+from stoker.dataset.reading.held import bytes_held
+from stoker.dataset.reading.order import EpochOrder
+from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import Split
 
 __all__ = ["bars"]
 

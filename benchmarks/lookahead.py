@@ -17,17 +17,17 @@ from functools import cache, partial
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from benchmarks.workload import SKEW, kaggle_like
 from stoker import synthetic
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import run_prepare
+from stoker.dataset.dataset import Dataset
 from stoker.optim import SGD
 from stoker.placement.id_trace import dataset_space, dataset_steps, record
 from stoker.placement.replay import Replay, replay, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
+from stoker.prep.prepare import run_prepare
 from stoker.tables import Cached, EmbeddingTables, tables_for
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, MeteredStage
-from stoker.training.step_time import measure_step
+from stoker.training.sizing.step_time import measure_step
 from stoker.training.totals import StageTotals
 
 __all__ = ["bars", "percent_above"]

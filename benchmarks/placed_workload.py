@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.harness import CACHE, WrongResult
 from benchmarks.peers.placed_tools import RankIds, filled_ids, load_trace
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.optim import RowWiseAdagrad
 from stoker.placement.planner import plan
 from stoker.tables.config import Slotted, TableConfig
-from stoker.tables.home import Initial
+from stoker.tables.stores.home import Initial
 
 __all__ = ["EPS", "LR", "FileTrace", "check_close", "check_same_losses", "large_rows", "planned"]
 

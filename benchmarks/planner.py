@@ -15,13 +15,13 @@ import torch
 
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
 from benchmarks.lookahead import TRACES, Trace
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
 from stoker.tables import stage
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run
-from stoker.training.step_time import measure_step
+from stoker.training.sizing.step_time import measure_step
 
 __all__ = ["bars"]
 

@@ -23,13 +23,13 @@ from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, dat
 from benchmarks.lookahead import globo
 from benchmarks.workload import KAGGLE, SKEW, kaggle_like
 from stoker import synthetic
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import run_prepare
-from stoker.placement.hot_profile import HotProfile, HotTable
-from stoker.placement.popularity import profile
-from stoker.placement.row_estimates import ExactRows
-from stoker.placement.sampling import AccessLog, draw
-from stoker.placement.threshold import Thresholds
+from stoker.dataset.dataset import Dataset
+from stoker.prep.prepare import run_prepare
+from stoker.rewrite.fae.hot_profile import HotProfile, HotTable
+from stoker.rewrite.fae.popularity import profile
+from stoker.rewrite.fae.row_estimates import ExactRows
+from stoker.rewrite.fae.sampling import AccessLog, draw
+from stoker.rewrite.fae.threshold import Thresholds
 
 __all__ = ["CASES", "SHARES", "bars", "book_crossing", "criteo_rows", "forget"]
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
-from stoker.data.dataset import Dataset
-from stoker.data.order import EpochOrder
-from stoker.data.split import Split
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.order import EpochOrder
+from stoker.dataset.split import Split
 from stoker.testing import make_dataset
 
 __all__ = ["STEP_SECONDS", "bars", "seconds_per_batch"]

@@ -17,12 +17,12 @@ import numpy as np
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
 from benchmarks.lookahead import globo
 from benchmarks.popularity import book_crossing
-from stoker.data.dataset import Dataset
-from stoker.data.id_order import Reordering
-from stoker.data.reorder import run_reorder
-from stoker.data.split import Split
-from stoker.errors import DependencyError
-from stoker.ops.tensor_train_shape import factorize
+from stoker.base.errors import DependencyError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.split import Split
+from stoker.ops.tt.shape import factorize
+from stoker.rewrite.id_order import Reordering
+from stoker.rewrite.reorder import run_reorder
 
 __all__ = ["bars"]
 

@@ -20,8 +20,8 @@ import stoker
 from benchmarks.accuracy import TASKS, Task, prepared
 from benchmarks.classify import byte_budget
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import load_recipe, run_prepare
+from stoker.dataset.dataset import Dataset
+from stoker.prep.prepare import load_recipe, run_prepare
 
 __all__ = ["bars"]
 

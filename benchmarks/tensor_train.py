@@ -25,7 +25,7 @@ from benchmarks.tensor_train_workload import (
     ids_file,
 )
 from benchmarks.workload import KAGGLE
-from stoker.ops.tensor_train_shape import TTShape, factorize
+from stoker.ops.tt.shape import TTShape, factorize
 
 __all__ = ["bars", "footprint"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import stoker
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult, data_files
 from benchmarks.schedule import globo_sessions
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import run_prepare
+from stoker.dataset.dataset import Dataset
+from stoker.prep.prepare import run_prepare
 from stoker.training import TrainConfig
 
 __all__ = ["bars"]

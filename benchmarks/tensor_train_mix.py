@@ -21,8 +21,8 @@ from benchmarks.hot_cold import BATCH, MLPS, WIDE, zipf_log
 from benchmarks.hybrid import PacedLink, Wire, dense_flops, like_a_gpu
 from benchmarks.popularity import criteo_rows
 from benchmarks.workload import KAGGLE
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
 from stoker.tables import stage
 from stoker.training.placing import slotted
 

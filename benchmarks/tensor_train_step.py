@@ -14,8 +14,8 @@ import torch
 import stoker
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
 from benchmarks.workload import KAGGLE, kaggle_like, zipf_ids
-from stoker.ops.tensor_train import rows_by_definition
-from stoker.tables.tensor_train import CompressedGroup
+from stoker.ops.tt.lookup import rows_by_definition
+from stoker.tables.compressed.tensor_train import CompressedGroup
 
 __all__ = ["bars"]
 

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from benchmarks.harness import CACHE, Run, WrongResult
 from benchmarks.lookahead import globo
 from benchmarks.peers.tt_tools import LR, cores_of
-from stoker.ops.tensor_train_shape import TTShape, factorize
+from stoker.ops.tt.shape import TTShape, factorize
 
 __all__ = ["BATCH", "PUBLISHED_COLS", "UNSTRETCHED", "Case", "check", "equal_rows"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from stoker.units import format_duration
+from stoker.base.units import format_duration
 
 ROOT = Path(__file__).parents[1]
 DATA, RUN, PROFILE = Path("data/demo"), Path("runs/demo"), Path("runs/demo/hot.json")

@@ -16,8 +16,8 @@ import polars as pl
 
 import stoker
 from stoker import features as f
-from stoker.data.schema import DenseColumn
-from stoker.features.tables import read_table
+from stoker.prep.features.tables import read_table
+from stoker.prep.schema import DenseColumn
 
 
 def train(data: stoker.Dataset, out: Path) -> Any:

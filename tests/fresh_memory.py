@@ -1,6 +1,6 @@
 """Fill fresh memory with not-a-number, so that a kernel that leaves an element unwritten shows in a test.
 
-``torch.empty`` and its kin, ``numpy.empty`` and :class:`stoker.ops.arena.Arena` give floats that are NaN, on every
+``torch.empty`` and its kin, ``numpy.empty`` and :class:`stoker.ops.cpu.arena.Arena` give floats that are NaN, on every
 device and back end, for the whole process. Integers stay as they come. Kernels that Numba compiles are what they are
 elsewhere.
 """
@@ -46,7 +46,7 @@ def _numpy_filled(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 def fill_fresh_memory() -> None:
     """Do so from now on."""
-    from stoker.ops.arena import Arena
+    from stoker.ops.cpu.arena import Arena
 
     for owner, name in (
         (torch, "empty"),

@@ -514,7 +514,7 @@ def test_bijective_ids() -> None:
 
 @given(st.integers(14, 10_000))
 def test_split_rows_are_those_of_the_recipe(rows: int) -> None:
-    from stoker.data.split_rules import _halved_runs
+    from stoker.prep.fit.split_rules import _halved_runs
 
     codes = np.bincount(_halved_runs(np.arange(rows), rows, 7), minlength=3)
     found = split_rows(rows)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker import device
-from stoker.errors import ConfigError
+from stoker.base import device
+from stoker.base.errors import ConfigError
 
 
 def test_devices() -> None:
@@ -99,7 +99,7 @@ def test_processors_of_a_container(
 
 
 def test_preparing_takes_the_processors_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = importlib.import_module("stoker.data.prepare")
+    prepare = importlib.import_module("stoker.prep.prepare")
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("300000 100000\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)), raising=False)
@@ -146,7 +146,7 @@ def test_freed_memory_is_kept_where_glibc_agrees():
     import sys
 
     code = (
-        "import sys, stoker.device as d, torch, resource\n"
+        "import sys, stoker.base.device as d, torch, resource\n"
         "kept = sys.argv[1] != 'leave' and d.keep_freed_memory()\n"
         "if sys.argv[1] == 'return': d.return_freed_memory()\n"
         "def step(): return [torch.empty(2**20).fill_(1.0) for _ in range(10)]\n"

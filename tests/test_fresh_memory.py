@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stoker.ops import Bags, get_backend
-from stoker.ops.arena import Arena
+from stoker.ops.cpu.arena import Arena
 from stoker.ops.space import make_space
 
 LIKE = torch.zeros(3, 4)
@@ -50,7 +50,7 @@ def test_memory_that_an_arena_lends_again():
 
 
 def test_a_kernel_of_the_cpu_that_writes_nothing_shows(monkeypatch):
-    kernels = pytest.importorskip("stoker.ops.cpu_kernels", reason="the CPU back end needs numba")
+    kernels = pytest.importorskip("stoker.ops.cpu.kernels", reason="the CPU back end needs numba")
     space = make_space(["t"], [5], [["f"]], ["f"])
     backend, weight, bags = get_backend("cpu", torch.device("cpu")), torch.ones(5, 4), Bags(torch.zeros(6, 1).long())
     for _ in range(2):  # the second lookup gets the memory of the first

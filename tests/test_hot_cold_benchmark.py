@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.hybrid import GPU_FLOPS, PCIE, Hybrid, PacedLink, Wire, dense_flops, like_a_gpu
 from stoker import DLRM, SGD, Batch, FeatureSpec, HotCold
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots.slotted import SlottedRows
 
 SIZES = [50, 20, 3]
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import loading, reader
 from benchmarks.harness import Run, WrongResult
-from stoker.data.split import Split
+from stoker.dataset.split import Split
 from stoker.testing import make_dataset
 
 QUICK = Run.of(quick=True, rounds=2)

@@ -20,7 +20,7 @@ from benchmarks.peers.tt_tools import cores_of, left_by
 from benchmarks.rounds import Contestant, work
 from benchmarks.tensor_train import SETS, VARIANTS, contestants, footprint, published_shape
 from benchmarks.tensor_train_workload import Case, check, equal_rows, ids_file
-from stoker.ops.tensor_train import rows_by_definition
+from stoker.ops.tt.lookup import rows_by_definition
 
 QUICK = Run.of(quick=True)
 CASE = Case(rows=3000, dim=16, rank=6)

@@ -16,8 +16,8 @@ import pytest
 
 import stoker
 from stoker.models.base import ModelSettings
-from stoker.training.rerun import MACHINE
 from stoker.training.settings import MachineSettings, TrainSettings
+from stoker.training.tools.rerun import MACHINE
 
 ROOT = Path(stoker.__file__).parent
 

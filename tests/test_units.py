@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError
-from stoker.units import format_count, format_duration, format_size, parse_count, parse_share, parse_size
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_count, format_duration, format_size, parse_count, parse_share, parse_size
 
 
 @pytest.mark.parametrize(

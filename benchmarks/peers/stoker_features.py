@@ -8,7 +8,7 @@ from worker_tools import argument, versions
 
 import stoker
 from stoker import features as f
-from stoker.features.tables import read_table
+from stoker.prep.features.tables import read_table
 
 versions(stoker=stoker.__version__, polars=pl.__version__)
 

@@ -9,7 +9,8 @@ import torch
 from worker_tools import argument, peak_memory, say, versions
 
 import stoker
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.source_format import SourceFormat
 
 versions(stoker=stoker.__version__, torch=torch.__version__)
 

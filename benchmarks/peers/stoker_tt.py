@@ -10,8 +10,8 @@ from tt_tools import LR, run_cases
 from worker_tools import argument, say, versions
 
 import stoker
-from stoker.ops.tensor_train import build_trie, expand, gradients
-from stoker.ops.tensor_train_shape import TTShape
+from stoker.ops.tt.lookup import build_trie, expand, gradients
+from stoker.ops.tt.shape import TTShape
 from stoker.optim import SGD
 
 config = argument()

@@ -8,10 +8,11 @@ from worker_tools import argument, versions
 
 import stoker
 from stoker.ops import get_backend
-from stoker.ops.tensor_train import Level, Trie, build_trie, expand, gradients
-from stoker.ops.tensor_train_shape import TTShape
+from stoker.ops.tt.level import Level
+from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients
+from stoker.ops.tt.shape import TTShape
 from stoker.optim import SGD
-from stoker.tables.tensor_train import update_slices
+from stoker.tables.compressed.tensor_train import update_slices
 
 config = argument()
 torch.set_num_threads(config["threads"])

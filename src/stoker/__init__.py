@@ -9,17 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stoker.base.version import __version__
+
 if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py compares these names with those below
-    from stoker import features, optim
-    from stoker.data import recipes, synthetic
-    from stoker.data.batch import Batch
-    from stoker.data.dataset import Dataset
-    from stoker.data.features import Feature, FeatureSpec
-    from stoker.data.id_order import Reordering
-    from stoker.data.prepare import prepare
-    from stoker.data.reorder import reorder
-    from stoker.data.schema import Schema
-    from stoker.errors import CheckpointError, ConfigError, DataError, SchemaError, StokerError
+    from stoker import optim, synthetic
+    from stoker.base.errors import CheckpointError, ConfigError, DataError, SchemaError, StokerError
+    from stoker.dataset.batch import Batch
+    from stoker.dataset.dataset import Dataset
+    from stoker.dataset.spec import Feature, FeatureSpec
     from stoker.models import DCN, DIN, DLRM, TBSM, DeepFM, RecModel, SequenceModel, Tabular
     from stoker.optim import (
         FTRL,
@@ -37,12 +34,17 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
         RowWiseAdagrad,
         StepDecay,
     )
-    from stoker.placement.classify import classify
-    from stoker.placement.hot_profile import HotProfile
     from stoker.placement.placement import Placement
     from stoker.placement.planner import plan
-    from stoker.placement.popularity import profile
     from stoker.placement.replay import replay
+    from stoker.prep import features, recipes
+    from stoker.prep.prepare import prepare
+    from stoker.prep.schema import Schema
+    from stoker.rewrite.fae.classify import classify
+    from stoker.rewrite.fae.hot_profile import HotProfile
+    from stoker.rewrite.fae.popularity import profile
+    from stoker.rewrite.id_order import Reordering
+    from stoker.rewrite.reorder import reorder
     from stoker.tables import (
         Cached,
         Device,
@@ -58,39 +60,38 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
         tables_for,
     )
     from stoker.training import TrainConfig, evaluate, load, predict, save, train
-    from stoker.training.compare import compare
-    from stoker.training.find_lr import find_lr
-    from stoker.training.trace import trace
-    from stoker.training.verify import verify
+    from stoker.training.tools.compare import compare
+    from stoker.training.tools.find_lr import find_lr
+    from stoker.training.tools.trace import trace
+    from stoker.training.tools.verify import verify
 
-__version__ = "0.1.0"
 
 # Public name -> module that defines it.
 _HOME = {
     "Adagrad": "stoker.optim",
     "Adam": "stoker.optim",
     "AdamW": "stoker.optim",
-    "Batch": "stoker.data.batch",
+    "Batch": "stoker.dataset.batch",
     "Cached": "stoker.tables",
-    "CheckpointError": "stoker.errors",
-    "ConfigError": "stoker.errors",
+    "CheckpointError": "stoker.base.errors",
+    "ConfigError": "stoker.base.errors",
     "Constant": "stoker.optim",
     "CosineDecay": "stoker.optim",
     "DCN": "stoker.models",
     "DIN": "stoker.models",
     "DLRM": "stoker.models",
-    "DataError": "stoker.errors",
-    "Dataset": "stoker.data.dataset",
+    "DataError": "stoker.base.errors",
+    "Dataset": "stoker.dataset.dataset",
     "DeepFM": "stoker.models",
     "DenseLAMB": "stoker.optim",
     "Device": "stoker.tables",
     "EmbeddingTables": "stoker.tables",
     "FTRL": "stoker.optim",
-    "Feature": "stoker.data.features",
-    "FeatureSpec": "stoker.data.features",
+    "Feature": "stoker.dataset.spec",
+    "FeatureSpec": "stoker.dataset.spec",
     "HostPipelined": "stoker.tables",
     "HotCold": "stoker.tables",
-    "HotProfile": "stoker.placement.hot_profile",
+    "HotProfile": "stoker.rewrite.fae.hot_profile",
     "LAMB": "stoker.optim",
     "MomentumSGD": "stoker.optim",
     "OneCycle": "stoker.optim",
@@ -100,42 +101,42 @@ _HOME = {
     "Replicas": "stoker.tables",
     "RowWiseAdagrad": "stoker.optim",
     "SGD": "stoker.optim",
-    "Schema": "stoker.data.schema",
-    "SchemaError": "stoker.errors",
+    "Schema": "stoker.prep.schema",
+    "SchemaError": "stoker.base.errors",
     "SequenceModel": "stoker.models",
     "StepDecay": "stoker.optim",
     "Strategy": "stoker.tables",
-    "StokerError": "stoker.errors",
+    "StokerError": "stoker.base.errors",
     "TBSM": "stoker.models",
     "TTEmbeddingBag": "stoker.tables",
     "TableConfig": "stoker.tables",
     "Tabular": "stoker.models",
     "TensorTrain": "stoker.tables",
     "TrainConfig": "stoker.training",
-    "classify": "stoker.placement.classify",
-    "compare": "stoker.training.compare",
+    "classify": "stoker.rewrite.fae.classify",
+    "compare": "stoker.training.tools.compare",
     "evaluate": "stoker.training",
-    "find_lr": "stoker.training.find_lr",
+    "find_lr": "stoker.training.tools.find_lr",
     "load": "stoker.training",
     "plan": "stoker.placement.planner",
     "predict": "stoker.training",
-    "Reordering": "stoker.data.id_order",
-    "prepare": "stoker.data.prepare",
-    "profile": "stoker.placement.popularity",
-    "reorder": "stoker.data.reorder",
+    "Reordering": "stoker.rewrite.id_order",
+    "prepare": "stoker.prep.prepare",
+    "profile": "stoker.rewrite.fae.popularity",
+    "reorder": "stoker.rewrite.reorder",
     "replay": "stoker.placement.replay",
     "save": "stoker.training",
     "stage": "stoker.tables",
     "tables_for": "stoker.tables",
-    "trace": "stoker.training.trace",
+    "trace": "stoker.training.tools.trace",
     "train": "stoker.training",
-    "verify": "stoker.training.verify",
+    "verify": "stoker.training.tools.verify",
 }
 _MODULES = {
-    "features": "stoker.features",
+    "features": "stoker.prep.features",
     "optim": "stoker.optim",
-    "recipes": "stoker.data.recipes",
-    "synthetic": "stoker.data.synthetic",
+    "recipes": "stoker.prep.recipes",
+    "synthetic": "stoker.synthetic",
 }
 
 __all__ = [  # noqa: RUF022  (in the order of characters)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from stoker.data.dataset import Dataset
+    from stoker.dataset.dataset import Dataset
 
 __all__ = ["make_dataset"]
 
@@ -48,11 +48,13 @@ def make_dataset(
         seed: same seed, same bytes.
         shard_rows: rows per shard.
         id_type: ``"int32"`` or ``"int64"``.
-        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.data.split.Split.groups>`) on average, which lie
+        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.dataset.split.Split.groups>`) on average,
+        which lie
             scattered over the split; None: a dataset without groups. The rows themselves do not depend on it.
     """
-    from stoker.data.dataset import Dataset, hash_schema, write_counts, write_manifest
-    from stoker.data.features import Feature, FeatureSpec
+    from stoker.dataset.dataset import Dataset
+    from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
+    from stoker.dataset.spec import Feature, FeatureSpec
 
     path = Path(path)
     lengths = dict(sequence or {})
@@ -115,8 +117,8 @@ def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -
     """Write the groups of a split, note them in its entry, and give the entry of the file."""
     from safetensors.numpy import load_file
 
-    from stoker.data.group_writer import GroupWriter
-    from stoker.data.groups import group_file, write_group_file
+    from stoker.dataset.group_writer import GroupWriter
+    from stoker.dataset.groups import group_file, write_group_file
 
     rows, groups = split["rows"], max(1, split["rows"] // mean)
     names = np.random.default_rng([seed, *name.encode()]).integers(0, groups, rows)
@@ -162,7 +164,7 @@ def _shard(
 
 
 def _write(path: Path, shard: dict[str, npt.NDArray[Any]], spec: Any) -> dict[str, Any]:
-    from stoker.data.dataset import write_shard
+    from stoker.dataset.shards import write_shard
 
     return write_shard(
         path,

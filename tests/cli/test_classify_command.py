@@ -10,9 +10,9 @@ import pytest
 from calling import SMALL, output
 
 import stoker
-from stoker.data import hot_cold
-from stoker.data.dataset import Dataset
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset.dataset import Dataset
+from stoker.rewrite import classified as hot_cold
 from stoker.testing import make_dataset
 
 BUDGET = ("--device-memory", "8KiB", "--dim", 4)

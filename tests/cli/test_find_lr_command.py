@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calling import SIZES, call, output
 
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 QUICK = [*SIZES, "--backend", "reference", "--threads", 1]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from calling import SMALL, call, output
 
-from stoker.data.dataset import Dataset, write_manifest
-from stoker.errors import CheckpointError, ConfigError, DataError
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.units import quoted
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
-from stoker.training.interrupt import Interrupted
-from stoker.training.rundir import RunDirectory, find_checkpoint, open_dataset
-from stoker.units import quoted
+from stoker.training.files.rundir import RunDirectory, find_checkpoint, open_dataset
+from stoker.training.terminal.interrupt import Interrupted
 
 
 @pytest.fixture(scope="module")

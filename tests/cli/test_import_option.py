@@ -15,7 +15,7 @@ from calling import output
 from torch import nn
 
 import stoker
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.models import DLRM, MODELS, import_model
 from stoker.models.imported import class_path
 from stoker.testing import make_dataset

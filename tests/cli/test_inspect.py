@@ -11,10 +11,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from stoker.base.errors import DataError, StokerError
 from stoker.cli import inspect as command
 from stoker.cli import machine
-from stoker.data.dataset import Dataset, write_counts
-from stoker.errors import DataError, StokerError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import write_counts
 from stoker.testing import make_dataset
 
 
@@ -70,8 +71,8 @@ def test_dataset_as_text(app: typer.Typer, dataset: Dataset) -> None:
 
 
 def test_the_recipe_is_named_as_people_say_it(app: typer.Typer, tmp_path: Path) -> None:
-    from stoker.data.prepare import run_prepare
-    from stoker.data.synthetic import write
+    from stoker.prep.prepare import run_prepare
+    from stoker.synthetic import write
 
     write("criteo", 30, tmp_path / "log.tsv", scale=0.001)
     (tmp_path / "own.toml").write_text(
@@ -90,7 +91,7 @@ def test_the_recipe_is_named_as_people_say_it(app: typer.Typer, tmp_path: Path) 
 
 def test_hashed_tables_show_the_skew_of_their_rows(app: typer.Typer, tmp_path: Path) -> None:
     """Ids of hash buckets do not follow the count: the first rows are not the most popular."""
-    from stoker.data.prepare import run_prepare
+    from stoker.prep.prepare import run_prepare
 
     (tmp_path / "own.toml").write_text(
         'label = "a"\n[[categorical]]\nname = "b"\nhash_buckets = 100\n[split]\ntrain = 1.0\nvalid = 0.0\ntest = 0.0\n'
@@ -125,8 +126,8 @@ def test_tables_stand_in_natural_order_and_fit_80_columns(app: typer.Typer, tmp_
 def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: Path) -> None:
     import gzip
 
-    from stoker.data.prepare import run_prepare
-    from stoker.data.synthetic import write
+    from stoker.prep.prepare import run_prepare
+    from stoker.synthetic import write
 
     write("criteo", 2000, tmp_path / "log.tsv", scale=0.001)
     packed = gzip.compress((tmp_path / "log.tsv").read_bytes())
@@ -169,7 +170,7 @@ def test_anything_else(app: typer.Typer, tmp_path: Path, make: Any, message: str
 
 def test_checkpoint(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
     from stoker.models import DLRM
-    from stoker.training.checkpoint import save
+    from stoker.training.files.checkpoint import save
 
     model = DLRM(dataset.schema, embedding_dim=4, bottom=(8,), top=(8,))
     save(tmp_path / "step", model, stream=dataset.train.batches(100, seed=1), step=3)
@@ -187,7 +188,7 @@ def test_checkpoint(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
 
 def test_a_run_lists_its_checkpoints(app: typer.Typer, dataset: Dataset, tmp_path: Path) -> None:
     from stoker.models import DLRM
-    from stoker.training.checkpoint import save
+    from stoker.training.files.checkpoint import save
 
     model = DLRM(dataset.schema, embedding_dim=4, bottom=(8,), top=(8,))
     run_path = tmp_path / "r"

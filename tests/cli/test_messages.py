@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from calling import SMALL, call, output
 
-from stoker.cli.wording import interruption, message_of
-from stoker.data.dataset import Dataset, write_manifest
-from stoker.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError
+from stoker.cli.common.wording import interruption, message_of
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
-from stoker.training.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_ctrl_c_is_one_line(run: Path, say: Any, monkeypatch: pytest.MonkeyPatch
         kinds["swallowed"] = "interrupted"
     before = signal.getsignal(signal.SIGINT)
     for kind, words in kinds.items():
-        monkeypatch.setattr("stoker.training.evaluation.evaluate", stopping(kind))
+        monkeypatch.setattr("stoker.training.scores.evaluation.evaluate", stopping(kind))
         assert say("evaluate", run) == (130, "", words), kind
         assert signal.getsignal(signal.SIGINT) is before
 
@@ -253,7 +254,7 @@ def settings_with(run: Path, **changes: Any) -> None:
 def test_scores_are_worked_out_where_the_run_had_its_rows(
     run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import stoker.training.checkpoint as checkpoints
+    import stoker.training.files.checkpoint as checkpoints
 
     placed = Path(shutil.copytree(run, tmp_path / "run"))
     settings_with(placed, device_memory="600", host_memory="100", home_path=str(tmp_path / "home"))
@@ -286,7 +287,7 @@ def test_scores_are_worked_out_where_the_run_had_its_rows(
 def test_a_budget_for_small_batches_scores_in_small_batches(
     run: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import stoker.training.evaluation as evaluation
+    import stoker.training.scores.evaluation as evaluation
 
     # The bookkeeping of large batches is what a small budget on the CPU does not hold.
     monkeypatch.setattr("stoker.placement.footprint._SMALL", 2**18)
@@ -372,14 +373,14 @@ def test_an_existing_out_is_found_before_anything_is_built(
         raise AssertionError("too late")
 
     monkeypatch.setattr("stoker.training.loop.place_run", late)
-    monkeypatch.setattr("stoker.training.trace.find_section", late)
+    monkeypatch.setattr("stoker.training.tools.trace.find_section", late)
     assert "exists and is not empty" in say("train", data.path, "--out", run, *SMALL)[2]
     (tmp_path / "file").write_text("")
     assert "is no writable directory" in say("train", data.path, "--out", tmp_path / "file" / "run", *SMALL)[2]
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
-    monkeypatch.setattr("stoker.placement.popularity.profile", late)
+    monkeypatch.setattr("stoker.rewrite.fae.popularity.profile", late)
     monkeypatch.setattr("stoker.cli.scoring.load_for_scoring", late, raising=False)
     inside = tmp_path / "file" / "x"
     for command in (
@@ -421,7 +422,7 @@ def test_our_warnings_are_words_and_others_are_left_alone(run: Path, say: Any, m
         raise ConfigError("enough")
 
     shown: list[Any] = []
-    monkeypatch.setattr("stoker.training.evaluation.evaluate", warn)
+    monkeypatch.setattr("stoker.training.scores.evaluation.evaluate", warn)
     monkeypatch.setattr(warnings, "showwarning", lambda *given: shown.append(given))
     before = warnings.showwarning
     with warnings.catch_warnings():
@@ -433,7 +434,7 @@ def test_our_warnings_are_words_and_others_are_left_alone(run: Path, say: Any, m
 
 
 def test_what_cannot_be_written_is_named_as_it_was_given(run: Path, tmp_path: Path, say: Any) -> None:
-    from stoker.data.files import atomic_file
+    from stoker.base.files import atomic_file
 
     (tmp_path / "x.json.tmp").mkdir()  # stands in the way even of a superuser
     with pytest.raises(OSError, match=r"x\.json'$"), atomic_file(tmp_path / "x.json"):
@@ -465,7 +466,7 @@ def test_running_out_of_memory_names_the_budget(
     data: Dataset, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = ["train", data.path, "--out", tmp_path / "x", *SMALL]
-    monkeypatch.setattr("stoker.training.room.total_memory", lambda: 1000)
+    monkeypatch.setattr("stoker.training.sizing.room.total_memory", lambda: 1000)
     code, _, err = say(*new)
     assert code == 2
     assert "with optimizer state, but only 1000 B can be had there. Give a smaller --device-memory" in err

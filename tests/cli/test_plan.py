@@ -11,12 +11,12 @@ import pytest
 import torch
 from calling import SIZES, SMALL, call, output
 
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.placement import placement as placement_module
 from stoker.placement.profile import Profile
 from stoker.testing import make_dataset
-from stoker.training import step_time
-from stoker.training.step_time import StepTime
+from stoker.training.sizing import step_time
+from stoker.training.sizing.step_time import StepTime
 
 ROW = 4 * 4 + 4  # bytes
 PROFILE = Profile(

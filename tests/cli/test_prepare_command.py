@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from stoker.base.errors import StokerError
 from stoker.cli import main
 from stoker.cli.prepare import register
-from stoker.data.parts import Journal
-from stoker.errors import StokerError
+from stoker.prep.work.parts import Journal
 
 SCHEMA = """
 label = "label"
@@ -155,7 +155,7 @@ def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     )
     code, text = told(capsys, "prepare", log / "shop.toml", log / "log.csv", "--out", out, "--no-resume")
     assert text.endswith("Give the same command again with --resume to go on from there.")
-    monkeypatch.setattr("stoker.data.synthetic.writer._write_file", stop_at_once)
+    monkeypatch.setattr("stoker.synthetic.writer._write_file", stop_at_once)
     code, text = told(capsys, "synthetic", "criteo", "--rows", 10, "--out", log / "new" / "x.tsv")
     assert code == 130
     assert text.startswith(f"interrupted; nothing was written to {log / 'new' / 'x.tsv'}.")

@@ -9,8 +9,8 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.cli import bars
-from stoker.data.dataset import Dataset
+from stoker.cli.common import bars
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 
@@ -139,7 +139,8 @@ def test_ids_without_order_are_said(capsys: pytest.CaptureFixture[str], tmp_path
     made = make_dataset(tmp_path, rows=4000, num_embeddings=(30_000,), shard_rows=4000)
     shard = made.path / made.train.entry["shards"][0]["file"]
     source = made.train.shards[0]
-    from stoker.data.dataset import write_counts, write_manifest, write_shard
+    from stoker.dataset.manifest import write_counts, write_manifest
+    from stoker.dataset.shards import write_shard
 
     turned = write_shard(shard, dense=source.dense, labels=source.labels, ids=29_999 - source.ids)
     made.manifest["splits"]["train"]["shards"] = [turned.to_dict()]

@@ -9,7 +9,7 @@ import pytest
 from calling import SMALL, output
 
 import stoker
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 ASKED = ("--window", 64, "--hot", 0.05, "--table", "C1", "--table", "C2")

@@ -10,8 +10,8 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.cli import bars
-from stoker.data.dataset import Dataset
+from stoker.cli.common import bars
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 SMALL = ["--batch-size", "50", "--fraction", "30%"]

@@ -15,7 +15,7 @@ import pytest
 from calling import SMALL, call, output
 
 from stoker.cli import COMMANDS, main
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 
@@ -122,7 +122,7 @@ def test_our_own_mistakes_say_so(
     def broken(*_: Any, **__: Any) -> None:
         raise KeyError("slot")
 
-    monkeypatch.setattr("stoker.training.evaluation.evaluate", broken)
+    monkeypatch.setattr("stoker.training.scores.evaluation.evaluate", broken)
     code, _, err = output(capsys, "evaluate", run)
     assert code == 1
     assert "a mistake in Stoker" in err

@@ -10,8 +10,8 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.cli import bars
-from stoker.tables.home import MemoryHome
+from stoker.cli.common import bars
+from stoker.tables.stores.home import MemoryHome
 from stoker.testing import make_dataset
 
 

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import stoker.data.prepare
-from stoker.data import gather, hot_cold, hot_mask, reader
-from stoker.data.dataset import Dataset
-from stoker.data.hot_cold import Profiled, run_classify
+import stoker.prep.prepare
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading import gather, reader
+from stoker.rewrite import classified as hot_cold
+from stoker.rewrite import hot_mask
+from stoker.rewrite.classified import Profiled, run_classify
 
 JOB, FOLDER = sys.argv[1], Path(sys.argv[2])
 PLACE = FOLDER / "place"

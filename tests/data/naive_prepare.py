@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from stoker.data.schema import CategoricalColumn, Schema, SequenceColumn
+from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 
 NUMBER = {
     "float": re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stoker.data import synthetic
-from stoker.data.recipe import Recipe
+from stoker import synthetic
+from stoker.prep.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("STOKER_DATA", ROOT.parent / "shared" / "data"))

@@ -12,21 +12,13 @@ import pytest
 from prepared import criteo_lines, digests, quarantine, rows_of, vocabulary
 
 import stoker
-from stoker.data import synthetic
-from stoker.data.parts import Journal
-from stoker.data.prepare import run_prepare
-from stoker.data.recipe import RawInput, Recipe
-from stoker.data.schema import (
-    CategoricalColumn,
-    DenseColumn,
-    Label,
-    Schema,
-    SequenceColumn,
-    SourceFormat,
-    SplitRule,
-    Timestamp,
-)
-from stoker.errors import ConfigError, DataError
+from stoker import synthetic
+from stoker.base.errors import ConfigError, DataError
+from stoker.prep.prepare import run_prepare
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.parts import Journal
 
 SHOP = {
     "label": Label(column="label"),

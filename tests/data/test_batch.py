@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stoker.data.batch import Batch
-from stoker.data.features import Feature, FeatureSpec
-from stoker.errors import SchemaError
+from stoker.base.errors import SchemaError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import Feature, FeatureSpec
 
 BATCH = Batch(
     dense=torch.zeros(3, 1),

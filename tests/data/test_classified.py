@@ -17,14 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import hot_mask, rebuild
-from stoker.data.dataset import Dataset, read_manifest, write_manifest
-from stoker.data.features import Feature, FeatureSpec
-from stoker.data.hot_cold import ClassifyReport, Profiled, run_classify
-from stoker.data.hot_mask import NumbaHotMask, NumpyHotMask, make_hot_mask
-from stoker.data.shards import open_shard, write_shard
-from stoker.data.split import Split
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset import rebuild
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import read_manifest, write_manifest
+from stoker.dataset.shards import open_shard, write_shard
+from stoker.dataset.spec import Feature, FeatureSpec
+from stoker.dataset.split import Split
+from stoker.rewrite import hot_mask
+from stoker.rewrite.classified import ClassifyReport, Profiled, run_classify
+from stoker.rewrite.hot_mask import NumbaHotMask, NumpyHotMask, make_hot_mask
 from stoker.testing import make_dataset
 
 SIZES = (60, 30, 10)
@@ -172,7 +174,7 @@ def test_threads_and_twins_change_no_byte(
     data: Dataset, tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classified(data, tmp_path / "one", threads=1)
-    monkeypatch.setattr("stoker.data.hot_cold.make_hot_mask", NumpyHotMask)
+    monkeypatch.setattr("stoker.rewrite.classified.make_hot_mask", NumpyHotMask)
     classified(data, tmp_path / "other", threads=threads)
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
 
@@ -324,8 +326,8 @@ def test_one_process_writes_at_a_time(data: Dataset, tmp_path: Path) -> None:
 
 _KILLED = """
 import sys
-from stoker.data.dataset import Dataset
-from stoker.data.hot_cold import Profiled, run_classify
+from stoker.dataset.dataset import Dataset
+from stoker.rewrite.classified import Profiled, run_classify
 data = Dataset(sys.argv[1])
 for number in range(1000):
     limits = {"C1": 10 + number % 40, "C2": 12, "C3": 10}

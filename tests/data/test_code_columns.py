@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.data.code_columns import CodeColumns, code_type
-from stoker.data.encode_kernels import gather, gather_bags
-from stoker.data.schema import CategoricalColumn, Label, Schema, SequenceColumn, SourceFormat, SplitRule
-from stoker.data.vocabulary import read_vocabulary
+from stoker.prep.parse.code_columns import CodeColumns, code_type
+from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.write.encode_kernels import gather, gather_bags
+from stoker.rewrite.vocabulary_files import read_vocabulary
 
 KINDS = (np.uint8, np.uint16, np.uint32)
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from stoker.data.dataset import Dataset, atomic_file, hash_schema, read_manifest, write_manifest, write_shard
-from stoker.data.shards import allow_open_files, open_shard
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.base.files import atomic_file
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import hash_schema, read_manifest, write_manifest
+from stoker.dataset.shards import allow_open_files, open_shard, write_shard
 from stoker.testing import make_dataset
 
 

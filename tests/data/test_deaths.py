@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 SCHEMA = """

@@ -18,11 +18,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from prepared import digests, rows_of
 
-from stoker.data.dense_fit import fit_dense
-from stoker.data.dense_kernels import DIGITS, count_digits
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
-from stoker.data.transforms import DenseFit, dense_values
+from stoker.prep.fit.dense_fit import fit_dense
+from stoker.prep.fit.dense_kernels import DIGITS, count_digits
+from stoker.prep.fit.transforms import DenseFit, dense_values
+from stoker.prep.prepare import run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
 Array = npt.NDArray[Any]
 COLUMNS = (

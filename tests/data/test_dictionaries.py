@@ -14,12 +14,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stoker.data import dictionaries
-from stoker.data.columns import Field, RawColumn, split_list
-from stoker.data.dictionaries import list_column, number_ints, number_texts, text_column
-from stoker.data.frames import parquet_cuts
-from stoker.data.group_writer import GroupWriter
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset.group_writer import GroupWriter
+from stoker.prep.parse import dictionaries
+from stoker.prep.parse.columns import Field, RawColumn, split_list
+from stoker.prep.parse.dictionaries import list_column, number_ints, number_texts, text_column
+from stoker.prep.parse.frames import parquet_cuts
 
 TEXTS = st.one_of(
     st.none(), st.sampled_from(["", "a", "b", "twelve bytes", "thirteen byte", "a longer text of many bytes"]),

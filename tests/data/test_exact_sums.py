@@ -13,8 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stoker.data import exact_sums
-from stoker.data.exact_sums import add_values, counted_sums, mean_and_deviation, no_values, room, times
+from stoker.prep.fit import exact_sums
+from stoker.prep.fit.exact_sums import add_values, counted_sums, mean_and_deviation, no_values, room, times
 
 Floats = npt.NDArray[np.float64]
 HUGE, TINY = float(np.finfo(np.float64).max), 5e-324

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import stoker
 from stoker import features as f
+from stoker.base.errors import DataError, SchemaError
 from stoker.cli import app
-from stoker.data.prepare import Progress, run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
-from stoker.errors import DataError, SchemaError
+from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 
 SCHEMA = Schema(
     label=Label(column="label"),

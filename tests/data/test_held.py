@@ -17,11 +17,11 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))
 from small_runs import SMALL, assert_same_run
 
 import stoker
-from stoker.data import copies, held
-from stoker.data.batch import Batch
-from stoker.data.gather import NumpyGather
-from stoker.data.held import HeldTensors, bytes_held
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.reading import copies, held
+from stoker.dataset.reading.gather import NumpyGather
+from stoker.dataset.reading.held import HeldTensors, bytes_held
 from stoker.testing import make_dataset
 
 KINDS: dict[str, dict[str, Any]] = {

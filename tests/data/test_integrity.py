@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stoker.data.integrity as integrity
-from stoker.data.dataset import Dataset, hash_schema, write_manifest, write_shard
-from stoker.data.features import Feature, FeatureSpec
-from stoker.data.prepare import prepare
-from stoker.data.schema import CategoricalColumn, Label, Schema, SplitRule
-from stoker.data.shards import MappedShard
-from stoker.errors import DataError
+import stoker.dataset.integrity as integrity
+from stoker.base.errors import DataError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import hash_schema, write_manifest
+from stoker.dataset.shards import MappedShard, write_shard
+from stoker.dataset.spec import Feature, FeatureSpec
+from stoker.prep.prepare import prepare
+from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule
 from stoker.testing import make_dataset
 
 SHARD = 150  # rows

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import json_lines
-from stoker.data.columns import Block, Field, spans_to_strings
-from stoker.data.json_lines import json_block
+from stoker.prep.parse import json_lines
+from stoker.prep.parse.columns import Block, Field, spans_to_strings
+from stoker.prep.parse.json_lines import json_block
 
 FIELDS = (
     Field(column="t", kind="string"),

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data import dense_fit
-from stoker.data.dense_fit import fit_dense
-from stoker.data.medians import Brackets, by_digits
-from stoker.data.schema import DenseColumn
-from stoker.data.transforms import DenseFit
+from stoker.prep.fit import dense_fit
+from stoker.prep.fit.dense_fit import fit_dense
+from stoker.prep.fit.medians import Brackets, by_digits
+from stoker.prep.fit.transforms import DenseFit
+from stoker.prep.schema import DenseColumn
 
 Array = npt.NDArray[Any]
 Part = tuple[list[Array], Array]  # raw columns and training rows
@@ -94,7 +94,7 @@ def test_parts_that_were_not_sampled_may_be_otherwise() -> None:
     """Values that rise from part to part, of which the sample has the first and the last alone."""
     parts = [([np.full(10, number, np.float64)], np.arange(10)) for number in range(301)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.data.medians._PARTS", 2)
+        patch.setattr("stoker.prep.fit.medians._PARTS", 2)
         brackets = Brackets(np.arange(1), sample=4)
         found = passed(brackets, parts)
     assert brackets.guesses[0] in (0.0, 300.0)

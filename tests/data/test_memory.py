@@ -26,21 +26,15 @@ from prepared import digests
 from small_runs import SMALL, assert_same_run
 
 import stoker
-from stoker.data import memory, publish
-from stoker.data.files import passes
-from stoker.data.memory import Home, empty_rows, home_of
-from stoker.data.part_store import PartStore
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import (
-    CategoricalColumn,
-    DenseColumn,
-    Label,
-    Schema,
-    SequenceColumn,
-    SourceFormat,
-    SplitRule,
-)
-from stoker.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import passes
+from stoker.dataset import memory
+from stoker.dataset.memory import Home, empty_rows, home_of
+from stoker.prep.prepare import run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.part_store import PartStore
+from stoker.prep.write import publish
 
 
 def schema(*, bags: bool = False, dense: bool = True, fitted: bool = True, group: bool = True) -> Schema:
@@ -83,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts and shards of few rows."""
-    monkeypatch.setattr("stoker.data.ingest.PARQUET_ROWS", 200)
+    monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 200)
     monkeypatch.setattr(publish, "SHARD_ROWS", 128)
     monkeypatch.setattr(publish, "_LEAST_ROWS", 64)
 
@@ -153,7 +147,7 @@ def test_however_parts_and_shards_are_cut(
     folder = tmp_path_factory.mktemp("cut")
     source = table(folder / "rows.parquet", rows, row_group=group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.data.ingest.PARQUET_ROWS", most)
+        patch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", most)
         patch.setattr(publish, "SHARD_ROWS", 64)
         patch.setattr(publish, "_LEAST_ROWS", 8)
         try:
@@ -351,9 +345,9 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
 @pytest.mark.parametrize("kind", ["one-hot", "bags"])
 def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows are drawn from the shards of the manifest, not from the pieces that lie in memory."""
-    monkeypatch.setattr("stoker.data.ingest.PARQUET_ROWS", 70)
+    monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
     monkeypatch.setattr(publish, "SHARD_ROWS", 256)
-    monkeypatch.setattr("stoker.placement.sampling._BLOCKS", 8)
+    monkeypatch.setattr("stoker.rewrite.fae.sampling._BLOCKS", 8)
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 2000, row_group=70), tmp_path / "lying")
     assert len(held.train.shards) != len(lying.train.shards) > 2
     for sample in (None, 0.3, 1.0):
@@ -411,7 +405,7 @@ def test_what_a_killed_process_left_goes_with_the_next_dataset(tmp_path: Path, m
     alive = Home()
     (alive.path / "kept").touch()
     code = (
-        f"import os, signal, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from stoker.data.memory import Home; "
+        f"import os, signal, tempfile; tempfile.tempdir = {str(tmp_path)!r}; from stoker.dataset.memory import Home; "
         "home = Home(); (home.path / 'large').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.columns import Field
-from stoker.data.dense_fit import fit_dense
-from stoker.data.dense_kernels import values_of
-from stoker.data.frames import frame_block
-from stoker.data.part_store import Arena
-from stoker.data.schema import DenseColumn
-from stoker.data.transforms import compact, dense_values
-from stoker.data.value_counts import ValueCounts
+from stoker.prep.fit.dense_fit import fit_dense
+from stoker.prep.fit.dense_kernels import values_of
+from stoker.prep.fit.transforms import compact, dense_values
+from stoker.prep.fit.value_counts import ValueCounts
+from stoker.prep.parse.columns import Field
+from stoker.prep.parse.frames import frame_block
+from stoker.prep.schema import DenseColumn
+from stoker.prep.work.part_store import Arena
 
 NUMBERS = {
     "uint8": st.integers(0, 254).map(float) | st.just(np.nan),
@@ -123,11 +123,11 @@ def test_more_columns_than_there_are_counters_for(monkeypatch: pytest.MonkeyPatc
         seen.append(len(types))
         return ValueCounts(types)
 
-    monkeypatch.setattr("stoker.data.dense_fit.ValueCounts", counting)
+    monkeypatch.setattr("stoker.prep.fit.dense_fit.ValueCounts", counting)
     for most in (4 * 256, 3 * 256 - 1, 0):
-        monkeypatch.setattr("stoker.data.dense_fit.MOST_COUNTERS", most)
+        monkeypatch.setattr("stoker.prep.fit.dense_fit.MOST_COUNTERS", most)
         monkeypatch.setattr(
-            "stoker.data.dense_fit.ValueCounts", lambda types: seen.append(len(types)) or ValueCounts(types)
+            "stoker.prep.fit.dense_fit.ValueCounts", lambda types: seen.append(len(types)) or ValueCounts(types)
         )
         fits = fit_dense(dense, [raw], lambda part, look: look(part, np.arange(500)))
         assert fits == fit_dense(dense, [list(map(values_of, raw))], lambda part, look: look(part, np.arange(500)))

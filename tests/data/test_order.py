@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.order import EpochOrder, permutation, rows_that_fit
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.reading.order import EpochOrder, permutation, rows_that_fit
 
 
 @settings(deadline=None, max_examples=100)

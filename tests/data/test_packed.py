@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from prepared import digests
 
 import stoker
-from stoker.data import publish
-from stoker.data.gather import NumbaGather, NumpyGather, make_gather
-from stoker.data.gather_packed import PackedGather, QuickTensor
-from stoker.data.held import HeldTensors, bytes_held
-from stoker.data.memory import home_of
-from stoker.data.packed import TENSORS, Field, PackedShard, PackedTensor, Packing
-from stoker.data.part_store import PartStore
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
-from stoker.data.shards import Shard
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset.memory import home_of
+from stoker.dataset.reading.gather import NumbaGather, NumpyGather
+from stoker.dataset.reading.gather_packed import PackedGather, QuickTensor
+from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.held import HeldTensors, bytes_held
+from stoker.dataset.reading.packed import TENSORS, Field, PackedShard, PackedTensor, Packing
+from stoker.dataset.shards import Shard
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.part_store import PartStore
+from stoker.prep.write import publish
 
 NUMBERS = {  # what parts of a column may have
     "uint8": st.integers(0, 254).map(float),
@@ -90,7 +92,7 @@ def test_rows_are_those_in_files(
     folder = tmp_path_factory.mktemp("packed")
     frame.write_parquet(folder / "rows.parquet", row_group_size=most)
     with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore", invalid="ignore"):
-        patch.setattr("stoker.data.ingest.PARQUET_ROWS", most)
+        patch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", most)
         patch.setattr(publish, "SHARD_ROWS", 64)
         patch.setattr(publish, "_LEAST_ROWS", 8)
         held = stoker.prepare(schema, folder / "rows.parquet", threads=threads)

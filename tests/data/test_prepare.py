@@ -22,21 +22,13 @@ from prepared import counts, criteo_lines, digests, quarantine, rows_of, vocabul
 from recipe_logs import generated
 
 import stoker
-from stoker.cli.wording import message_of
-from stoker.data.prepare import Progress, run_prepare
-from stoker.data.recipe import RawInput, Recipe
-from stoker.data.recipes.criteo import CATEGORICAL, COLUMNS, DENSE, criteo
-from stoker.data.schema import (
-    CategoricalColumn,
-    DenseColumn,
-    Label,
-    Schema,
-    SequenceColumn,
-    SourceFormat,
-    SplitRule,
-    Timestamp,
-)
-from stoker.errors import ConfigError, DataError, SchemaError
+from stoker.base.errors import ConfigError, DataError, SchemaError
+from stoker.cli.common.wording import message_of
+from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.recipes.criteo import CATEGORICAL, COLUMNS, DENSE, criteo
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
+from stoker.prep.source_format import SourceFormat
 
 SHARED = Path(os.environ.get("STOKER_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -455,10 +447,10 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.data.part_store.write_part", no_room)  # of what is held, too, when the run stops
+        patch.setattr("stoker.prep.work.part_store.write_part", no_room)  # of what is held, too, when the run stops
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: nothing was kept\."):
             run_prepare(shop(), raw, out=tmp_path / "out", hold_bytes=0)
-        patch.setattr("stoker.data.publish.collect_quarantine", no_room)
+        patch.setattr("stoker.prep.write.publish.collect_quarantine", no_room)
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: finished parts are kept\."):
             stoker.prepare(shop(), raw, out=tmp_path / "full")
         assert not list((tmp_path / "full" / ".work" / "parts").glob("*.part"))
@@ -468,7 +460,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(DataError, match=r"the shards need 12 B, but the disk of .* has 4 B free"):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.data.publish.collect_quarantine", no_room)
+        patch.setattr("stoker.prep.write.publish.collect_quarantine", no_room)
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: finished parts are kept\."):
             stoker.prepare(shop(), raw, out=tmp_path / "out")
     stoker.prepare(shop(), raw, out=tmp_path / "out")
@@ -642,8 +634,8 @@ def test_derived_recipe_checks_raw_lines_then_streams(tmp_path: Path) -> None:
 
 _SLOW_RUN = """
 import sys, time
-import stoker.data.prepare as prepare
-from stoker.data.layout import Layout
+import stoker.prep.prepare as prepare
+from stoker.prep.parse.layout import Layout
 plain = Layout.arrays
 def slowly(self, block, file, arena):
     time.sleep(0.01)
@@ -710,7 +702,7 @@ def test_parts_in_memory_are_kept_when_a_run_is_stopped(
     parts = len(list((tmp_path / "out" / ".work" / "parts").glob("*.part")))
     assert parts > 8
     assert (on_disk[0] == parts, on_disk[0] == 0) == (hold == 0, hold is None)
-    monkeypatch.setattr("stoker.data.layout.Layout.arrays", None)  # no block is read again
+    monkeypatch.setattr("stoker.prep.parse.layout.Layout.arrays", None)  # no block is read again
     report = run_prepare("criteo", raw, out=tmp_path / "out", preset="nvt", block_bytes=10_000, hold_bytes=hold)
     assert report.reused >= parts
     assert (report.rows, digests(tmp_path / "out")) == (whole.rows, digests(tmp_path / "whole"))
@@ -722,7 +714,7 @@ def test_interrupted_after_the_parts_it_resumes_to_the_same_bytes(
 ) -> None:
     raw = write(tmp_path / "log.tsv", criteo_lines(300))
     run_prepare("criteo", raw, out=tmp_path / "whole", preset="nvt")
-    from stoker.data.parts import Journal
+    from stoker.prep.work.parts import Journal
 
     add = Journal.add
 
@@ -752,7 +744,7 @@ def test_changed_input_is_not_mixed_with_old_parts(tmp_path: Path) -> None:
 
 def test_two_runs_into_one_directory(tmp_path: Path) -> None:
     pytest.importorskip("fcntl", reason="directories are locked on POSIX systems only")
-    from stoker.data.parts import Journal
+    from stoker.prep.work.parts import Journal
 
     raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"])
     journal = Journal(tmp_path / "out" / ".work", {})
@@ -763,7 +755,7 @@ def test_two_runs_into_one_directory(tmp_path: Path) -> None:
 
 _MEASURE = """
 import resource, sys
-from stoker.data.prepare import Progress, run_prepare
+from stoker.prep.prepare import Progress, run_prepare
 run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=2**20, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -13,18 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prepared import counts, quarantine, rows_of, vocabulary
 
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import (
-    CategoricalColumn,
-    DenseColumn,
-    Label,
-    Schema,
-    SequenceColumn,
-    SourceFormat,
-    SplitRule,
-    Timestamp,
-)
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.prep.prepare import run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
+from stoker.prep.source_format import SourceFormat
 
 NAMES = ["label", "price", "size", "item", "code", "user", "when", "set", "past"]
 

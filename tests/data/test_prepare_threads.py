@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prepared import digests
 
-from stoker.data.prepare import Progress, run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
 THREADS = ("stoker-prepare", "stoker-dense", "stoker-groups")
 SCHEMA = Schema(

@@ -20,15 +20,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stoker.data.reader as reader_module
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset, hash_schema, write_manifest, write_shard
-from stoker.data.features import Feature, FeatureSpec
-from stoker.data.gather import NumbaGather, NumpyGather, make_gather
-from stoker.data.order import EpochOrder
-from stoker.data.prefetch import prefetched
-from stoker.data.shards import MappedShard, Shard
-from stoker.errors import CheckpointError, ConfigError, DataError
+import stoker.dataset.reading.reader as reader_module
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import hash_schema, write_manifest
+from stoker.dataset.reading.gather import NumbaGather, NumpyGather
+from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.order import EpochOrder
+from stoker.dataset.reading.prefetch import prefetched
+from stoker.dataset.shards import MappedShard, Shard, write_shard
+from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.testing import make_dataset
 
 FEATURES = 3
@@ -300,7 +302,7 @@ def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Data
 def test_the_kernels_equal_numpy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, sequence: bool, wide: bool
 ) -> None:
-    monkeypatch.setattr("stoker.data.gather_cpu._BLOCK", 8)
+    monkeypatch.setattr("stoker.dataset.reading.gather_cpu._BLOCK", 8)
     pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
     assert isinstance(make_gather(split.shards, split.starts), NumbaGather)
@@ -512,7 +514,7 @@ def run_python(code: str, path: Path, **kwargs: Any) -> subprocess.Popen[str]:
 def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int, bool], Dataset]) -> None:
     code = """
         import sys
-        from stoker.data.dataset import Dataset
+        from stoker.dataset.dataset import Dataset
         stream = iter(Dataset(sys.argv[1]).train.batches(10, seed=1, prefetch=2))
         print(next(stream).step)
     """
@@ -524,7 +526,7 @@ def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int,
 def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     code = """
         import time
-        from stoker.data import prefetch
+        from stoker.dataset.reading import prefetch
         prefetch._PATIENCE = 0.2  # seconds for the thread at the end
         def never():
             print("waiting", flush=True)
@@ -547,8 +549,8 @@ def test_memory_does_not_grow_with_the_split(tmp_path: Path) -> None:
     make_dataset(tmp_path, rows=1_000_000, num_dense=13, num_embeddings=[1000] * 26, shard_rows=2**17)
     code = """
         import sys
-        from stoker.data.dataset import Dataset
-        from stoker.device import resident_memory
+        from stoker.dataset.dataset import Dataset
+        from stoker.base.device import resident_memory
         data = Dataset(sys.argv[1])
         stream = data.train.batches(2048, seed=1, shuffle_memory="4MiB")
         for batch in stream:

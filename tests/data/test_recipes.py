@@ -13,12 +13,12 @@ from polars.testing import assert_frame_equal
 from recipe_logs import derived, generated, real
 
 import stoker
-from stoker.data import recipes
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import prepare
-from stoker.data.recipes import rows as tools
-from stoker.data.recipes.taobao import WINDOW
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.dataset import Dataset
+from stoker.prep import recipes
+from stoker.prep.prepare import prepare
+from stoker.prep.recipes import rows as tools
+from stoker.prep.recipes.taobao import WINDOW
 
 SIZES = {
     "criteo": 4_000,
@@ -170,7 +170,7 @@ def test_taobao_in_groups_of_users_gives_the_same_kind_of_rows(tmp_path: Path, m
     (file,) = generated(tmp_path, "taobao", 20_000)
     log = pl.read_csv(file, has_header=False, new_columns=["user", "item", "category", "behaviour", "time"])
     whole = derived(recipes.get("taobao"), {"log": log})
-    monkeypatch.setattr(sys.modules["stoker.data.recipes.taobao"], "_GROUP_ROWS", 3_000)
+    monkeypatch.setattr(sys.modules["stoker.prep.recipes.taobao"], "_GROUP_ROWS", 3_000)
     grouped = derived(recipes.get("taobao"), {"log": log})
     assert_frame_equal(
         whole.group_by("user", "label", "split").len(),

@@ -12,7 +12,7 @@ from polars.testing import assert_frame_equal
 from recipe_logs import RETAIL, derived, generated, real
 
 import stoker
-from stoker.data import recipes
+from stoker.prep import recipes
 
 
 def _check_retail(rows: pl.DataFrame, raw: pl.DataFrame, per_positive: int, sample: int) -> None:

@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from prepared import digests, rows_of, vocabulary
 
 import stoker
-from stoker.data.dataset import Dataset
-from stoker.data.hot_mask import NumpyHotMask
-from stoker.data.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, hot_ids, new_ids, tiers
-from stoker.data.id_windows import IdWindows, TableUse
-from stoker.data.prepare import Progress, run_prepare
-from stoker.data.reorder import run_reorder
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
-from stoker.errors import ConfigError, DataError, DependencyError
-from stoker.placement.row_estimates import ExactRows
+from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.dataset.dataset import Dataset
+from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.rewrite.fae.row_estimates import ExactRows
+from stoker.rewrite.hot_mask import NumpyHotMask
+from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, hot_ids, new_ids, tiers
+from stoker.rewrite.id_windows import IdWindows, TableUse
+from stoker.rewrite.reorder import run_reorder
 from stoker.testing import make_dataset
 
 SMALL = Reordering(window=64, hot=0.05)
@@ -164,7 +164,7 @@ def test_settings_out_of_range_are_refused(given: dict[str, Any], said: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("method", "package"), [("communities", "networkit"), ("bisect", "stoker.data.bisect_kernels")]
+    ("method", "package"), [("communities", "networkit"), ("bisect", "stoker.rewrite.bisect_kernels")]
 )
 def test_a_missing_package_is_named(method: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -425,8 +425,8 @@ def test_preparing_in_order_is_preparing_then_reordering(tmp_path: Path) -> None
 
 _KILLED = """
 import sys
-from stoker.data.id_order import Reordering
-from stoker.data.reorder import run_reorder
+from stoker.rewrite.id_order import Reordering
+from stoker.rewrite.reorder import run_reorder
 for number in range(1000):
     print("begin", flush=True)
     how = Reordering(window=64, hot=number % 50)
@@ -464,7 +464,7 @@ _KILLED_PREPARE = """
 import sys
 sys.path.insert(0, sys.argv[3])
 from test_reorder import LOG, SMALL
-from stoker.data.prepare import run_prepare
+from stoker.prep.prepare import run_prepare
 print("begin", flush=True)
 run_prepare(LOG, sys.argv[1], out=sys.argv[2], reorder=SMALL)
 """

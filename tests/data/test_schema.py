@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.dataset import hash_schema
-from stoker.data.recipe import RawInput, Recipe
-from stoker.data.recipes.criteo import criteo
-from stoker.data.schema import (
+from stoker.base.errors import ConfigError, SchemaError
+from stoker.dataset.manifest import hash_schema
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.recipes.criteo import criteo
+from stoker.prep.schema import (
     CategoricalColumn,
     DenseColumn,
     Label,
@@ -21,7 +22,6 @@ from stoker.data.schema import (
     SplitRule,
     Timestamp,
 )
-from stoker.errors import ConfigError, SchemaError
 
 TOML = """
 name = "shop"

@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from stoker.data import synthetic
-from stoker.data.synthetic import draw, text
-from stoker.data.synthetic.formats import Options, Part, criteo
-from stoker.data.synthetic.writer import RECIPES, source_of
-from stoker.errors import ConfigError, DataError
+from stoker import synthetic
+from stoker.base import draw
+from stoker.base.errors import ConfigError, DataError
+from stoker.synthetic import text
+from stoker.synthetic.formats import Options, Part, criteo
+from stoker.synthetic.writer import RECIPES, source_of
 
 TEXT_RECIPES = ("criteo", "avazu", "taobao", "trivago")
 
@@ -420,7 +421,7 @@ def test_a_prepared_dataset_with_bags(tmp_path: Path) -> None:
 
 _PEAK = """
 import resource, sys
-from stoker.data import synthetic
+from stoker import synthetic
 synthetic.write("criteo", int(sys.argv[1]), sys.argv[2], workers=2, overwrite=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

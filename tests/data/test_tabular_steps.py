@@ -12,8 +12,8 @@ import pytest
 from prepared import digests, rows_of, vocabulary
 
 import stoker
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
-from stoker.errors import SchemaError
+from stoker.base.errors import SchemaError
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
 ROWS = 3001
 

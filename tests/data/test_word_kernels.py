@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data import text_kernels
-from stoker.data.columns import KINDS, Field, TextParser
-from stoker.data.word_kernels import few_decimals, hex_digits
+from stoker.prep.parse import text_kernels
+from stoker.prep.parse.columns import KINDS, Field, TextParser
+from stoker.prep.parse.word_kernels import few_decimals, hex_digits
 
 HEX = "0123456789abcdefABCDEF"
 NOT_HEX = [byte for byte in range(256) if chr(byte) not in HEX]

@@ -13,14 +13,14 @@ import polars as pl
 import pytest
 
 from stoker import features as f
-from stoker.data.columns import Field
-from stoker.data.dataset import Dataset
-from stoker.data.frames import frame_block
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
-from stoker.errors import DataError, SchemaError
-from stoker.features.hashing import hash_values
-from stoker.features.keys import KeyTable
+from stoker.base.errors import DataError, SchemaError
+from stoker.dataset.dataset import Dataset
+from stoker.prep.features.fitted.keys import KeyTable
+from stoker.prep.features.hashing import hash_values
+from stoker.prep.parse.columns import Field
+from stoker.prep.parse.frames import frame_block
+from stoker.prep.prepare import run_prepare
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 
 LEAST, MOST = -(2**63), 2**63 - 1
 NAN = float("nan")

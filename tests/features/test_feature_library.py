@@ -16,9 +16,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stoker import features as f
-from stoker.errors import ConfigError, DataError, DependencyError, SchemaError
-from stoker.features.keys import Coder, KeyTable
-from stoker.features.tables import read_table
+from stoker.base.errors import ConfigError, DataError, DependencyError, SchemaError
+from stoker.prep.features.fitted.keys import Coder, KeyTable
+from stoker.prep.features.tables import read_table
 
 SCHEMA = {
     "u": pl.String, "i": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Int64, "p": pl.String, "q": pl.String,
@@ -139,9 +139,9 @@ def test_learned_features(
     assert column(other, "m") == pytest.approx(naive.mean_target(train, new, *settings_, out_of_fold=False))
     at_once, whole = f.fit_apply(some, frame(train), label="y")
     with pytest.MonkeyPatch.context() as patch:  # sums on the way change no bit, nor how many rows lie in cache
-        patch.setattr("stoker.features.learned._WAITING", 2)
-        patch.setattr("stoker.features.learned._ROWS", 3)
-        patch.setattr("stoker.features.keys._CHUNK", 5)
+        patch.setattr("stoker.prep.features.fitted.learned._WAITING", 2)
+        patch.setattr("stoker.prep.features.fitted.learned._ROWS", 3)
+        patch.setattr("stoker.prep.features.fitted.keys._CHUNK", 5)
         lazy = f.fit(some, pl.concat([frame(train[k : k + 1]).lazy() for k in range(len(train))]), label="y")
         assert lazy.apply_to_training(frame(train)).collect().equals(whole)
         assert lazy.apply(frame(new)).collect().equals(other.collect())

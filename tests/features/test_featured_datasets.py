@@ -19,11 +19,11 @@ import pytest
 
 import stoker
 from stoker import features as f
-from stoker.data import feature_passes, featured
-from stoker.data.dataset import Dataset
-from stoker.data.prepare import Progress, run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
-from stoker.errors import DataError, SchemaError
+from stoker.base.errors import DataError, SchemaError
+from stoker.dataset.dataset import Dataset
+from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.rows import feature_passes, featured
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 
 SCHEMA = Schema(
     name="sessions",

@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from stoker import features as f
-from stoker.features.keys import KeyTable
-from stoker.features.tables import read_table
+from stoker.prep.features.fitted.keys import KeyTable
+from stoker.prep.features.tables import read_table
 
 PIECES = ["a", "é", "", "thirteen byte", "a text of more than twelve bytes", "12", ":", "|"]
 

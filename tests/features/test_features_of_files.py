@@ -12,10 +12,11 @@ import polars as pl
 import pytest
 
 from stoker import features as f
-from stoker.data import feature_passes, featured
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SourceFormat, SplitRule
-from stoker.errors import DataError, SchemaError
+from stoker.base.errors import DataError, SchemaError
+from stoker.prep.prepare import run_prepare
+from stoker.prep.rows import feature_passes, featured
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.source_format import SourceFormat
 
 LEAST, MOST = -(2**63), 2**63 - 1
 COLUMNS = {"u": pl.String, "k": pl.Int64, "t": pl.Int64, "x": pl.Float64, "e": pl.Float64, "y": pl.Int64,

@@ -16,11 +16,12 @@ from test_featured_datasets import SCHEMA, hash_tree, write_log
 
 import stoker
 from stoker import features as f
-from stoker.data import feature_passes, task
-from stoker.data.parts import Journal
-from stoker.data.prepare import run_prepare
-from stoker.data.schema import DenseColumn, Schema, SplitRule
-from stoker.features.keys import Coder, code_column
+from stoker.prep.features.fitted.keys import Coder, code_column
+from stoker.prep.prepare import run_prepare
+from stoker.prep.rows import feature_passes
+from stoker.prep.schema import DenseColumn, Schema, SplitRule
+from stoker.prep.work import task
+from stoker.prep.work.parts import Journal
 
 MORE = (
     f.MeanTargetEncoding(name="both_mean", by=("user", "item"), folds=3),
@@ -125,7 +126,7 @@ def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "log.csv").write_text(text)
     stoker.prepare(ALL, tmp_path / "log.csv", out=tmp_path / "files")
     monkeypatch.setattr(task, "_HOLD_MOST", most)
-    monkeypatch.setattr("stoker.data.prepare.BLOCK_BYTES", 2_000)
+    monkeypatch.setattr("stoker.prep.prepare.BLOCK_BYTES", 2_000)
     data = stoker.prepare(ALL, tmp_path / "log.csv", threads=2)
     data.save(tmp_path / "memory")
     assert hash_tree(tmp_path / "memory") == hash_tree(tmp_path / "files")

@@ -10,10 +10,10 @@ import pytest
 
 import stoker
 import stoker.testing
+from stoker.base.errors import ConfigError, DataError
 from stoker.cli import main
-from stoker.data.recipe import RawInput, Recipe
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
-from stoker.errors import ConfigError, DataError
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 
 SCHEMA = Schema(
     name="shop",
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(split: stoker.data.split.Split) -> list[tuple[list[float], list[int], list[int], float]]:
+def rows(split: stoker.dataset.split.Split) -> list[tuple[list[float], list[int], list[int], float]]:
     found = []
     for number in range(len(split)):
         row = split[number]

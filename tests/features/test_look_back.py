@@ -15,14 +15,14 @@ import pytest
 from test_featured_datasets import hash_tree
 
 from stoker import features as f
-from stoker.data import feature_passes, featured
-from stoker.data.look_back import LookBack, can_deal
-from stoker.data.prepare import run_prepare
-from stoker.data.recipe import RawInput, Recipe
-from stoker.data.row_store import RowStore
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
-from stoker.errors import DataError
-from stoker.features.past import Past, work_out
+from stoker.base.errors import DataError
+from stoker.prep.features.past import Past, work_out
+from stoker.prep.prepare import run_prepare
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.rows import feature_passes, featured
+from stoker.prep.rows.look_back import LookBack, can_deal
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.prep.work.row_store import RowStore
 
 DAY = datetime.date(2020, 1, 1)
 LARGE = 2**53 + 1  # no float64

@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 
 import stoker
-from stoker.data import recipes
-from stoker.data.recipe import Recipe
+from stoker.prep import recipes
+from stoker.prep.recipe import Recipe
 
 NAMES = {"globo": ("click", "last_hour", "age_hours"), "ebnerd": ("impression", "recent_clicks", "position")}
 

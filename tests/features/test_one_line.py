@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from stoker import features as f
+from stoker.base.errors import SchemaError
 from stoker.cli import main
-from stoker.data.dataset import Dataset
-from stoker.data.schema import CategoricalColumn, DenseColumn, Label, Schema
-from stoker.errors import SchemaError
-from stoker.features.one_line import feature_from_text, model_columns
+from stoker.dataset.dataset import Dataset
+from stoker.prep.features.one_line import feature_from_text, model_columns
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 
 import stoker
 from stoker import features as f
-from stoker.data import recipes
-from stoker.data.recipe import Recipe
-from stoker.errors import DataError, SchemaError
+from stoker.base.errors import DataError, SchemaError
+from stoker.prep import recipes
+from stoker.prep.recipe import Recipe
 
 
 def plain(preset: str) -> Recipe:

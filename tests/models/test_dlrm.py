@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import DCN, DLRM, DeepFM
 
 KAGGLE = FeatureSpec.from_sizes(13, [50] * 26)

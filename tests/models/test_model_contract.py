@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import stoker
-from stoker.data.batch import Batch
-from stoker.data.features import Feature, FeatureSpec
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.models import DCN, DIN, DLRM, MODELS, TBSM, DeepFM, RecModel, SequenceModel, Tabular
 from stoker.optim import SGD, Adagrad
 

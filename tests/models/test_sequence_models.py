@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.data.batch import Batch
-from stoker.data.features import Feature, FeatureSpec
-from stoker.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.models import DIN, DLRM, TBSM, SequenceModel
 from stoker.models.layers import Dice, PReLU
 

@@ -17,14 +17,14 @@ sys.path.append(str(Path(__file__).parents[1] / "training"))
 from small_runs import SMALL, assert_same_run, checkpoint_files, records
 
 import stoker
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import DLRM, RecModel, Tabular
 from stoker.models.tabular import fastai_columns
 from stoker.optim import SGD
 from stoker.testing import make_dataset
-from stoker.training import checkpoint
+from stoker.training.files import checkpoint
 
 SPEC = FeatureSpec.from_sizes(3, [30, 7, 1000])
 DROPPED = {"dropout": (0.25, 0.5), "embedding_dropout": 0.1}
@@ -207,7 +207,7 @@ def test_checkpoints_keep_the_running_moments(data: stoker.Dataset, whole: Path)
     # The last batch of an epoch of 41 has one row.
     assert int(moments["norms.0.num_batches_tracked"]) == loaded.step - loaded.step // 41
     assert float(moments["dense_norm.running_mean"].abs().max()) > 0
-    report = stoker.training.rundir.RunDirectory(whole).read("report.json")
+    report = stoker.training.files.rundir.RunDirectory(whole).read("report.json")
     assert stoker.training.evaluate(model, data.test)["log_loss"] == report["test"]["log_loss"]
 
 

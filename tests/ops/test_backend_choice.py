@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker import ops
-from stoker.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, DependencyError
 
 CPU = torch.device("cpu")
 

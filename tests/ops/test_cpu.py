@@ -193,7 +193,7 @@ def test_kernels_are_kept_on_disk():
 
 def test_without_torchs_openmp_the_team_gives_the_same(monkeypatch):
     """Where torch's OpenMP is not GNU's (macOS, Windows), kernels run on a team of Python threads."""
-    from stoker.ops import native
+    from stoker.ops.codegen import native
 
     space = make_space(["a", "b"], [50, 3000], [["a"], ["b"]], ["a", "b"])
     ids = torch.stack([torch.randint(0, 50, (400,)), torch.randint(0, 3000, (400,))], 1)

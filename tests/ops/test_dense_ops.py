@@ -13,11 +13,11 @@ from torch import nn
 
 from stoker.ops import mlp as ops_mlp
 from stoker.ops import reference
-from stoker.ops.arena import Arena
+from stoker.ops.codegen.threads import Team
+from stoker.ops.cpu.arena import Arena
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.loss import binary_cross_entropy
 from stoker.ops.mlp import mlp
-from stoker.ops.threads import Team
 
 
 @settings(deadline=None, max_examples=40)

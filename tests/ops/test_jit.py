@@ -20,8 +20,8 @@ _PROGRAM = """
 import json, sys
 import numpy as np
 from stoker.cli.machine import _kernel_cache
-from stoker.ops.native import Kernel, arguments, thread_index
-from stoker.ops.select_kernels import chosen_ends
+from stoker.ops.codegen.native import Kernel, arguments, thread_index
+from stoker.ops.cpu.select_kernels import chosen_ends
 
 def double(p):
     values, count = arguments(p)
@@ -97,7 +97,7 @@ def test_numba_cache_dir_comes_first(sealed: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.ops import jit
+    from stoker.ops.codegen import jit
 
     make = jit._temporary.__wrapped__
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -127,7 +127,7 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_other_errors_are_not_swallowed() -> None:
-    from stoker.ops.jit import cached
+    from stoker.ops.codegen.jit import cached
 
     def broken(keep: bool) -> None:
         raise RuntimeError("something else")

@@ -82,7 +82,7 @@ def test_without_trust_l2_is_adams_weight_decay():
 
 def test_more_rows_than_their_integers_may_sum_go_to_the_definition(monkeypatch):
     asked = []
-    monkeypatch.setattr("stoker.ops.cpu.ROWS", 3)
+    monkeypatch.setattr("stoker.ops.cpu.backend.ROWS", 3)
     monkeypatch.setattr(lamb, "direct", lambda weight, *rest: asked.append(len(rest[1])) or torch.zeros(4, 2))
     state = {"exp_avg": torch.zeros(9, 2), "exp_avg_sq": torch.zeros(9, 2)}
     rows = torch.arange(4)

@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 import torch
 
-from stoker.ops import tensor_train
-from stoker.ops.tensor_train import Trie, build_trie, expand, gradients
-from stoker.ops.tensor_train_shape import TTShape
+from stoker.ops.tt import lookup as tensor_train
+from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients
+from stoker.ops.tt.shape import TTShape
 
 pytest.importorskip("numba", reason="tests the kernels that Numba compiles, and numba is not installed here")
 

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags, ReferenceBackend, Rounding, RowRule, get_backend
 from stoker.ops.rule import STATE
 from stoker.ops.space import make_space
@@ -97,7 +97,7 @@ def _strict() -> Any:
 
 
 def make_backend(lazy: bool | None = False) -> Any:
-    from stoker.ops.triton_backend import TritonBackend
+    from stoker.ops.gpu.backend import TritonBackend
 
     return TritonBackend(lazy=lazy)
 
@@ -164,7 +164,7 @@ def both_update(
 def test_an_interpreter_that_cannot_run_with_this_numpy_is_refused(
     triton_version: str, numpy_version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.ops import triton_backend
+    from stoker.ops.gpu import backend as triton_backend
 
     monkeypatch.setattr(triton_backend.triton, "__version__", triton_version)
     monkeypatch.setattr(triton_backend.np, "__version__", numpy_version)
@@ -180,7 +180,7 @@ def test_an_interpreter_that_cannot_run_with_this_numpy_is_refused(
 
 @on_device
 def test_a_kernel_that_writes_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.ops import triton_backend
+    from stoker.ops.gpu import backend as triton_backend
 
     class Nothing:
         def __getitem__(self, grid: Any) -> Any:

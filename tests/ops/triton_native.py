@@ -63,7 +63,7 @@ class Compiler:
 
 def launches(dims: Sequence[int], *, full: bool) -> None:
     """Call the back end in every way that selects another kernel. Nothing runs, so results are rubbish."""
-    from stoker.ops.triton_backend import TritonBackend
+    from stoker.ops.gpu.backend import TritonBackend
 
     backend = TritonBackend(lazy=True)
     for dim in dims:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stoker import DenseLAMB
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 
 def algorithm_2(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker import Adam, OneCycle, TrainConfig, optim
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 
 def combined_cosine(step: int, steps: int, share: float, div: float, final_div: float) -> float:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import stoker
-from stoker.data.dataset import Dataset
-from stoker.errors import DataError
+from stoker.base.errors import DataError
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 SIZES = (600, 300, 10)

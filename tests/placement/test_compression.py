@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker import TableConfig, TensorTrain
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.placement.compression import rows_to_compress
 from stoker.placement.placement import row_bytes
 from stoker.placement.profile import Profile
-from stoker.tables.tensor_train import stored_tables
+from stoker.tables.compressed.tensor_train import stored_tables
 
 STATE = stoker.RowWiseAdagrad(lr=0.1).state
 PROFILE = Profile(

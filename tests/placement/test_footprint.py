@@ -11,9 +11,9 @@ from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, 
 from stoker.placement import footprint as footprint_module
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
-from stoker.tables.cuda_link import staging_bytes
-from stoker.tables.home import has_numba
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.links.cuda_link import staging_bytes
+from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.stores.home import has_numba
 
 BATCH, DIM = 512, 16
 ROW = 4 * DIM + 4

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import stoker
-from stoker.data.dataset import Dataset, hash_schema, write_counts, write_manifest, write_shard
-from stoker.data.features import Feature, FeatureSpec
-from stoker.errors import ConfigError, DataError, DependencyError
-from stoker.placement import row_estimates, sampling
-from stoker.placement.hot_plot import draw_profile
-from stoker.placement.hot_profile import CurvePoint, HotProfile
+from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
+from stoker.dataset.shards import write_shard
+from stoker.dataset.spec import Feature, FeatureSpec
+from stoker.rewrite.fae import row_estimates, sampling
+from stoker.rewrite.fae.hot_profile import CurvePoint, HotProfile, draw_profile
 from stoker.testing import make_dataset
 
 ROW = 68  # bytes: 16 float32 columns and the row-wise sum

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.data import spool
-from stoker.data.dataset import Dataset
-from stoker.errors import ConfigError, DataError, DependencyError
+from stoker.base import spool
+from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.dataset.dataset import Dataset
 from stoker.placement.id_trace import IdTrace, record
 from stoker.placement.replay import row_size, simulate
 from stoker.placement.replay_reference import CacheStrategy, Counts, Row, replay_reference
-from stoker.tables.residency import make_residency
+from stoker.tables.slots.fastest import make_residency
 from stoker.testing import make_dataset
 
 TABLES = 3

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.dataset import Dataset
-from stoker.errors import ConfigError
-from stoker.placement.row_estimates import ChunkRows, ExactRows, falling
-from stoker.placement.sampling import draw, strata_edges
-from stoker.placement.stratified import StratifiedRows
-from stoker.placement.student import half_width, t_quantile
+from stoker.base.errors import ConfigError
+from stoker.dataset.dataset import Dataset
+from stoker.rewrite.fae.row_estimates import ChunkRows, ExactRows, falling
+from stoker.rewrite.fae.sampling import draw, strata_edges
+from stoker.rewrite.fae.stratified import StratifiedRows
+from stoker.rewrite.fae.student import half_width, t_quantile
 from stoker.testing import make_dataset
 
 #: (confidence, degrees) -> two-sided quantile, from published tables

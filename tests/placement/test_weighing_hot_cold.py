@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker import Cached, Device, HotCold, RowWiseAdagrad, TableConfig
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.placement.expected import uses_of
 from stoker.placement.hot_cold import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy
 from stoker.placement.profile import Profile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import simulated
 from placed import Case, bag_run, difference, draw, placed_run, resident_run
 
-from stoker.tables.cuda_link import CudaLink
+from stoker.tables.links.cuda_link import CudaLink
 
 __all__ = ["check", "program"]
 

@@ -18,10 +18,10 @@ from bags import Bags
 from programs import Round, Run, Turn, draw_rounds
 
 from stoker import Batch, Cached, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim
-from stoker.tables.residency import LANDED
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.links.transfer import QueuedLink
+from stoker.tables.slots.residency import LANDED
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Rows
-from stoker.tables.transfer import QueuedLink
 
 __all__ = ["Case", "Found", "SlowLink", "Watch", "bag_run", "difference", "draw", "placed_run", "resident_run", "same"]
 

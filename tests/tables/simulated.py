@@ -1,6 +1,7 @@
 """A simulated GPU: work is queued and done later, in any order that streams and events allow, and never before it must.
 
-It takes the place of torch's streams behind :class:`stoker.tables.cuda_link.CudaLink`, and its back end queues the
+It takes the place of torch's streams behind :class:`stoker.tables.links.cuda_link.CudaLink`, and its back end queues
+the
 lookups and updates of training on a compute stream. Everything happens in one thread, drawn from a seed, also the
 landing of writebacks; memory that is dropped while other streams use it is spoilt, as by its next owner.
 """
@@ -21,9 +22,9 @@ from placed import Case, Found, draw, placed_run, reconcile
 
 from stoker import EmbeddingTables
 from stoker.ops import Bags
-from stoker.tables.cuda_link import CudaLink
-from stoker.tables.slotted import SlottedRows
-from stoker.tables.streams import Streams
+from stoker.tables.links.cuda_link import CudaLink
+from stoker.tables.links.streams import Streams
+from stoker.tables.slots.slotted import SlottedRows
 
 __all__ = ["SimulatedLink", "SimulatedStreams", "defer", "draw_case", "log_outputs", "run", "use"]
 

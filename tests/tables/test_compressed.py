@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import stoker
 from stoker import EmbeddingTables, TableConfig, TensorTrain
-from stoker.data.batch import Batch
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
 from stoker.ops.reference import update_rows
-from stoker.ops.tensor_train import digits_of, init_core, rows_by_definition
-from stoker.ops.tensor_train_shape import TTShape
+from stoker.ops.tt.lookup import digits_of, init_core, rows_by_definition
+from stoker.ops.tt.shape import TTShape
 from stoker.tables import Replicas
 from stoker.tables.storage import Rows
 

@@ -13,7 +13,7 @@ from placed import draw, placed_run, resident_run, same
 from torch import Tensor
 
 from stoker import SGD, Adam, EmbeddingTables, RowWiseAdagrad, TableConfig, TensorTrain, TTEmbeddingBag, optim
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

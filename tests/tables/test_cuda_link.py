@@ -16,12 +16,12 @@ import torch
 from placed import Case, draw, placed_run, reconcile, resident_run, same
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, TableConfig, optim, stage
-from stoker.errors import HomeError
+from stoker.base.errors import HomeError
 from stoker.ops import Bags
-from stoker.tables import cuda_link
-from stoker.tables.cuda_link import CudaLink
-from stoker.tables.log_home import LogHome
+from stoker.tables.links import cuda_link
+from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.storage import Rows
+from stoker.tables.stores.log_home import LogHome
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def test_rows_that_a_failed_device_did_not_deliver_are_never_stored(monkeypatch)
 
 
 def simulated_job(link, slots):
-    from stoker.tables.cuda_link import _Staged
+    from stoker.tables.links.cuda_link import _Staged
 
     places = np.flatnonzero(slots)[:3]
     return _Staged(0, places, link._take_off(places))
@@ -263,7 +263,7 @@ def test_the_faster_way_of_reading_is_chosen(faster, monkeypatch):
 def test_rows_behind_a_gpu_move_on_streams(home, monkeypatch, tmp_path):
     """Which link and home a strategy gets; no GPU is needed to ask."""
     from stoker.ops.space import make_space
-    from stoker.tables import slotted
+    from stoker.tables.slots import slotted
 
     made = {}
     monkeypatch.setattr(slotted, "SlottedRows", lambda home, space, **given: made.update(given, home=home))

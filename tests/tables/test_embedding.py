@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stoker
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 BACKENDS = ["reference", "cpu"]
 

@@ -20,18 +20,18 @@ from placed import draw, placed_run, resident_run, same
 from programs import Rereadable
 
 import stoker
-from stoker.data import spool
-from stoker.data.dataset import Dataset
-from stoker.data.gather import NumpyGather
-from stoker.data.spool import Spool
-from stoker.errors import ConfigError, HomeError
+from stoker.base import spool
+from stoker.base.errors import ConfigError, HomeError
+from stoker.base.spool import Spool
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.gather import NumpyGather
 from stoker.placement.id_trace import dataset_space, dataset_steps, record
 from stoker.placement.replay import simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
-from stoker.tables import foresight as foresight_module
-from stoker.tables.foresight import Foresight, Recording
-from stoker.tables.residency import make_residency
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots import foresight as foresight_module
+from stoker.tables.slots.fastest import make_residency
+from stoker.tables.slots.foresight import Foresight, Recording
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.testing import make_dataset
 
 ROWS = (300, 150, 10)
@@ -103,9 +103,9 @@ def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) 
     """Other code finds and orders the distinct rows, reads the ids and plans."""
     monkeypatch.setattr("stoker.ops.distinct._HAVE_NUMBA", False)
     monkeypatch.setattr(
-        "stoker.data.reader.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
+        "stoker.dataset.reading.reader.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
     )
-    monkeypatch.setattr("stoker.tables.slotted.make_residency", partial(make_residency, fast=False))
+    monkeypatch.setattr("stoker.tables.slots.slotted.make_residency", partial(make_residency, fast=False))
     test_training_fetches_no_more_than_belady(data, 5, 3, False)
 
 

@@ -24,16 +24,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stoker.tables.home as home_module
+import stoker.tables.stores.home as home_module
 from stoker import EmbeddingTables, RowWiseAdagrad, TableConfig
-from stoker.device import resident_memory
-from stoker.errors import ConfigError, HomeError
-from stoker.tables.file_home import FileHome
-from stoker.tables.file_layout import PAGE, Layout
-from stoker.tables.home import Home, Initial, MemoryHome
-from stoker.tables.home_file import _sweep
-from stoker.tables.log_home import LogHome
+from stoker.base.device import resident_memory
+from stoker.base.errors import ConfigError, HomeError
 from stoker.tables.storage import Rows
+from stoker.tables.stores.file_home import FileHome
+from stoker.tables.stores.file_layout import PAGE, Layout
+from stoker.tables.stores.home import Home, Initial, MemoryHome
+from stoker.tables.stores.home_file import _sweep
+from stoker.tables.stores.log_home import LogHome
 
 KINDS = ["memory", "file", "direct", "log", "direct log", "plain memory", "plain file", "plain direct", "plain log"]
 FILES = [kind for kind in KINDS if "memory" not in kind]
@@ -740,8 +740,8 @@ def test_files_left_by_a_kill_are_swept_and_live_ones_are_not(tmp_path, monkeypa
     code = """
         import os, signal, sys
         from stoker import TableConfig
-        from stoker.tables.file_home import FileHome
-        from stoker.tables.home import Initial
+        from stoker.tables.stores.file_home import FileHome
+        from stoker.tables.stores.home import Initial
         initial = Initial.of([TableConfig(name="t", num_embeddings=10, embedding_dim=4)], 0)
         mine = FileHome(initial, {}, directory=sys.argv[1])
         child = os.fork()

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker import Batch, Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim, stage
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops import Bags, distinct
 from stoker.ops.distinct import distinct_rows, split_rows
 from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.space import make_space
-from stoker.tables.residency import SlotPlan
-from stoker.tables.slotted import SlottedRows, TooFewSlots
+from stoker.tables.slots.residency import SlotPlan
+from stoker.tables.slots.slotted import SlottedRows, TooFewSlots
 from stoker.tables.storage import Rows
 
 SIZES = {"a": 100, "b": 30, "c": 5}

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stoker import Cached, EmbeddingTables, RowWiseAdagrad, TableConfig
-from stoker.errors import HomeError
-from stoker.tables.file_home import FileHome
-from stoker.tables.home import Initial
-from stoker.tables.log_home import LogHome, index_bytes
+from stoker.base.errors import HomeError
 from stoker.tables.storage import Rows
+from stoker.tables.stores.file_home import FileHome
+from stoker.tables.stores.home import Initial
+from stoker.tables.stores.log_home import LogHome, index_bytes
 
 STATE = {"sum": "scalar"}
 
@@ -229,7 +229,7 @@ def test_tables_append_unless_the_index_would_be_large_or_it_is_forbidden(monkey
 
     assert home() is LogHome
     assert home(writes="in-place") is FileHome
-    monkeypatch.setattr("stoker.tables.slotted.total_memory", lambda: 64 * index_bytes(1000) - 1)
+    monkeypatch.setattr("stoker.tables.slots.slotted.total_memory", lambda: 64 * index_bytes(1000) - 1)
     assert home() is FileHome
     assert home(writes="append") is LogHome
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stoker import Batch, Cached, ConfigError, EmbeddingTables, StokerError, TableConfig, optim, stage
-from stoker.errors import HomeError
-from stoker.tables.slotted import TooFewSlots
+from stoker.base.errors import HomeError
+from stoker.tables.slots.slotted import TooFewSlots
 
 ROWS, DIM = 400, 4
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import stoker
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops.loss import binary_cross_entropy
 from stoker.tables import EmbeddingTables, Replicas, TableConfig
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError
-from stoker.tables.residency import LANDED, Residency, SlotPlan, make_residency
+from stoker.base.errors import ConfigError
+from stoker.tables.slots.fastest import make_residency
+from stoker.tables.slots.residency import LANDED, Residency, SlotPlan
 
 
 def same_plans(a: SlotPlan | None, b: SlotPlan | None) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from placed import build, draw, placed_run, resident_run, same
 
 from stoker import LAMB, Cached, EmbeddingTables, TableConfig
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops import lamb
 from stoker.ops.lamb import squares
 from stoker.tables import layers

@@ -10,7 +10,7 @@ import torch
 
 import stoker
 from stoker import Batch, Cached, EmbeddingTables, TableConfig
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.slots.slotted import SlottedRows
 
 ROWS, EACH, COUNT = 400, 8, 30
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stoker
-from stoker.data.batch import Batch
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
 from stoker.tables.steps import StepLayout
 
 PLACEMENTS = {

@@ -8,12 +8,12 @@ import torch
 from stoker import TableConfig
 from stoker.ops import Bags
 from stoker.ops.space import make_space
-from stoker.tables.file_home import FileHome
-from stoker.tables.home import Initial, MemoryHome
-from stoker.tables.log_home import LogHome
-from stoker.tables.slotted import SlottedRows
+from stoker.tables.links.transfer import DirectLink, QueuedLink
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import DeviceRows, Rows, Storage
-from stoker.tables.transfer import DirectLink, QueuedLink
+from stoker.tables.stores.file_home import FileHome
+from stoker.tables.stores.home import Initial, MemoryHome
+from stoker.tables.stores.log_home import LogHome
 
 STATE = {"exp_avg": "row", "sum": "scalar"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

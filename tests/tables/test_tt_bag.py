@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import stoker
 from stoker import TTEmbeddingBag
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops.reference import update_rows
-from stoker.ops.tensor_train import digits_of, rows_by_definition
-from stoker.ops.tensor_train_shape import TTShape
+from stoker.ops.tt.lookup import digits_of, rows_by_definition
+from stoker.ops.tt.shape import TTShape
 
 SHAPE = TTShape((5, 3, 4), (1, 2, 3), (4, 3))  # 60 rows, of which 57 are there
 ROWS, DIM = 57, 6

@@ -217,11 +217,11 @@ def _child(order: dict[str, Any], messages: Path, events: Path) -> None:
 def _watch(order: dict[str, Any]) -> Counter[str]:
     """Count the events from here on, and die ``order["delay"]`` seconds after the one that was ordered."""
     from stoker.models import RecModel
-    from stoker.tables.file_home import FileHome
-    from stoker.tables.home import MemoryHome
-    from stoker.tables.log_home import LogHome
-    from stoker.tables.slotted import Queue
-    from stoker.training import storing
+    from stoker.tables.slots.slotted import Queue
+    from stoker.tables.stores.file_home import FileHome
+    from stoker.tables.stores.home import MemoryHome
+    from stoker.tables.stores.log_home import LogHome
+    from stoker.training.files import storing
 
     counts: Counter[str] = Counter()
 

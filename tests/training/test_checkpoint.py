@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from small_runs import files
 
 import stoker
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import CheckpointError
+from stoker.base.errors import CheckpointError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import DLRM
 from stoker.testing import make_dataset
-from stoker.training import checkpoint
+from stoker.training.files import checkpoint
 
 SPEC = FeatureSpec.from_sizes(2, [40, 7, 300])
 OPTIMIZERS = {
@@ -195,7 +195,7 @@ def test_a_kill_while_writing_never_leaves_half_a_checkpoint(
     tmp_path: Path, survives: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stops at every fsync and rename in turn, without any cleaning up, as a kill does."""
-    run = stoker.training.rundir.RunDirectory(tmp_path)
+    run = stoker.training.files.rundir.RunDirectory(tmp_path)
     first = stoker.save(run.checkpoint(1), build())
     calls = iter(range(100))
 

@@ -13,11 +13,11 @@ from small_runs import SMALL, records
 from typer.testing import CliRunner
 
 import stoker
+from stoker.base.errors import ConfigError, DataError
 from stoker.cli import app
-from stoker.errors import ConfigError, DataError
 from stoker.testing import make_dataset
-from stoker.training.compare_plot import curves, draw_comparison, text_plot
-from stoker.training.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.tools.compare import curves, draw_comparison, text_plot
 
 RUN: dict[str, Any] = {**SMALL, "epochs": 2, "eval_every": 25}
 

@@ -12,12 +12,12 @@ import torch
 from small_runs import HALF, ROWS, SMALL
 
 import stoker
-from stoker.cli.find_lr import curve
+from stoker.base.errors import ConfigError
+from stoker.cli.tools.find_lr import curve
 from stoker.cli.train import train as train_command
-from stoker.data.dataset import write_manifest
-from stoker.errors import ConfigError
+from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
-from stoker.training.find_lr import Finding, Trial, find_lr
+from stoker.training.tools.find_lr import Finding, Trial, find_lr
 
 SETTINGS: dict[str, Any] = {
     **{k: v for k, v in SMALL.items() if k != "display"},
@@ -196,7 +196,7 @@ def test_plain_values(finding: Finding) -> None:
 def test_its_options_are_those_of_train() -> None:
     import inspect
 
-    from stoker.cli.find_lr import _WITHOUT, _with_options_of_train
+    from stoker.cli.tools.find_lr import _WITHOUT, _with_options_of_train
 
     mine, theirs = (set(inspect.signature(each).parameters) for each in (_with_options_of_train(), train_command))
     assert theirs - mine == _WITHOUT - {"dataset", "batch_size"}

@@ -9,7 +9,7 @@ import pytest
 from small_runs import HALF, ROWS, SMALL, assert_same_run, checkpoint_files, records
 
 import stoker
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.testing import make_dataset
 
 RUN: dict[str, Any] = {**SMALL, "steps": 20, "save_every": 10, "log_every": 1}

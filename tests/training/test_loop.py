@@ -21,14 +21,15 @@ from killing import Server
 from small_runs import assert_same_run, files, records
 
 import stoker
-from stoker.data.dataset import Dataset, write_manifest
-from stoker.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
-from stoker.training.display import Display, make_display
-from stoker.training.log import RunLog
-from stoker.training.progress import SaveTimer
-from stoker.training.rundir import RunDirectory
+from stoker.training.files.log import RunLog
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.terminal.display import Display, make_display
+from stoker.training.terminal.progress import SaveTimer
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 

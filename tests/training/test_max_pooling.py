@@ -11,7 +11,7 @@ from small_runs import assert_same_run, records
 
 import stoker
 from stoker.cli import main
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 OPTIONS: dict[str, Any] = {

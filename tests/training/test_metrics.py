@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
-from stoker.training.metrics import StreamingMetrics
+from stoker.training.scores.metrics import StreamingMetrics
 
 # Few distinct values make ties; the rest of the range makes odd exponents and signed zeros.
 LOGIT = st.one_of(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.floats(-80, 80, width=32))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.models import DLRM, MODELS
 from stoker.optim import SGD
 from stoker.testing import make_dataset

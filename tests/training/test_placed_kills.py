@@ -16,7 +16,7 @@ import pytest
 from killing import EVENTS, Ended, Server, kill_numbers
 from small_runs import ROWS, SMALL, checkpoint_files, files
 
-from stoker.data.dataset import Dataset
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
 ROW = 2 * 4 + 2 * 4 * 4  # bytes: 4 bfloat16 columns and the two moments of Adam

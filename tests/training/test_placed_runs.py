@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from small_runs import HALF, ROW, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
 
 import stoker
-from stoker.data.dataset import Dataset
-from stoker.errors import ConfigError
-from stoker.tables.foresight import Recording
-from stoker.tables.slotted import SlottedRows
+from stoker.base.errors import ConfigError
+from stoker.base.timeline import Recorder, Span
+from stoker.dataset.dataset import Dataset
+from stoker.tables.slots.foresight import Recording
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.testing import make_dataset
-from stoker.timeline import Recorder, Span
 from stoker.training import Interrupted, TrainConfig, TrainResult
-from stoker.training.display import Display
+from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import Epochs
-from stoker.training.rundir import RunDirectory
+from stoker.training.terminal.display import Display
+from stoker.training.tools.trace import stage_times
 from stoker.training.totals import STAGES, StageTotals
-from stoker.training.trace import stage_times
 
 SETTINGS: dict[str, Any] = {
     **SMALL, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,
@@ -365,7 +365,7 @@ def test_scores_of_batches_whose_labels_are_on_a_gpu(
     """As :func:`stoker.stage` hands them out, for a model on a GPU."""
     import pyarrow.parquet as pq
 
-    from stoker.training import evaluation
+    from stoker.training.scores import evaluation
 
     def staged(stream: Any, *rest: Any, **more: Any) -> Any:
         for batch in stoker.stage(stream, *rest, **more):

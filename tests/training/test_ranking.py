@@ -18,13 +18,13 @@ from small_runs import SMALL, checkpoint_files, records
 from typer.testing import CliRunner
 
 import stoker
+from stoker.base.errors import ConfigError
 from stoker.cli import app
-from stoker.data.dataset import Dataset
-from stoker.errors import ConfigError
+from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
-from stoker.training import ranking
-from stoker.training.metrics import deciding, merit
-from stoker.training.ranking import RankingMetrics
+from stoker.training.scores import ranking
+from stoker.training.scores.metrics import deciding, merit
+from stoker.training.scores.ranking import RankingMetrics
 
 
 def by_hand(scores: list[float], labels: list[int], groups: list[int], k: int) -> dict[str, float]:

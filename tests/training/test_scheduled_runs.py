@@ -19,12 +19,14 @@ from killing import Server, kill_numbers
 from small_runs import HALF, ROWS, SMALL, TENTH, assert_same_run, checkpoint_files, records
 
 import stoker
-from stoker.data.dataset import Dataset, read_manifest, write_manifest
-from stoker.data.hot_cold import Profiled, run_classify
-from stoker.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import read_manifest, write_manifest
+from stoker.rewrite.classified import Profiled, run_classify
 from stoker.testing import make_dataset
-from stoker.training import Interrupted, TrainConfig, loop, rerun, scheduled
-from stoker.training.rundir import RunDirectory
+from stoker.training import Interrupted, TrainConfig, loop, scheduled
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.tools import rerun
 
 HOT = {"C1": 150, "C2": 120, "C3": 10}
 SETTINGS: dict[str, Any] = {

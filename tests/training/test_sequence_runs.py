@@ -11,8 +11,8 @@ import small_runs
 import torch
 
 import stoker
-from stoker.data import synthetic
-from stoker.data.dataset import Dataset
+from stoker import synthetic
+from stoker.dataset.dataset import Dataset
 from stoker.models import MODELS, SequenceModel
 from stoker.testing import make_dataset
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.training.shuffle import Segment, ShuffleScheduler
 
 

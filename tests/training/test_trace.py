@@ -12,11 +12,11 @@ import pytest
 from small_runs import SMALL
 
 import stoker
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.base.timeline import Recorder, Span, span, spanned
 from stoker.testing import make_dataset
-from stoker.timeline import Recorder, Span, span, spanned
+from stoker.training.tools.trace import stage_times
 from stoker.training.totals import STAGES
-from stoker.training.trace import stage_times
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,16 @@ import small_runs
 import torch
 
 import stoker
-from stoker.data.dataset import Dataset
-from stoker.errors import CheckpointError, ConfigError
-from stoker.tables.home import MemoryHome
-from stoker.tables.slotted import SlottedRows
-from stoker.tables.transfer import DirectLink
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.dataset.dataset import Dataset
+from stoker.tables.links.transfer import DirectLink
+from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.stores.home import MemoryHome
 from stoker.testing import make_dataset
 from stoker.training import TrainConfig
-from stoker.training.rerun import find_section
-from stoker.training.rundir import RunDirectory
-from stoker.training.verify import Verification
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.tools.rerun import find_section
+from stoker.training.tools.verify import Verification
 
 ROWS = (600, 300, 40)
 SMALL = {**small_runs.SMALL, "backend": "reference"}
@@ -213,6 +213,6 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_all_rows(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.training.verify.memory_of", lambda device: (1000, 2000))
+    monkeypatch.setattr("stoker.training.tools.verify.memory_of", lambda device: (1000, 2000))
     with pytest.raises(ConfigError, match="must be resident too"):
         stoker.verify(run)

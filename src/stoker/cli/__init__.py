@@ -24,7 +24,7 @@ COMMANDS = {
     "prepare": "stoker.cli.prepare",
     "synthetic": "stoker.cli.synthetic",
     "train": "stoker.cli.train",
-    "find-lr": "stoker.cli.find_lr",
+    "find-lr": "stoker.cli.tools.find_lr",
     "evaluate": "stoker.cli.scoring",
     "predict": "stoker.cli.scoring",
     "plan": "stoker.cli.plan",
@@ -32,9 +32,9 @@ COMMANDS = {
     "classify": "stoker.cli.classify",
     "reorder": "stoker.cli.reorder",
     "replay": "stoker.cli.replay",
-    "verify": "stoker.cli.verify",
-    "trace": "stoker.cli.trace",
-    "compare": "stoker.cli.compare",
+    "verify": "stoker.cli.tools.verify",
+    "trace": "stoker.cli.tools.trace",
+    "compare": "stoker.cli.tools.compare",
     "inspect": "stoker.cli.inspect",
     "doctor": "stoker.cli.inspect",
 }
@@ -84,7 +84,7 @@ def _register_missing(app: typer.Typer, name: str, error: ImportError) -> None:
     package = (error.name or str(error)).split(".")[0]
 
     def refuse() -> None:
-        from stoker.errors import DependencyError
+        from stoker.base.errors import DependencyError
 
         raise DependencyError(f"stoker {name} needs {package}, which is not installed. Run: pip install {package}")
 
@@ -103,9 +103,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import stoker
+        from stoker.base.version import __version__
 
-        typer.echo(f"stoker {stoker.__version__}")
+        typer.echo(f"stoker {__version__}")
         raise typer.Exit
 
 
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
-            from stoker.cli.wording import interruption
+            from stoker.cli.common.wording import interruption
 
             stop = interruption(error)
             if stop or interrupts:
@@ -204,8 +204,8 @@ def _options(arguments: list[str]) -> dict[str, str]:
 
 
 def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
-    from stoker.cli.wording import message_of
-    from stoker.errors import StokerError
+    from stoker.base.errors import StokerError
+    from stoker.cli.common.wording import message_of
 
     if isinstance(error, StokerError):
         _fail(message_of(error, options), 2)

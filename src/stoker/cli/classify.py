@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.cli.bars import Bars
-from stoker.cli.options import DataArgument, OneObject, option
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.cli.common.bars import Bars
+from stoker.cli.common.options import DataArgument, OneObject, option
 
 __all__ = ["register"]
 
@@ -57,11 +57,11 @@ def classify(
             "--profile has its own budget, --dim, --dtype and --optimizer. Leave these out, or make another profile "
             "with stoker profile."
         )
-    from stoker.data.dataset import Dataset
-    from stoker.placement.classify import run_classify
-    from stoker.placement.hot_profile import HotProfile
-    from stoker.placement.popularity import profile as run_profile
-    from stoker.units import format_duration, format_size, quoted
+    from stoker.base.units import format_duration, format_size, quoted
+    from stoker.dataset.dataset import Dataset
+    from stoker.rewrite.fae.classify import run_classify
+    from stoker.rewrite.fae.hot_profile import HotProfile
+    from stoker.rewrite.fae.popularity import profile as run_profile
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.errors import CheckpointError, DataError
-from stoker.units import format_count, format_size, plural
+from stoker.base.errors import CheckpointError, DataError
+from stoker.base.units import format_count, format_size, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +40,8 @@ def inspect(
     """
     kind = _kind(path)
     if kind == "dataset":
-        from stoker.data.dataset import Dataset
-        from stoker.data.summary import describe_dataset
+        from stoker.dataset.dataset import Dataset
+        from stoker.dataset.summary import describe_dataset
 
         dataset = Dataset(path)
         found = describe_dataset(dataset)
@@ -97,7 +97,7 @@ def _kind(path: Path) -> str:
         return "checkpoint"
     if not path.exists():
         raise DataError(f"{path} does not exist. Give the directory of a dataset, a checkpoint or a run.")
-    from stoker.data.dataset import LEFT_OVER, is_left_over
+    from stoker.dataset.manifest import LEFT_OVER, is_left_over
 
     if is_left_over(path):
         raise DataError(f"{path} is what {LEFT_OVER}")
@@ -110,9 +110,9 @@ def _kind(path: Path) -> str:
 
 
 def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
-    from stoker.training.checkpoint import read_manifest
-    from stoker.training.checkpoint import verify as verify_files
-    from stoker.training.rundir import find_checkpoint, whole_beside
+    from stoker.training.files.checkpoint import read_manifest
+    from stoker.training.files.checkpoint import verify as verify_files
+    from stoker.training.files.rundir import find_checkpoint, whole_beside
 
     run, path = path, find_checkpoint(path)
     manifest = read_manifest(path)
@@ -150,9 +150,9 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
 
 def _describe_run(path: Path) -> list[dict[str, Any]]:
     """Every checkpoint of a run by rising step; of one that cannot be read, what is wrong with it."""
-    from stoker.training.checkpoint import read_manifest
-    from stoker.training.metrics import deciding
-    from stoker.training.rundir import RunDirectory
+    from stoker.training.files.checkpoint import read_manifest
+    from stoker.training.files.rundir import RunDirectory
+    from stoker.training.scores.metrics import deciding
 
     run = RunDirectory(path)
     steps, best = run.steps(), run.best()
@@ -188,7 +188,7 @@ def _recipe(recipe: str | dict[str, str] | None) -> str:
     """Name and preset as people say them; older and generated datasets have a name alone."""
     if not isinstance(recipe, dict):
         return recipe or "unknown"
-    from stoker.data.recipe import OWN_SCHEMA
+    from stoker.prep.recipe import OWN_SCHEMA
 
     own = recipe["preset"] == OWN_SCHEMA
     return f"{recipe['name']}, a schema of your own" if own else f"{recipe['name']}, preset {recipe['preset']}"

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from stoker import device as machine
-from stoker.units import format_size
+from stoker.base import device as machine
+from stoker.base.units import format_size
 
 __all__ = ["examine"]
 
@@ -157,7 +157,7 @@ def _backend(kind: str) -> dict[str, Any]:
 def _kernel_cache() -> dict[str, str | None]:
     """Which directory keeps the kernels that Numba compiles, and why this one."""
     try:
-        from stoker.ops.jit import TEMPORARY, cache_directory
+        from stoker.ops.codegen.jit import TEMPORARY, cache_directory
 
         path = cache_directory()
     except Exception as error:  # whatever a broken installation raises

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from stoker.cli import options
+from stoker.cli.common import options
 
 if TYPE_CHECKING:
-    from stoker.data.dataset import Dataset
+    from stoker.dataset.dataset import Dataset
     from stoker.placement.placement import Placement
     from stoker.training import TrainConfig
-    from stoker.training.step_time import StepTime
+    from stoker.training.sizing.step_time import StepTime
 
 __all__ = ["register"]
 
@@ -87,13 +87,13 @@ def plan(
 
     import torch
 
-    from stoker.device import device_memory as memory_of
-    from stoker.device import resolve_device
+    from stoker.base.device import device_memory as memory_of
+    from stoker.base.device import resolve_device
     from stoker.optim import Constant
     from stoker.training import TrainConfig
+    from stoker.training.files.rundir import open_dataset
     from stoker.training.placing import place_run
-    from stoker.training.rundir import open_dataset
-    from stoker.training.step_time import measure_step
+    from stoker.training.sizing.step_time import measure_step
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -129,12 +129,12 @@ class _Proposal(NamedTuple):
 
 def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     """The largest tables as tensor trains, as many as let the others lie on the device."""
+    from stoker.base.units import parse_size
     from stoker.optim import Constant
     from stoker.placement.compression import rows_to_compress
     from stoker.tables import TensorTrain
     from stoker.training.placing import place_run
-    from stoker.training.step_time import measure_step
-    from stoker.units import parse_size
+    from stoker.training.sizing.step_time import measure_step
 
     tables = config.tables(data.schema)
     optimizer = config.make_row_optimizer(Constant())
@@ -159,7 +159,7 @@ def _values(placement: Placement, step: StepTime) -> dict[str, Any]:
 def _show(title: str, placement: Placement, step: StepTime) -> None:
     from rich.console import Console
 
-    from stoker.units import format_duration, format_size
+    from stoker.base.units import format_duration, format_size
 
     console = Console()
 

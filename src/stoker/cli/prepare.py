@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.wording import with_options
-from stoker.errors import ConfigError
-from stoker.units import format_count, format_duration, format_size, plural
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_count, format_duration, format_size, plural
+from stoker.cli.common.wording import with_options
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from stoker.data.prepare import PrepareReport, Progress
-    from stoker.data.recipe import Recipe
-    from stoker.data.schema import Schema
+    from stoker.prep.prepare import PrepareReport, Progress
+    from stoker.prep.recipe import Recipe
+    from stoker.prep.schema import Schema
 
 __all__ = ["register"]
 
@@ -99,7 +99,7 @@ def prepare(
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
-    from stoker.data.prepare import run_prepare
+    from stoker.prep.prepare import run_prepare
 
     if like is not None and min_count is not None:
         raise ConfigError("--min-count shapes vocabularies, and --like takes those of the dataset. Leave it out.")
@@ -123,7 +123,7 @@ def prepare(
 
 
 def _known(recipe: str) -> bool:
-    from stoker.data import recipes
+    from stoker.prep import recipes
 
     return recipe in recipes.names()
 
@@ -136,7 +136,7 @@ def _changed(
         return recipe, preset
     from dataclasses import replace
 
-    from stoker.data.prepare import load_recipe
+    from stoker.prep.prepare import load_recipe
 
     found, schema = load_recipe(recipe, preset)
     for text in features:
@@ -256,7 +256,7 @@ def _show(report: PrepareReport) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from stoker.data import recipes
+    from stoker.prep import recipes
 
     found = [recipes.get(name) for name in recipes.names()]
     if as_json:

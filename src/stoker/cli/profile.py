@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.bars import Bars
-from stoker.cli.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.cli.common.bars import Bars
+from stoker.cli.common.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stoker.placement.hot_profile import HotProfile
+    from stoker.rewrite.fae.hot_profile import HotProfile
 
 __all__ = ["register"]
 
@@ -68,17 +68,17 @@ def profile(
             f"{' and '.join(given)}."
         )
     if plot is not None:
-        from stoker.data.picture import check_plot
+        from stoker.base.picture import check_plot
 
         check_plot(plot)
-    from stoker.data.files import check_target
+    from stoker.base.files import check_target
 
     for path in (out, plot):
         if path is not None and path.exists():
             raise ConfigError(f"{path} exists. Choose another name, or delete it first.")
         if path is not None:
             check_target(path)
-    from stoker.placement.popularity import profile as run_profile
+    from stoker.rewrite.fae.popularity import profile as run_profile
 
     with Bars(quiet=as_json) as bars:
         found = run_profile(
@@ -107,7 +107,7 @@ def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from stoker.units import format_size
+    from stoker.base.units import format_size
 
     console = Console()
 
@@ -149,7 +149,7 @@ def _tables(found: HotProfile) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from stoker.units import format_size
+    from stoker.base.units import format_size
 
     table = Table(box=SIMPLE, padding=(0, 0), collapse_padding=True)
     table.add_column("table", no_wrap=True)
@@ -178,7 +178,7 @@ def _curve(found: HotProfile) -> Table:
     """Figure 5 in a terminal: what serves what, by threshold."""
     from rich.table import Table
 
-    from stoker.units import format_size
+    from stoker.base.units import format_size
 
     table = Table(box=None, title="by threshold", title_justify="left", title_style="")
     for column in ("threshold", "hot bytes"):

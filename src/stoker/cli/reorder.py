@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.cli.bars import Bars
-from stoker.cli.options import DataArgument, OneObject, option
+from stoker.cli.common.bars import Bars
+from stoker.cli.common.options import DataArgument, OneObject, option
 
 __all__ = ["register"]
 
@@ -72,9 +72,9 @@ def reorder(
     asked: dict[str, Any] = {
         "method": method, "hot": hot, "spread": spread, "window": window, "edges": edges, "seed": seed,
     }  # fmt: skip
-    from stoker.data.id_order import Reordering
-    from stoker.data.reorder import BLOCK_IDS, run_reorder
-    from stoker.units import format_duration, quoted
+    from stoker.base.units import format_duration, quoted
+    from stoker.rewrite.id_order import Reordering
+    from stoker.rewrite.reorder import BLOCK_IDS, run_reorder
 
     how = Reordering(**{name: value for name, value in asked.items() if value is not None})
     with Bars(quiet=as_json) as bars:

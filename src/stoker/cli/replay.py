@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.bars import Bars
-from stoker.cli.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
-from stoker.errors import ConfigError
-from stoker.units import format_count, format_size, parse_count
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_count, format_size, parse_count
+from stoker.cli.common.bars import Bars
+from stoker.cli.common.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
 
 if TYPE_CHECKING:
     from stoker.placement.replay import Replay

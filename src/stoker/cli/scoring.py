@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import Backend, Budget, Data, Device, HomePath, HostMemory, Import, Json, Threads, import_model
+from stoker.base.errors import DataError
+from stoker.cli.common.options import (
+    Backend,
+    Budget,
+    Data,
+    Device,
+    HomePath,
+    HostMemory,
+    Import,
+    Json,
+    Threads,
+    import_model,
+)
 from stoker.cli.train import metrics_table
-from stoker.errors import DataError
 
 if TYPE_CHECKING:
-    from stoker.data.dataset import Dataset
-    from stoker.data.split import Split
+    from stoker.dataset.dataset import Dataset
+    from stoker.dataset.split import Split
 
 __all__ = ["register"]
 
@@ -57,8 +68,8 @@ def evaluate(
     stoker evaluate runs/a
     stoker evaluate runs/a/checkpoints/step_000001000 --split valid --json
     """
-    from stoker.training.evaluation import evaluate as run_evaluation
-    from stoker.training.evaluation import finite
+    from stoker.training.scores.evaluation import evaluate as run_evaluation
+    from stoker.training.scores.evaluation import finite
 
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
     loaded, chosen, size = _open(run, data, imported, split, device, backend, threads, memory, batch_size)
@@ -98,8 +109,8 @@ def predict(
     stoker predict runs/a --out scores.parquet
     stoker predict runs/a --data data/criteo --split valid --out scores.csv
     """
-    from stoker.training.evaluation import check_scores_file, write_scores
-    from stoker.units import plural
+    from stoker.base.units import plural
+    from stoker.training.scores.evaluation import check_scores_file, write_scores
 
     check_scores_file(out)
     memory = {"device_memory": device_memory, "host_memory": host_memory, "home_path": home_path}
@@ -123,11 +134,12 @@ def _open(
     batch_size: int | None,
 ) -> tuple[Any, Split, int]:
     """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
-    from stoker.device import resolve_device
-    from stoker.training.checkpoint import load, read_manifest, saved_model
-    from stoker.training.evaluation import check_dataset
+    from stoker.base.device import resolve_device
+    from stoker.training.files.checkpoint import read_manifest
+    from stoker.training.files.loading import load, saved_model
+    from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
     from stoker.training.placing import place_scoring
-    from stoker.training.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
+    from stoker.training.scores.evaluation import check_dataset
 
     if threads is not None:
         import torch

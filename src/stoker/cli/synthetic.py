@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 __all__ = ["register"]
 
@@ -47,8 +47,8 @@ def _synthetic(
     """
     if str(out) == "-":
         raise ConfigError("--out - names no file, and a log is not written to standard output. Name a file for it.")
-    from stoker.data.synthetic import write
-    from stoker.units import format_count, format_duration, plural
+    from stoker.base.units import format_count, format_duration, plural
+    from stoker.synthetic import write
 
     start = time.perf_counter()
     truth = write(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import options
-from stoker.cli.options import option
+from stoker.cli.common import options
+from stoker.cli.common.options import option
 
 if TYPE_CHECKING:
     from stoker.training import TrainResult
@@ -209,7 +209,7 @@ def metrics_table(columns: dict[str, dict[str, float | None]], title: str | None
 def _show_result(result: TrainResult) -> None:
     from rich.console import Console
 
-    from stoker.units import format_count
+    from stoker.base.units import format_count
 
     console = Console()
     columns = {name: metrics for name, metrics in (("valid", result.valid), ("test", result.test)) if metrics}
@@ -224,7 +224,7 @@ def _show_result(result: TrainResult) -> None:
 
 def _next(result: TrainResult) -> list[str]:
     """Commands worth trying after a run."""
-    from stoker.units import quoted
+    from stoker.base.units import quoted
 
     scored = "" if result.test else " --split valid" if result.valid else " --split train"  # predict takes test unasked
     commands = [f"stoker predict {quoted(result.run)}{scored} --out scores.parquet"]

@@ -8,11 +8,9 @@ from stoker.models.deepfm import DeepFM
 from stoker.models.din import DIN
 from stoker.models.dlrm import DLRM
 from stoker.models.imported import import_model
+from stoker.models.registry import MODELS
 from stoker.models.sequence import SequenceModel
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
 
 __all__ = ["DCN", "DIN", "DLRM", "MODELS", "TBSM", "DeepFM", "RecModel", "SequenceModel", "Tabular", "import_model"]
-
-#: name -> model, for the command line and for checkpoints; add your own.
-MODELS: dict[str, type[RecModel]] = {model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, Tabular)}

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.ops import BackendName
 from stoker.ops.loss import binary_cross_entropy
 from stoker.optim import RowOptimizer, RowWiseAdagrad

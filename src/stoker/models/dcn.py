@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, linear, normal
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
-from stoker.data.features import FeatureSpec
+from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
 from stoker.ops.interaction import dot_interaction

@@ -10,8 +10,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.models.base import RecModel
+from stoker.models.registry import MODELS
 
 __all__ = ["class_path", "import_model"]
 
@@ -31,8 +32,6 @@ def import_model(path: str) -> type[RecModel]:
     >>> stoker.models.import_model("stoker.models.dlrm:DLRM").name
     'dlrm'
     """
-    from stoker.models import MODELS
-
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
 

@@ -12,9 +12,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 
 __all__ = ["SequenceModel"]

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from stoker.data.batch import Batch
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import BatchNorm, dense_generator, parts
 from stoker.ops.mlp import ALIGN, mlp

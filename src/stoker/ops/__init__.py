@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 
-from stoker.errors import ConfigError, DependencyError
-from stoker.ops.backend import Backend, Bags, ReferenceBackend, Rounding
+from stoker.base.errors import ConfigError, DependencyError
+from stoker.ops.backend import Backend, ReferenceBackend
+from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
@@ -35,13 +36,13 @@ def _load(name: str) -> Backend:
     if name == "cpu":
         if importlib.util.find_spec("numba") is None:
             raise DependencyError("backend 'cpu' needs numba, which is not installed. Run: pip install numba")
-        from stoker.ops.cpu import CpuBackend
+        from stoker.ops.cpu.backend import CpuBackend
 
         return CpuBackend()
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             raise DependencyError("backend 'triton' needs triton, which is not installed. Run: pip install triton")
-        from stoker.ops.triton_backend import TritonBackend
+        from stoker.ops.gpu.backend import TritonBackend
 
         backend: Backend = TritonBackend()
         return backend
@@ -73,6 +74,6 @@ def _interpreting() -> bool:
     """Whether Triton's kernels were asked to run on the CPU."""
     if importlib.util.find_spec("triton") is None:
         return os.environ.get("TRITON_INTERPRET") == "1"  # then what is missing is the package
-    from stoker.ops.triton_backend import interpreted
+    from stoker.ops.gpu.backend import interpreted
 
     return interpreted()

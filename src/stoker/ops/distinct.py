@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.ops.backend import Bags
+from stoker.ops.bags import Bags
 from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.reference import addresses
 from stoker.ops.select import offsets_fit
@@ -53,7 +53,7 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     """
     if not _HAVE_NUMBA:
         return _split_rows(bags, space, fixed)
-    from stoker.ops import distinct_kernels as kernels
+    from stoker.ops.cpu import distinct_kernels as kernels
 
     count = bags.ids.numel()
     ids = bags.ids.contiguous().reshape(-1).numpy()

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
-from stoker.ops.arena import Arena
+from stoker.ops.cpu.arena import Arena
 
 if TYPE_CHECKING:
-    from stoker.ops.native import Kernel
+    from stoker.ops.codegen.native import Kernel
 
 __all__ = ["dot_interaction"]
 
@@ -29,7 +29,7 @@ _arena = Arena()
 
 @cache
 def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.interaction_kernels import backward_kernel, forward_kernel
+    from stoker.ops.cpu.interaction_kernels import backward_kernel, forward_kernel
 
     return forward_kernel(dim), backward_kernel(dim)
 

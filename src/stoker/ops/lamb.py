@@ -21,15 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.ops.backend import Backend, Bags, Rounding
+from stoker.ops.bags import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f32, row_norm_squared, stored
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, slot_space
+from stoker.ops.space import AddressSpace
 
-__all__ = ["ROWS", "Touched", "combined", "direct", "gradients", "move", "squares", "touched", "trust_ratios"]
+__all__ = ["ROWS", "Touched", "combined", "direct", "move", "squares", "touched", "trust_ratios"]
 
-_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
 _LIMB = 40  # bits of each fraction
 _MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
 #: rows whose integers are added at a time: the sum stays at or below 2^62
@@ -121,16 +120,6 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
     table = torch.zeros(len(rows), dtype=torch.int64, device=device)
     table[which.reshape(-1)] = of_lookup  # every lookup of a row says the same
     return Touched(rows, table, which)
-
-
-def gradients(backend: Backend, found: Touched, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
-    """The gradient of each distinct row [U, D] float32, summed in order of occurrence by the back end's own kernel."""
-    dim = grad.shape[2]
-    sums = torch.zeros(len(found.rows), dim, dtype=torch.float32, device=grad.device)
-    small = slot_space(space, len(found.rows))
-    ids = found.which.to(torch.int32)
-    backend.update(sums, {}, small, Bags(ids, bags.offsets, bags.weights, bags.mean), grad, _SUM, Rounding(()))
-    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
 
 
 def direct(

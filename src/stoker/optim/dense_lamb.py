@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.optim.lamb_options import check_lamb
 
 __all__ = ["DenseLAMB"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 __all__ = ["check_lamb"]
 

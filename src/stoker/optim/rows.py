@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops.rule import RowRule
 from stoker.optim.lamb_options import check_lamb
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule

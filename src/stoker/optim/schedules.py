@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 __all__ = ["SCHEDULES", "Constant", "CosineDecay", "OneCycle", "PolynomialDecay", "Schedule", "StepDecay"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stoker.placement.placement import row_bytes
+from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.tensor_train import stored_tables
 
 __all__ = ["rows_to_compress"]
 

@@ -2,15 +2,16 @@
 
 Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W batches whose ids are known.
 
-* The page table (``tables/fast_residency``): 40 bytes a slot, and 16 more for the order of eviction where the window
+* The page table (``fast_residency``): 40 bytes a slot, and 16 more for the order of eviction where the window
   wants more rows than there are slots, or next uses are foreseen; a hash of 32 bytes a record, a power of two of them
   at most 3/4 full, for rows that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
-* The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``tables/slotted``):
+* The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``slotted``):
   8 bytes a distinct row, 12 bytes a lookup (its id, and the row that it wants).
-* On the way: writebacks that have not landed (``tables/transfer``), those of two plans: more pile up only where a disk
-  cannot keep up, at most :data:`stoker.tables.residency.LANDED` plans'. A plan writes about as many rows as a batch has
-  beyond the C most frequent ones.
-* Behind a GPU, buffers on the device and as many of page-locked memory (``tables/cuda_link``): eight of a batch's rows,
+* On the way: writebacks that have not landed (``transfer``), those of two plans: more pile up only where a disk
+  cannot keep up, at most :data:`stoker.tables.slots.residency.LANDED` plans'. A plan writes about as many rows as a
+  batch has beyond the
+  C most frequent ones.
+* Behind a GPU, buffers on the device and as many of page-locked memory (``cuda_link``): eight of a batch's rows,
   8 MiB each at most.
 * The home's index: a bit a row. A file that is appended to has another, of 4 bytes a row, which the planner takes off
   the budget before it comes here.
@@ -18,7 +19,7 @@ Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W ba
   new one, twice as large, when it is full.
 
 Where pages of a file lie in the system's page cache they are no part of this: the system takes them back when asked.
-So it is with the next uses of an epoch (``tables/foresight``), of which memory holds 8 bytes a batch.
+So it is with the next uses of an epoch (``tables/slots/foresight``), of which memory holds 8 bytes a batch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from stoker.placement.expected import Uses
-from stoker.tables.cuda_link import staging_bytes
-from stoker.tables.residency import ENOUGH
+from stoker.tables.links.cuda_link import staging_bytes
+from stoker.tables.slots.residency import ENOUGH
 
 __all__ = ["HOT_MARK", "Beside", "Footprint", "Window"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data import spool
-from stoker.data.dataset import Dataset
-from stoker.data.spool import Spool
-from stoker.errors import DataError
+from stoker.base import spool
+from stoker.base.errors import DataError
+from stoker.base.spool import Spool
+from stoker.dataset.dataset import Dataset
 from stoker.ops.space import AddressSpace, make_space
 from stoker.tables import tables_for
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from stoker.device import available_memory
-from stoker.errors import ConfigError
+from stoker.base.device import available_memory
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_count, format_size
 from stoker.placement.expected import Traffic, Uses, expect
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
+from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
-from stoker.tables.log_home import index_bytes
-from stoker.tables.slotted import appends
-from stoker.tables.tensor_train import stored_tables
-from stoker.units import format_count, format_size
+from stoker.tables.slots.slotted import appends
+from stoker.tables.stores.log_home import index_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -324,7 +324,7 @@ class Placement(MutableMapping[str, Strategy]):
         try:
             from rich.table import Table
         except ImportError as error:
-            from stoker.errors import DependencyError
+            from stoker.base.errors import DependencyError
 
             raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
         table = Table(show_header=False)

@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from stoker.device import available_memory, resolve_device
-from stoker.device import device_memory as memory_of
-from stoker.errors import ConfigError
+from stoker.base.device import available_memory, resolve_device
+from stoker.base.device import device_memory as memory_of
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size, parse_size
 from stoker.optim import RowOptimizer
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
@@ -28,11 +29,10 @@ from stoker.placement.hot_cold import HotBatches, roomy
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice, Division, Kind, by_kind, check_choice, kind_of, weigh
+from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import Cached, Device, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.log_home import index_bytes
-from stoker.tables.tensor_train import stored_tables
-from stoker.units import format_size, parse_size
+from stoker.tables.stores.log_home import index_bytes
 
 __all__ = ["plan"]
 

@@ -16,16 +16,16 @@ from typing import Literal
 import numpy as np
 import torch
 
-from stoker.device import available_memory
+from stoker.base.device import available_memory
 from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.placement.expected import ZIPF, Traffic
 from stoker.tables.config import DTYPES, Cached, TableConfig
-from stoker.tables.file_home import FileHome
-from stoker.tables.home import has_numba
-from stoker.tables.residency import LANDED
-from stoker.tables.slotted import SlottedRows, make_slotted
+from stoker.tables.slots.residency import LANDED
+from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
+from stoker.tables.stores.file_home import FileHome
+from stoker.tables.stores.home import has_numba
 
 __all__ = ["Profile", "measure_profile"]
 

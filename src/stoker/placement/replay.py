@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.data.dataset import Dataset
-from stoker.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.units import format_size, parse_share
+from stoker.dataset.dataset import Dataset
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer
 from stoker.placement.id_trace import IdTrace, array_steps, dataset_space, dataset_steps, record
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables.config import DTYPES, Cached
-from stoker.units import format_size, parse_share
 
 __all__ = ["STRATEGIES", "Replay", "StrategyFigures", "replay", "row_size", "simulate"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from stoker.ops.jit import jit
+from stoker.ops.codegen.jit import jit
 
 __all__ = ["belady", "bitmap", "count_uses", "lfu", "link", "lru", "pipelined"]
 

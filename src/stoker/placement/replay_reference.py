@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 __all__ = ["CacheStrategy", "Counts", "Row", "replay_reference"]
 

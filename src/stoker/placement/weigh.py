@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size
 from stoker.placement.expected import Uses
 from stoker.placement.footprint import HOT_MARK
 from stoker.placement.hot_cold import HotBatches, choose_hot, parted, phases, roomy
 from stoker.placement.placement import Workload, row_bytes
 from stoker.tables.config import Cached, HostPipelined, HotCold, Slotted, TableConfig
-from stoker.units import format_size
 
 __all__ = ["CHOICES", "Choice", "Division", "Kind", "by_kind", "check_choice", "kind_of", "least_moved", "weigh"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from stoker.tables.compressed.tt_bag import TTEmbeddingBag
 from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.replicas import Replicas
 from stoker.tables.stage import Stage, stage
-from stoker.tables.tt_bag import TTEmbeddingBag
 
 __all__ = [
     "Cached",

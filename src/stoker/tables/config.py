@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from stoker.data.features import FeatureSpec
-from stoker.errors import ConfigError
-from stoker.ops.tensor_train_shape import TTShape, factorize
-from stoker.units import parse_size
+from stoker.base.errors import ConfigError
+from stoker.base.units import parse_size
+from stoker.dataset.spec import FeatureSpec
+from stoker.ops.tt.shape import TTShape, factorize
 
 __all__ = [
     "Cached",

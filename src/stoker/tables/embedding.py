@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables import compiled, misuse
-from stoker.tables.backward import Gradient, Lookup
+from stoker.tables.autograd import compiled, misuse
+from stoker.tables.autograd.backward import Gradient, Lookup
+from stoker.tables.autograd.stepping import RowSteps, TableOptimizer, new_handle
+from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
     HotCold,
@@ -36,12 +39,9 @@ from stoker.tables.group import TableGroup
 from stoker.tables.lease import Lease, Staged
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of, without_tables
 from stoker.tables.replicas import Replicas
-from stoker.tables.slotted import SlottedRows
-from stoker.tables.stepping import RowSteps, TableOptimizer, new_handle
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
 from stoker.tables.storage import Rows
-from stoker.tables.tensor_train import CompressedGroup, stored_tables
-from stoker.units import format_size
 
 __all__ = ["EmbeddingTables"]
 
@@ -92,7 +92,7 @@ class EmbeddingTables(nn.Module):
         device: where rows are kept.
         backend: kernels: "auto", "reference", "cpu" (Numba) or "triton".
         include_last_offset: whether ``offsets`` ends with the total, as in ``nn.EmbeddingBag``; batches from
-            :mod:`stoker.data` do.
+            :mod:`stoker.dataset` do.
         placement: where the rows are: one strategy for all tables, or by table name; others are on the device.
         steps: sequence features that are not pooled, and T, the ids they have at most: such a feature gives T vectors,
             one for each id of its bag. A shorter bag stands at the end, behind vectors of zeros.

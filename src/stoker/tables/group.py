@@ -8,23 +8,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stoker.ops import AddressSpace, BackendName, Rounding, RowRule, get_backend
+from stoker.base.timeline import spanned
+from stoker.ops import AddressSpace, BackendName, Rounding, get_backend
 from stoker.ops.reference import addresses, derive_key
 from stoker.ops.space import slot_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
-from stoker.tables.layers import Layers
+from stoker.tables.layers import SUM, Layers
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_examples, by_rows
 from stoker.tables.replicas import Replicas
-from stoker.tables.slotted import TooFewSlots, make_slotted
+from stoker.tables.slots.slotted import TooFewSlots, make_slotted
 from stoker.tables.storage import DeviceRows, Rows, Storage
-from stoker.timeline import spanned
 
-__all__ = ["SUM", "TableGroup"]
-
-SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
+__all__ = ["TableGroup"]
 
 
 class TableGroup:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from stoker.ops.lamb import Touched, direct, gradients, move, squares, touched, trust_ratios
+from stoker.ops.backend import Backend
+from stoker.ops.bags import Bags, Rounding
+from stoker.ops.lamb import Touched, direct, move, squares, touched, trust_ratios
 from stoker.ops.rule import RowRule
+from stoker.ops.space import AddressSpace, slot_space
+from stoker.tables.config import TableConfig
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_rows
+from stoker.tables.storage import Rows, Storage
 
-if TYPE_CHECKING:
-    from stoker.tables.group import TableGroup
+__all__ = ["SUM", "Layers", "gradients", "update_core"]
 
-__all__ = ["Layers", "update_core"]
+SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
+
+
+class _Group(Protocol):
+    """What is needed of a group of tables."""
+
+    tables: tuple[TableConfig, ...]
+    dim: int
+    storage: Storage
+    backend: Backend
+
+    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]: ...
+
 
 _READ = 2**25  # bytes of rows looked at together
 
@@ -37,7 +53,7 @@ class Layers:
         """Rows were replaced: look at all of them before the next update."""
         self._squares = None
 
-    def squares(self, group: TableGroup) -> list[int]:
+    def squares(self, group: _Group) -> list[int]:
         """Of each table, in units of 2^-80."""
         if self._squares is None:
             chunk = max(1, _READ // (4 * group.dim))
@@ -48,7 +64,7 @@ class Layers:
 
     def update(
         self,
-        group: TableGroup,
+        group: _Group,
         lookups: Lookups,
         grad: Tensor,
         lease: Lease | None,
@@ -127,3 +143,13 @@ def update_core(weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: 
 def _add(totals: list[int], more: Sequence[int]) -> None:
     for index, value in enumerate(more):
         totals[index] += value
+
+
+def gradients(backend: Backend, found: Touched, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
+    """The gradient of each distinct row [U, D] float32, summed in order of occurrence by the back end's own kernel."""
+    dim = grad.shape[2]
+    sums = torch.zeros(len(found.rows), dim, dtype=torch.float32, device=grad.device)
+    small = slot_space(space, len(found.rows))
+    ids = found.which.to(torch.int32)
+    backend.update(sums, {}, small, Bags(ids, bags.offsets, bags.weights, bags.mean), grad, SUM, Rounding(()))
+    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0

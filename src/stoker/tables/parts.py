@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.ops import Bags
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups, keep_lookups
-from stoker.tables.slotted import SlottedRows, TooFewSlots
+from stoker.tables.slots.slotted import SlottedRows, TooFewSlots
 from stoker.tables.storage import Storage
 
 __all__ = ["by_examples", "by_rows"]

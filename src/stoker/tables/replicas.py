@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 
 __all__ = ["Replicas"]

@@ -2,7 +2,7 @@
 
 ``lookahead`` counts batches whose ids are known, which makes eviction good; ``in_flight`` counts batches whose rows
 are in fast memory, which hides latency and costs slots (cDLRM section 4; BagPipe section 3). ``foresight`` tells when
-rows are used after that window too (:mod:`stoker.tables.foresight`).
+rows are used after that window too (:mod:`stoker.tables.slots.foresight`).
 
 Legend: C slots.
 """
@@ -21,16 +21,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stoker.data.batch import Batch
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.base.timeline import span
+from stoker.dataset.batch import Batch
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.file_home import FileHome
-from stoker.tables.foresight import Foresight, Progress, Rereadable
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups, version_of
-from stoker.tables.residency import Hints, Ints
-from stoker.tables.slotted import SlottedRows
-from stoker.timeline import span
+from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
+from stoker.tables.slots.residency import Hints, Ints
+from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.stores.file_home import FileHome
 
 __all__ = ["Stage", "stage"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.ops.reference import bag_lengths
 
 __all__ = ["StepLayout"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from stoker.training.checkpoint import Checkpoint, load, save
 from stoker.training.config import TrainConfig
-from stoker.training.evaluation import Scores, evaluate, predict
-from stoker.training.interrupt import Interrupted
+from stoker.training.files.checkpoint import Checkpoint, save
+from stoker.training.files.loading import load
 from stoker.training.loop import TrainResult, train
-from stoker.training.metrics import StreamingMetrics
-from stoker.training.ranking import RankingMetrics
+from stoker.training.scores.evaluation import Scores, evaluate, predict
+from stoker.training.scores.metrics import StreamingMetrics
+from stoker.training.scores.ranking import RankingMetrics
+from stoker.training.terminal.interrupt import Interrupted
 
 __all__ = [
     "Checkpoint",

@@ -10,10 +10,11 @@ from typing import Any, Literal, Unpack, get_args
 
 import torch
 
-from stoker.data.features import FeatureSpec
-from stoker.data.schema_check import near
-from stoker.device import resolve_device
-from stoker.errors import ConfigError
+from stoker.base.checks import near
+from stoker.base.device import resolve_device
+from stoker.base.errors import ConfigError
+from stoker.base.units import parse_size
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import (
@@ -28,12 +29,11 @@ from stoker.optim import (
     StepDecay,
 )
 from stoker.tables import Strategy, TableConfig, TensorTrain
-from stoker.tables.tensor_train import stored_tables
-from stoker.training.metrics import DECIDING
+from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.training.model_options import check_options, own_options
 from stoker.training.scaling import RULES, Scaling
+from stoker.training.scores.metrics import DECIDING
 from stoker.training.settings import TrainSettings
-from stoker.units import parse_size
 
 __all__ = ["RESUMABLE", "ROW_OPTIONS", "TrainConfig"]
 

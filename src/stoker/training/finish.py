@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.data.dataset import Dataset
-from stoker.errors import CheckpointError
+from stoker.base.errors import CheckpointError
+from stoker.base.units import plural
+from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
-from stoker.training import checkpoint
 from stoker.training.config import TrainConfig
-from stoker.training.display import Display
-from stoker.training.evaluation import evaluate, finite
-from stoker.training.log import RunLog
-from stoker.training.metrics import deciding
-from stoker.training.progress import Clock, Progress
-from stoker.training.rundir import RunDirectory
-from stoker.units import plural
+from stoker.training.files import checkpoint, loading
+from stoker.training.files.log import RunLog
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.scores.evaluation import evaluate, finite
+from stoker.training.scores.metrics import deciding
+from stoker.training.terminal.display import Display
+from stoker.training.terminal.progress import Clock, Progress
 
 __all__ = ["TrainResult", "finish"]
 
@@ -104,7 +104,7 @@ def _go_to_best(
     while best is not None and best["step"] != progress.step:
         path = run.checkpoint(int(best["step"]))
         try:
-            checkpoint.load(path, model)
+            loading.load(path, model)
         except CheckpointError as error:
             kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
             shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}")

@@ -13,36 +13,36 @@ from typing import Any, Unpack
 
 import torch
 
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset
-from stoker.data.reader import BatchStream
-from stoker.device import has_bf16_products, resolve_device
-from stoker.errors import ConfigError
+from stoker.base.device import has_bf16_products, resolve_device
+from stoker.base.errors import ConfigError
+from stoker.base.timeline import span
+from stoker.base.units import format_count, format_size, plural
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
 from stoker.models import MODELS, RecModel
 from stoker.models.imported import class_path
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage
-from stoker.timeline import span
-from stoker.training import checkpoint
-from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import RESUMABLE, ROW_OPTIONS, TrainConfig
-from stoker.training.display import Display, Mode, make_display
-from stoker.training.evaluation import dataset_identity, evaluate, finite
+from stoker.training.files import checkpoint
+from stoker.training.files.log import RunLog
+from stoker.training.files.rundir import INTERIM, RunDirectory, open_dataset
 from stoker.training.finish import TrainResult, finish
-from stoker.training.interrupt import Interrupted, StopSignals
-from stoker.training.log import RunLog
-from stoker.training.metrics import deciding
 from stoker.training.placing import Epochs, moved, movement, place_run, tidy
 from stoker.training.process import process_settings
-from stoker.training.progress import Clock, Diverged, Progress, SaveTimer, explain
-from stoker.training.ranking import RANKING
 from stoker.training.resume import reopen, restore
-from stoker.training.room import batch_options, check_disk, check_memory
-from stoker.training.rundir import INTERIM, RunDirectory, open_dataset
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, batch_order, run_feed, run_stream, swap_loss
+from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
+from stoker.training.scores.metrics import deciding
+from stoker.training.scores.ranking import RANKING
 from stoker.training.settings import TrainSettings
-from stoker.units import format_count, format_size, plural
+from stoker.training.sizing.auto_batch import BatchChoice, choose_batch_size
+from stoker.training.sizing.room import batch_options, check_disk, check_memory
+from stoker.training.terminal.display import Display, Mode, make_display
+from stoker.training.terminal.interrupt import Interrupted, StopSignals
+from stoker.training.terminal.progress import Clock, Diverged, Progress, SaveTimer, explain
 
 __all__ = ["TrainResult", "train"]
 
@@ -67,7 +67,7 @@ def train(
         resume: the run directory to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
         settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
-            be "auto": the one that trains fastest here (:func:`stoker.training.auto_batch.choose_batch_size`).
+            be "auto": the one that trains fastest here (:func:`stoker.training.sizing.auto_batch.choose_batch_size`).
 
     Raises:
         ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 from stoker.models import RecModel
 
 __all__ = ["check_options", "own_options"]

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset
-from stoker.data.features import FeatureSpec
-from stoker.data.reader import BatchStream, EpochRest
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream, EpochRest
+from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.hot_cold import HotBatches
@@ -23,13 +23,13 @@ from stoker.placement.planner import plan
 from stoker.placement.profile import Profile
 from stoker.placement.weigh import Choice
 from stoker.tables import Stage, TableConfig, TensorTrain, stage
-from stoker.tables.foresight import Progress
-from stoker.tables.slotted import SlottedRows
-from stoker.tables.tensor_train import stored_tables
+from stoker.tables.compressed.tensor_train import stored_tables
+from stoker.tables.slots.foresight import Progress
+from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
-from stoker.training.evaluation import SCORED
-from stoker.training.progress import Clock
-from stoker.training.room import check_memory
+from stoker.training.scores.evaluation import SCORED
+from stoker.training.sizing.room import check_memory
+from stoker.training.terminal.progress import Clock
 from stoker.training.totals import STAGES, StageTotals
 
 __all__ = [

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from stoker.device import kept_memory, resolve_device
+from stoker.base.device import kept_memory, resolve_device
 from stoker.training.config import TrainConfig
 
 __all__ = ["process_settings", "seed_generators"]

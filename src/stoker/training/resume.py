@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from stoker.data.dataset import Dataset
-from stoker.data.reader import BatchStream
-from stoker.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.units import plural, quoted
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
 from stoker.models import RecModel
-from stoker.training import checkpoint
 from stoker.training.config import RESUMABLE, TrainConfig
-from stoker.training.display import Display
-from stoker.training.evaluation import check_dataset
-from stoker.training.progress import Progress
-from stoker.training.rundir import LOST, RunDirectory, open_dataset, own_dataset
+from stoker.training.files import checkpoint, loading
+from stoker.training.files.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.training.scheduled import HotColdStream
-from stoker.units import plural, quoted
+from stoker.training.scores.evaluation import check_dataset
+from stoker.training.terminal.display import Display
+from stoker.training.terminal.progress import Progress
 
 __all__ = ["reopen", "restore"]
 
@@ -78,7 +78,7 @@ def restore(
     manifest = checkpoint.read_manifest(newest)
     check_dataset(data, model, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
-    loaded = checkpoint.load(newest, model, dense, stream)
+    loaded = loading.load(newest, model, dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
         if step > loaded.step:  # damaged, or it would not have been passed over

@@ -14,20 +14,20 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
-from stoker.data.batch import Batch
-from stoker.data.dataset import Dataset
-from stoker.data.reader import BatchStream
-from stoker.data.split import Split
-from stoker.errors import CheckpointError, ConfigError
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.units import parse_size, quoted
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import Split
 from stoker.models import RecModel
 from stoker.tables import Stage
-from stoker.tables.foresight import Progress
+from stoker.tables.slots.foresight import Progress
 from stoker.training.config import TrainConfig
-from stoker.training.evaluation import evaluate
 from stoker.training.placing import Epochs, MeteredStage, slotted, staged
+from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
 from stoker.training.totals import StageTotals
-from stoker.units import parse_size, quoted
 
 __all__ = ["HotColdStream", "ScheduledFeed", "batch_order", "run_feed", "run_stream", "swap_loss"]
 
@@ -64,7 +64,7 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
         config: its settings.
         data: its dataset.
         options: ``reuse``, ``pin_memory``, ``device`` and ``data_memory`` (bytes) of
-            :meth:`stoker.data.split.Split.batches`.
+            :meth:`stoker.dataset.split.Split.batches`.
 
     Raises:
         ConfigError: see :func:`batch_order`.

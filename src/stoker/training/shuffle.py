@@ -28,7 +28,7 @@ from fractions import Fraction
 from itertools import chain, repeat
 from typing import Any, Literal
 
-from stoker.errors import ConfigError
+from stoker.base.errors import ConfigError
 
 __all__ = ["Decision", "Kind", "Segment", "ShuffleScheduler"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 
-from stoker.timeline import Recorder
+from stoker.base.timeline import Recorder
 
 __all__ = ["STAGES", "StageTotals"]
 

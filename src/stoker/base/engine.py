@@ -1,0 +1,63 @@
+"""Which of Polars' engines works: the streaming one, or the GPU one where it is installed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from stoker.base.errors import ConfigError, DependencyError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["check_engine", "collect", "full_disk", "reason_of"]
+
+ENGINES = ("streaming", "gpu")
+
+
+def check_engine(engine: str) -> None:
+    """Whether ``engine`` can work here.
+
+    Raises:
+        ConfigError: an unknown engine. DependencyError: the GPU engine is not installed.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine {engine!r} is not one of: {', '.join(ENGINES)}.", settings=("engine",))
+    if engine == "gpu" and find_spec("cudf_polars") is None:
+        raise DependencyError(
+            "engine='gpu' needs Polars' GPU engine, the package cudf_polars, which is not installed. "
+            "On Linux with an NVIDIA GPU: pip install polars[gpu]; or leave the engine out."
+        )
+
+
+def collect(frame: pl.LazyFrame, engine: str = "streaming") -> pl.DataFrame:
+    """The frame's rows. Steps that the GPU engine does not know run on the CPU, as Polars decides."""
+    import polars as pl
+
+    if engine == "gpu":
+        check_engine(engine)
+        return frame.collect(engine=pl.GPUEngine(raise_on_fail=False))
+    return frame.collect(engine="streaming")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Raise :class:`OSError` where Polars tells of a disk without room, as all else that writes files does."""
+    import polars as pl
+
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if f"(os error {number})" in str(error):
+                raise OSError(number, os.strerror(number)) from error
+        raise
+
+
+def reason_of(error: Exception) -> str:
+    """What Polars says was wrong, in one line, without the plan that it adds."""
+    return " ".join(str(error).split("This error occurred")[0].split())[:400].rstrip(".")

@@ -1,0 +1,111 @@
+"""Files that appear whole or not at all, and are on disk when they do."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from stoker.base.errors import ConfigError, DataError
+
+__all__ = [
+    "PASSING",
+    "atomic_file",
+    "check_target",
+    "file_identity",
+    "hash_file",
+    "link_or_copy",
+    "passes",
+    "sync_folder",
+]
+
+PASSING: set[Path] = set()  # directories that go with this process
+
+
+def passes(path: str | Path) -> bool:
+    """Whether a file lies in a directory that goes with this process, so that it need not outlast a loss of power."""
+    # A copy, for another thread or the collector of garbage may change the set meanwhile.
+    return any(Path(path).is_relative_to(folder) for folder in PASSING.copy())
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file that appears under ``path`` complete and on disk when the block ends, or not at all.
+
+    Raises:
+        DataError: the disk has no room.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            if not passes(path):
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException as error:
+        with suppress(OSError):
+            beside.unlink()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"no room left on the disk of {path.parent} while writing {path.name}. "
+                "Free some space or choose another directory; nothing half-written was kept."
+            ) from error
+        if isinstance(error, OSError) and error.filename == str(beside):
+            error.filename = str(path)  # the name that was asked for
+        raise
+    sync_folder(path.parent)
+
+
+def check_target(path: str | Path) -> None:
+    """Refuse a file that :func:`atomic_file` could not make, before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: its directory is not writable, or there is a file where a directory would have to be.
+    """
+    path = Path(path)
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path} cannot be written: {place} is no writable directory. Choose another place for it.")
+
+
+def sync_folder(path: str | Path) -> None:
+    """Flush a directory's names to disk, so that files renamed into it stay."""
+    if os.name != "posix" or passes(path):
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """Size in bytes and sha256 of a file, read a little at a time."""
+    with Path(path).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def file_identity(file: BinaryIO) -> tuple[int, ...]:
+    state = os.fstat(file.fileno())
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
+    """The same file under another name; a copy if asked for, or where the disk knows no hard links, or is another."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if copy:
+            raise OSError
+        os.link(source, target)
+    except OSError:
+        with source.open("rb") as old, atomic_file(target) as new:
+            shutil.copyfileobj(old, new, 2**22)

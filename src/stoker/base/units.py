@@ -1,0 +1,116 @@
+"""Sizes, counts and shares as people write them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from decimal import Decimal
+
+from stoker.base.errors import ConfigError
+
+__all__ = [
+    "format_count",
+    "format_duration",
+    "format_size",
+    "parse_count",
+    "parse_share",
+    "parse_size",
+    "plural",
+    "quoted",
+]
+
+_BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+_NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+
+def _split(text: str, what: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        kind = "a number from 0 to 100 %" if what == "share" else "a number with a unit"
+        raise ConfigError(f"{what} {text!r} is not {kind}. Write for example {_EXAMPLE[what]}.")
+    return float(match[1].replace("_", "").replace(",", "")), match[2].upper()
+
+
+_EXAMPLE = {"size": "4GiB, 512MiB or 2GB", "count": "2048, 10k or 1.5M", "share": "0.1% or 0.001"}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``"4GiB"`` (2**30), ``"4GB"`` (10**9) or a plain number of bytes."""
+    if isinstance(text, int):
+        return text
+    value, unit = _split(text, "size")
+    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
+    if factor is None:
+        raise ConfigError(f"size {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['size']}.")
+    return int(value * factor)
+
+
+def parse_count(text: str | int) -> int:
+    """A whole number from ``"10k"``, ``"1.5M"``, ``"1_000"`` or ``"2048"``."""
+    if isinstance(text, int):
+        return text
+    value, unit = _split(text, "count")
+    factor = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}.get(unit)
+    if factor is None:
+        raise ConfigError(f"count {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['count']}.")
+    if not (value * factor).is_integer():
+        raise ConfigError(f"count {text!r} is not a whole number. Write for example {_EXAMPLE['count']}.")
+    return int(value * factor)
+
+
+def parse_share(text: str | float) -> float:
+    """A share in [0, 1] from ``"0.1%"`` or ``"0.001"``."""
+    if isinstance(text, int | float):
+        value = float(text)
+    else:
+        value, unit = _split(text, "share")
+        if unit not in ("", "%"):
+            raise ConfigError(f"share {text!r} has the unknown unit {unit!r}. Write for example {_EXAMPLE['share']}.")
+        value = float(Decimal(repr(value)) / 100) if unit == "%" else value  # 99.9 / 100 is not 0.999
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"share {text!r} lies outside 0 to 100 %. Write for example {_EXAMPLE['share']}.")
+    return value
+
+
+def format_size(num_bytes: float) -> str:
+    """``"1.5 GiB"`` from a number of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """``"1.50 M"`` from 1,500,000; numbers under 10,000 in full."""
+    if abs(count) < 10_000:
+        return f"{count:,.0f}"
+    for unit in ("k", "M", "G"):
+        count /= 1000
+        if abs(count) < 1000:
+            return f"{count:.1f} {unit}" if count >= 100 else f"{count:.2f} {unit}"
+    return f"{count / 1000:.2f} T"
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 step"``, ``"1,200 steps"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a shell takes it, for the commands in messages: ``'my runs/a'``, ``runs/a``."""
+    return shlex.quote(os.fspath(path))
+
+
+def format_duration(seconds: float) -> str:
+    """``"1 h 02 min"``, ``"3 min 20 s"``, ``"4.2 s"`` or ``"85 ms"``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

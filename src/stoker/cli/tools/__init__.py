@@ -1,0 +1,1 @@
+"""Commands around training: verify, trace, compare, find-lr."""

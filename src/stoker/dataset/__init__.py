@@ -1,0 +1,1 @@
+"""Prepared datasets: what they are, how they are checked and replaced."""

@@ -1,0 +1,315 @@
+"""A prepared dataset on disk: a directory with a manifest, vocabularies, counts and shards.
+
+The manifest is written last. Where it is, the dataset is whole; where it is missing, preparing was
+interrupted. Opening reads the manifest and looks at file sizes; shards are mapped when first used. Needs
+torch, numpy and safetensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from stoker.base.errors import DataError, SchemaError
+from stoker.base.files import hash_file
+from stoker.base.ordered import ordered_map
+from stoker.base.units import quoted
+from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
+from stoker.dataset.memory import home_of
+from stoker.dataset.rebuild import rebuilt
+from stoker.dataset.rows import MadeBy
+from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import Split
+
+__all__ = ["Dataset"]
+
+
+def _write_shards(split: Split, folder: Path) -> None:
+    """The files of a split in memory, whose checksums are then known."""
+    entries = split.entry["shards"]
+
+    def write(number: int) -> str:
+        return split.file_of(number).write(folder / entries[number]["file"]).sha256
+
+    # Closed, lest its threads go on writing into a folder that Ctrl-C has removed.
+    with closing(ordered_map(write, range(len(entries)), torch.get_num_threads())) as digests:
+        for number, digest in enumerate(digests):
+            entries[number]["sha256"] = digest
+
+
+class Dataset:
+    """A dataset directory, opened for reading; or a dataset in memory, as :func:`stoker.prepare` makes one.
+
+    Args:
+        path: the directory that ``stoker prepare`` wrote.
+
+    Raises:
+        DataError: missing, unfinished or newer dataset; a file that is missing or has the wrong size.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._home = home_of(self.path)  # of a dataset in memory, which lasts as long as somebody refers to it
+        self.manifest = read_manifest(self.path)
+        try:
+            self.schema = FeatureSpec.from_dict(self.manifest["features"])
+            self._made_by: MadeBy = (
+                "classify"
+                if "hot_cold" in self.manifest
+                else "reorder"
+                if (self.reordered or {}).get("source")
+                else "prepare"
+            )
+            files = self.manifest.get("files", {})
+            self._splits = {
+                name: Split(self.path, name, entry, self.schema, self.schema_hash, self._made_by, files)
+                for name, entry in self.manifest["splits"].items()
+            }
+        except (KeyError, TypeError, AttributeError, SchemaError) as error:
+            raise DataError(
+                f"{self.path / MANIFEST} is garbled ({type(error).__name__}: {error}). Prepare the dataset again."
+            ) from error
+        for file, expected in self._files():
+            self._check_size(file, int(expected["bytes"]))
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
+        return f"Dataset({'in memory' if self.in_memory else repr(str(self.path))}: {rows} rows)"
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the rows are in the memory of this process and nowhere else. :meth:`save` puts them in files."""
+        return self._home is not None
+
+    def check_in_files(self, done: str) -> None:
+        """Refuse a dataset in memory for what shares its files.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.in_memory:
+            raise DataError(
+                f"a dataset in memory cannot be {done}: the new one would share its files. Save it first, with "
+                "Dataset.save(DIRECTORY)."
+            )
+
+    @property
+    def schema_hash(self) -> str:
+        """sha256 of the schema the data was prepared by and, where it was reordered, of the order of its ids."""
+        return str(self.manifest["schema_hash"])
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits by name, in the order train, valid, test."""
+        return {name: self.split(name) for name in SPLITS if name in self._splits}
+
+    @property
+    def train(self) -> Split:
+        """The rows that vocabularies and statistics were fitted on."""
+        return self.split("train")
+
+    @property
+    def valid(self) -> Split:
+        """The rows for choosing settings."""
+        return self.split("valid")
+
+    @property
+    def test(self) -> Split:
+        """The rows for the final figure."""
+        return self.split("test")
+
+    @property
+    def hot_cold(self) -> Mapping[str, Any] | None:
+        """Of a dataset that :func:`stoker.classify` wrote, the manifest's record of it, else None.
+
+        ``hot_rows_of_train`` training rows are hot, in the first ``hot_shards`` shards; ``hot_rows`` tells how many
+        rows of each table are, by the ``profile`` with ``profile_hash``, of data with ``source_data_hash`` that lay at
+        ``source`` then.
+        """
+        return self.manifest.get("hot_cold")
+
+    @property
+    def groups(self) -> Mapping[str, Any] | None:
+        """Of a dataset prepared with ``group``, the manifest's record of it, else None.
+
+        ``column`` is the raw column, ``count`` the number of groups over all splits and ``cut`` that of groups with
+        rows in more than one. :attr:`Split.groups <stoker.dataset.split.Split.groups>` has the numbers of the rows.
+        """
+        return self.manifest.get("groups")
+
+    @property
+    def reordered(self) -> Mapping[str, Any] | None:
+        """Of a dataset whose ids :func:`stoker.reorder` gave another order, the manifest's record of it, else None.
+
+        ``tables`` tells for each what was done; ``settings`` how, ``hash`` identifies the order, and
+        ``source_schema_hash`` and ``source_data_hash`` the dataset that it was made of, which lay at ``source`` then
+        (None: it was prepared in that order at once).
+        """
+        return self.manifest.get("reordered")
+
+    @cached_property
+    def new_ids(self) -> dict[str, Tensor]:
+        """Of a reordered dataset, the id of each id of its source: table -> [num_embeddings] int64.
+
+        A row of a model that was trained on the source belongs at ``new_ids[table][row]``. Tables that kept their ids
+        are not in it.
+
+        Raises:
+            DataError: the dataset is not reordered, or the file is damaged.
+        """
+        if self.reordered is None:
+            raise DataError(
+                f"{self.path} is not reordered. Do so with: stoker reorder {quoted(self.path)} --out DIRECTORY"
+            )
+        path = self.path / NEW_IDS
+        try:
+            found: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read ({error}). Reorder the dataset again.") from error
+        for table, ids in found.items():
+            rows = self.schema.num_embeddings.get(table)
+            if ids.shape != (rows,) or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+                raise DataError(f"{path}: the ids of table {table} are no permutation. Reorder the dataset again.")
+        return found
+
+    @property
+    def hot(self) -> Split:
+        """The training rows whose ids are all hot.
+
+        Raises:
+            DataError: the dataset is not classified.
+        """
+        return self._parts[0]
+
+    @property
+    def cold(self) -> Split:
+        """The other training rows.
+
+        Raises:
+            DataError: the dataset is not classified.
+        """
+        return self._parts[1]
+
+    @cached_property
+    def _parts(self) -> tuple[Split, Split]:
+        known, train = self.hot_cold, self.train.entry
+        if known is None:
+            raise DataError(
+                f"the training rows of {self.path} are not classified into hot and cold ones. Classify them with: "
+                f"stoker classify {quoted(self.path)} --device-memory SIZE --out DIRECTORY"
+            )
+        try:
+            shards, rows, positives = (
+                int(known[name]) for name in ("hot_shards", "hot_rows_of_train", "hot_positives")
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.path / MANIFEST} is garbled: its hot_cold is {known!r}. Classify the dataset again."
+            ) from error
+        hot = {"rows": rows, "positives": positives, "shards": train["shards"][:shards]}
+        cold = {"rows": train["rows"] - rows, "positives": train["positives"] - positives}
+        cold["shards"] = train["shards"][shards:]
+        given = (self.schema, self.schema_hash, self._made_by)
+        return Split(self.path, "hot", hot, *given), Split(self.path, "cold", cold, *given)
+
+    def split(self, name: str) -> Split:
+        """One split by name.
+
+        Raises:
+            DataError: the dataset was prepared without it.
+        """
+        if name not in self._splits:
+            raise DataError(f"{self.path} has no split {name!r}, only {', '.join(self._splits)}.")
+        return self._splits[name]
+
+    @cached_property
+    def counts(self) -> dict[str, Tensor]:
+        """Training occurrences by id: table -> [num_embeddings] int64 (id 0 = out of vocabulary)."""
+        path = self.path / "counts.safetensors"
+        try:
+            counts: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+        for table, rows in self.schema.num_embeddings.items():
+            if table not in counts or counts[table].shape != (rows,):
+                found = list(counts[table].shape) if table in counts else "nothing"
+                raise DataError(
+                    f"{path}: table {table} has counts {found}, expected [{rows}]. Prepare the dataset again."
+                )
+        return counts
+
+    def save(self, out: str | Path, *, overwrite: bool = False) -> Dataset:
+        """Put this dataset in a directory, with the same bytes as if it had been prepared there.
+
+        Of a dataset in a directory this makes a second one, whose files are hard links to the first where the disk
+        allows. A kill leaves no half-written dataset.
+
+        Args:
+            out: directory to make.
+            overwrite: replace a dataset that is there.
+
+        Returns:
+            The dataset at ``out``, opened.
+
+        Raises:
+            DataError: ``out`` is taken or cannot be made, or the disk has no room; or ``out``.tmp, in which it is
+                made, holds something else.
+        """
+        written = self._splits if self.in_memory else {}
+        size = sum(split.bytes for split in written.values())
+        with rebuilt(self, Path(out), splits=written, size=size, overwrite=overwrite) as folder:
+            for split in written.values():
+                _write_shards(split, folder)
+            manifest = {**self.manifest, "splits": {name: split.entry for name, split in self._splits.items()}}
+            write_manifest(folder, manifest)
+        return Dataset(out)
+
+    def verify(self) -> int:
+        """Re-hash every file and check every id against its table.
+
+        Returns:
+            The number of files checked.
+
+        Raises:
+            DataError: naming the first damaged file, what was expected and what was found.
+        """
+        checked = 0
+        for file, expected in self._files():
+            self._check_size(file, int(expected["bytes"]))
+            _, digest = hash_file(self.path / file)
+            if digest != expected["sha256"]:
+                raise DataError(
+                    f"{self.path / file} was altered: sha256 {digest[:16]}..., the manifest says "
+                    f"{str(expected['sha256'])[:16]}... Restore it from a copy, or {self._made_by} the dataset again."
+                )
+            checked += 1
+        for split in self._splits.values():
+            split.check_ids()
+        return checked
+
+    def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """What lies in files, and the manifest's entry of each."""
+        shards = [] if self.in_memory else [shard for split in self._splits.values() for shard in split.entry["shards"]]
+        return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
+
+    def _check_size(self, file: str, expected: int) -> None:
+        try:
+            found = (self.path / file).stat().st_size
+        except OSError as error:
+            raise DataError(
+                f"{self.path / file} is missing; the manifest lists it with {expected:,} bytes. "
+                f"Restore it from a copy, or {self._made_by} the dataset again."
+            ) from error
+        if found != expected:
+            raise DataError(
+                f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated "
+                f"or altered. Restore it from a copy, or {self._made_by} the dataset again."
+            )

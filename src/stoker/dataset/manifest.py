@@ -1,0 +1,138 @@
+"""The manifest of a dataset: written last, so that where it is the dataset is whole. Needs no more than torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from stoker.base.errors import DataError
+from stoker.base.files import atomic_file, hash_file
+from stoker.base.units import quoted
+
+__all__ = [
+    "BESIDE",
+    "FORMAT_VERSION",
+    "LEFT_OVER",
+    "LOCK",
+    "MANIFEST",
+    "NEW_IDS",
+    "REQUEST",
+    "SPLITS",
+    "canonical_json",
+    "describe_file",
+    "hash_schema",
+    "is_left_over",
+    "note_request",
+    "read_manifest",
+    "write_counts",
+    "write_manifest",
+]
+
+FORMAT_VERSION = 1
+SPLITS = ("train", "valid", "test")
+REQUEST = ".request"  # in a dataset: a hash of what it was prepared from, by which the same command knows it again
+NEW_IDS = "new_ids.safetensors"  # of a reordered dataset
+BESIDE, LOCK = ".tmp", ".lock"  # end of the name of a dataset that is being made anew, and a file in it
+LEFT_OVER = (
+    "stoker classify or stoker reorder leaves where it is killed or still running. Run the same stoker classify "
+    "command again, or stoker reorder command: it begins anew and removes this directory."
+)
+MANIFEST = "manifest.json"
+_NEEDED = ("format_version", "features", "schema_hash", "splits")
+
+
+def is_left_over(directory: Path) -> bool:
+    """Whether a directory is what a killed process left of a dataset that it made anew beside its source."""
+    return directory.name.endswith(BESIDE) and (directory / LOCK).exists() and not (directory / MANIFEST).exists()
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, so that equal values have equal hashes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def hash_schema(schema: Mapping[str, Any]) -> str:
+    """The manifest's ``schema_hash``: sha256 of the schema's canonical JSON."""
+    return hashlib.sha256(canonical_json(schema).encode()).hexdigest()
+
+
+def describe_file(path: str | Path) -> dict[str, Any]:
+    """The manifest's entry of a file that is not a shard: ``{"bytes": ..., "sha256": ...}``."""
+    size, digest = hash_file(path)
+    return {"bytes": size, "sha256": digest}
+
+
+def write_counts(directory: str | Path, counts: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write ``counts.safetensors`` (table -> [num_embeddings] int64) and return its manifest entry."""
+    path = Path(directory) / "counts.safetensors"
+    with atomic_file(path) as file:
+        file.write(save({name: counts[name].to(torch.int64).contiguous() for name in sorted(counts)}))
+    return describe_file(path)
+
+
+def write_manifest(directory: str | Path, manifest: Mapping[str, Any]) -> None:
+    """Write ``manifest.json`` atomically. Call it last: its presence declares the dataset whole.
+
+    Raises:
+        DataError: a manifest without the keys that opening needs, or a full disk.
+    """
+    values = {"kind": "dataset", "format_version": FORMAT_VERSION, **manifest}
+    if missing := [key for key in _NEEDED if key not in values]:
+        raise DataError(f"the manifest of {directory} lacks {missing}; it would not open again.")
+    text = json.dumps(values, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    with atomic_file(Path(directory) / MANIFEST) as file:
+        file.write(text.encode() + b"\n")
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """The manifest of a dataset directory.
+
+    Raises:
+        DataError: no dataset there, an unfinished or garbled one, or one of a newer format.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise DataError(
+            f"there is no dataset at {directory}. Make one with: stoker prepare RECIPE FILES --out {quoted(directory)}"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if is_left_over(directory):
+            raise DataError(f"{directory} is no dataset, but what {LEFT_OVER}") from error
+        raise DataError(
+            f"{directory} has no manifest.json: it is no dataset, or preparing it was interrupted. "
+            "Run the same stoker prepare command again; finished parts are kept."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Prepare the dataset again.") from error
+    if not isinstance(manifest, dict) or manifest.get("kind", "dataset") != "dataset":
+        kind = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
+        raise DataError(f"{path} describes a {kind}, not a dataset.")
+    version = manifest.get("format_version")
+    if not isinstance(version, int):
+        raise DataError(f"{path} has no format_version: it is not the manifest of a dataset.")
+    if version > FORMAT_VERSION:
+        raise DataError(
+            f"{directory} has dataset format {version}, this Stoker reads up to {FORMAT_VERSION}. "
+            "Update Stoker, or prepare the dataset again with this version."
+        )
+    if missing := [key for key in _NEEDED if key not in manifest]:
+        raise DataError(f"{path} lacks {missing}. Prepare the dataset again.")
+    return manifest
+
+
+def note_request(folder: Path, request: str | None) -> None:
+    """Write what a preparation's settings and inputs hash to gave into the directory of the dataset, before its
+    manifest."""
+    if request is not None:
+        with atomic_file(folder / REQUEST) as file:
+            file.write(request.encode())

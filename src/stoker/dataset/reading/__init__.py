@@ -1,0 +1,1 @@
+"""From shards to batches: order of rows, gathering, prefetching."""

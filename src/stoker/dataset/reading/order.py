@@ -1,0 +1,209 @@
+"""The order of an epoch as a formula: which row stands at which position, without an array of all rows.
+
+Positions map to rows through keyed bijections, so that any stretch of any epoch can be computed alone:
+resuming needs no replay, and nothing grows with the split. Two levels keep disk reads long and memory
+bounded:
+
+* **blocks** of consecutive rows are permuted over the whole split and dealt into **pools** that fit the
+  memory budget; a split that fits it is one pool, and then the permutation is over all rows;
+* rows are permuted within their pool.
+
+The bijection is an unbalanced Feistel network on the smallest power of two that holds the range, with
+out-of-range values encrypted again until they fall inside (Black & Rogaway, "Ciphers with arbitrary finite
+domains", 2002, sections 4-5); short ranges are sorted by hash instead, which is exactly uniform. Only integer
+arithmetic: the same order on every machine and under every NumPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size
+
+__all__ = ["BLOCK_ROWS", "EpochOrder", "permutation", "rows_that_fit"]
+
+Int64 = npt.NDArray[np.int64]
+
+BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
+_CHUNK = 2**15  # positions computed at a time
+_SORTED = 2**14  # ranges up to here are permuted by sorting hashes
+_ROUNDS = 8
+Words = npt.NDArray[np.uint32]
+
+
+def _keys(name: str) -> list[np.uint32]:
+    digest = hashlib.blake2b(name.encode(), digest_size=4 * _ROUNDS).digest()
+    return [np.uint32(key) for key in np.frombuffer(digest, "<u4")]
+
+
+def _mix(values: Words, key: np.uint32) -> Words:
+    """A 32-bit hash of each value: the "lowbias32" multipliers of C. Wellons' hash-prospector."""
+    mixed = values ^ key
+    mixed ^= mixed >> np.uint32(16)
+    mixed *= np.uint32(0x7FEB352D)
+    mixed ^= mixed >> np.uint32(15)
+    mixed *= np.uint32(0x846CA68B)
+    mixed ^= mixed >> np.uint32(16)
+    return mixed
+
+
+def _kernel() -> Callable[..., None] | None:
+    """The same network in Numba, where that is installed."""
+    try:
+        from stoker.dataset.reading.order_kernels import encrypt
+    except ImportError:
+        return None
+    kernel: Callable[..., None] = encrypt
+    return kernel
+
+
+def permutation(name: str, size: int, *, fast: bool = True) -> Callable[[int, int], Int64]:
+    """A permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
+
+    Args:
+        name: what makes it differ from others, such as ``"seed/epoch"``.
+        size: up to 2**62.
+        fast: by Numba where it is installed; False: by NumPy, which defines the result.
+    """
+    keys = _keys(name)
+    if size <= _SORTED:
+        index = np.arange(size, dtype=np.uint32)
+        high, low = (_mix(_mix(index, first), second) for first, second in (keys[:2], keys[2:4]))
+        hashes = (high.astype(np.uint64) << np.uint64(32)) | low
+        table = np.argsort(hashes, kind="stable").astype(np.int64)
+        return lambda start, stop: table[start:stop]
+
+    bits = (size - 1).bit_length()
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = (np.uint32((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
+    limit = np.uint64(size)
+
+    def encrypt(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        low = values.astype(np.uint32) & low_mask
+        high = (values >> low_bits).astype(np.uint32)
+        for number, key in enumerate(keys):
+            if number % 2:
+                high ^= _mix(low, key) & high_mask
+            else:
+                low ^= _mix(high, key) & low_mask
+        return (high.astype(np.uint64) << low_bits) | low
+
+    if fast and bits <= 62 and (kernel := _kernel()) is not None:
+        words = np.array(keys, np.uint32)
+
+        def compiled(start: int, stop: int) -> Int64:
+            out = np.empty(max(0, stop - start), np.int64)
+            kernel(np.uint64(start), words, low_bits, low_mask, high_mask, limit, out)
+            return out
+
+        return compiled
+
+    def stretch(start: int, stop: int) -> Int64:
+        values = encrypt(np.arange(start, stop, dtype=np.uint64))
+        outside = np.flatnonzero(values >= limit)
+        while len(outside):
+            values[outside] = encrypt(values[outside])
+            outside = outside[values[outside] >= limit]
+        return values.view(np.int64)
+
+    return stretch
+
+
+class EpochOrder:
+    """Rows of one epoch by position.
+
+    Args:
+        rows: rows of the split.
+        pool_rows: rows shuffled together, at least 1; ``rows`` or more gives a permutation of all rows.
+        seed: None keeps the order of the file (pools are then merely stretches of it).
+        epoch: counted from 0.
+
+    Raises:
+        ConfigError: ``pool_rows`` under 1.
+    """
+
+    def __init__(self, rows: int, *, pool_rows: int, seed: int | None, epoch: int) -> None:
+        if pool_rows < 1:
+            raise ConfigError("the shuffle memory holds not even one row. Raise shuffle_memory.")
+        self.rows = rows
+        self.seed, self._name = seed, f"{seed}/{epoch}"
+        # A sixteenth of the pool at most, so that even a small pool mixes rows from many places.
+        self.block_rows = max(1, min(BLOCK_ROWS, pool_rows // 16))
+        blocks = -(-rows // self.block_rows)
+        self._whole = whole = pool_rows >= rows
+        self._blocks_per_pool = max(1, blocks if whole else pool_rows // self.block_rows)
+        if seed is None or whole:
+            self._blocks = np.arange(blocks, dtype=np.int64)
+        else:
+            self._blocks = permutation(f"{self._name}/blocks", blocks)(0, blocks)
+        self.pools = -(-blocks // self._blocks_per_pool)
+        # The split's last block may be short. Its pool is then short, and it must stand last in it, so that
+        # a position within the pool gives its block by division.
+        sizes = np.full(self.pools, self._blocks_per_pool * self.block_rows, np.int64)
+        if blocks:
+            sizes[-1] = (blocks - (self.pools - 1) * self._blocks_per_pool) * self.block_rows
+            place = int(np.flatnonzero(self._blocks == blocks - 1)[0])
+            pool = place // self._blocks_per_pool
+            last = min((pool + 1) * self._blocks_per_pool, blocks) - 1
+            self._blocks[[place, last]] = self._blocks[[last, place]]
+            sizes[pool] -= blocks * self.block_rows - rows
+        self.pool_starts = np.concatenate(([0], np.cumsum(sizes)))  # [pools + 1] positions
+        self._pool = -1
+        self._chunk = -1
+        self._table = np.empty(0, np.int64)
+
+    def pool_of(self, position: int) -> int:
+        """The pool that a position belongs to."""
+        return int(np.searchsorted(self.pool_starts, position, side="right")) - 1
+
+    def blocks_of(self, pool: int) -> Int64:
+        """Blocks of one pool; block b is rows ``b * block_rows`` onwards."""
+        return self._blocks[pool * self._blocks_per_pool : (pool + 1) * self._blocks_per_pool]
+
+    def take(self, start: int, stop: int) -> Int64:
+        """Rows at positions [start, stop)."""
+        if self.seed is None:
+            return np.arange(start, stop, dtype=np.int64)
+        parts = []
+        while start < stop:
+            pool = self.pool_of(start)
+            first, end = int(self.pool_starts[pool]), int(self.pool_starts[pool + 1])
+            chunk = (start - first) // _CHUNK
+            if (pool, chunk) != (self._pool, self._chunk):
+                self._load(pool, chunk, end - first)
+            begin = first + chunk * _CHUNK
+            until = min(stop, begin + len(self._table))
+            parts.append(self._table[start - begin : until - begin])
+            start = until
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int64)])
+
+    def _load(self, pool: int, chunk: int, size: int) -> None:
+        if pool != self._pool:
+            self._within = permutation(f"{self._name}/{pool}", size)
+        places = self._within(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size))
+        if self._whole:  # blocks lie in order
+            self._table = places
+        else:
+            block, row = np.divmod(places, self.block_rows)
+            self._table = self.blocks_of(pool)[block] * self.block_rows + row
+        self._pool, self._chunk = pool, chunk
+
+
+def rows_that_fit(memory: int, bytes_per_row: float) -> int:
+    """Rows of a pool within ``memory`` bytes.
+
+    Raises:
+        ConfigError: not even one.
+    """
+    rows = int(memory // max(bytes_per_row, 1.0))
+    if rows < 1:
+        raise ConfigError(
+            f"shuffle_memory {format_size(memory)} holds not even one row of {bytes_per_row:,.0f} bytes. "
+            "Raise it; 256MiB is plenty."
+        )
+    return rows

@@ -1,0 +1,186 @@
+"""A dataset made anew beside its source, with some splits and files written and all else shared with the source."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from stoker.base.errors import DataError
+from stoker.base.files import link_or_copy, sync_folder
+from stoker.base.units import format_size
+from stoker.dataset.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
+from stoker.dataset.manifest import BESIDE, LOCK
+from stoker.dataset.split import Split
+
+__all__ = ["check_out", "rebuilt"]
+
+
+class _Source(Protocol):
+    """What is needed of a dataset."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    @property
+    def splits(self) -> Mapping[str, Split]: ...
+
+
+_FREE = 2**20  # bytes of disk left for the manifest and the like
+
+
+@contextmanager
+def rebuilt(
+    data: _Source, out: Path, *, splits: Collection[str], files: Collection[str] = (), size: int, overwrite: bool
+) -> Iterator[Path]:
+    """A working directory beside ``out`` that takes its place when the block ends, or is removed if it fails.
+
+    All files of ``data`` but ``files`` and the shards of ``splits`` are in it, as hard links where the disk allows and
+    as copies where not. The block writes these and, last, the manifest. A process killed within leaves a directory
+    ``out``.tmp, which is no dataset and is removed by the next one.
+
+    Args:
+        data: the source.
+        out: where the dataset is to be.
+        splits: whose shards the block writes.
+        files: other files that it writes.
+        size: bytes of both.
+        overwrite: a dataset at ``out`` may be replaced.
+
+    Raises:
+        DataError: ``out`` is taken, another process writes it, or the disk has no room.
+    """
+    if out.is_symlink():
+        out = out.resolve()  # what it points to is made, as a preparation would
+    _check(data, out, overwrite=overwrite)
+    folder = out.with_name(out.name + BESIDE)
+    _check_beside(
+        folder, out, {Path(file).parts[0] for file in (*data.manifest.get("files", {}), *files, *data.splits)}
+    )
+    made = absent_folders(folder.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+        ) from error
+    with ExitStack() as stack:
+        stack.enter_context(_locked(folder, out))
+        try:
+            _clear(folder)
+            shared = _shared(data, splits, files)
+            linked = not data.in_memory and _same_disk(data.path, folder)  # a temporary file was not made to last
+            _check_room(folder, size + (0 if linked else sum(shared.values())))
+            for file in shared:
+                link_or_copy(data.path / file, folder / file, copy=data.in_memory)
+            yield folder
+            for place in {(folder / file).parent for file in shared} - {folder}:
+                sync_folder(place)
+            sync_folder(folder)
+            if out.exists() and any(out.iterdir()):
+                exchange(folder, out)
+            else:
+                if out.exists():
+                    out.rmdir()
+                os.replace(folder, out)
+            # Last: until it has its place, a whole dataset without the lock would be taken for somebody else's.
+            (out / LOCK).unlink(missing_ok=True)
+            sync_folder(out.absolute().parent)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            remove_empty(made)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DataError(
+                    f"no room left on the disk of {out}. Free some space or choose another directory; nothing "
+                    "half-written was kept."
+                ) from error
+            raise
+
+
+def _check(data: _Source, out: Path, *, overwrite: bool) -> None:
+    """Refuse an ``out`` that may not be made or replaced."""
+    inside, source = out.resolve(), data.path.resolve()
+    if source == inside or source.is_relative_to(inside) or inside.is_relative_to(source):
+        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    if out.name in ("", ".."):
+        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
+    check_out(out, overwrite=overwrite)
+
+
+def _check_beside(folder: Path, out: Path, ours: set[str]) -> None:
+    """Refuse to work where something lies that a killed process did not leave: no lock, or none of ``ours``."""
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= ours:
+        raise DataError(
+            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
+        )
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Refuse a directory where no dataset may be put, before the work whose result it is to hold.
+
+    Raises:
+        DataError: it holds something else, or a dataset and ``overwrite`` is False.
+    """
+    recover(out)
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise DataError(f"{out} is a file. Choose another directory.")
+    if not any(out.iterdir()):
+        return
+    if not (out / "manifest.json").exists():
+        raise DataError(f"{out} is not empty and no dataset. Choose another directory.")
+    check_replaceable(out, overwrite=overwrite)
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    """Keep other processes out; a killed one lets go by itself."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.") from error
+        yield
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed process left."""
+    for path in folder.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _shared(data: _Source, splits: Collection[str], files: Collection[str]) -> dict[str, int]:
+    """Files that stay as they are, with their sizes in bytes."""
+    entries = [shard for name, split in data.splits.items() if name not in splits for shard in split.entry["shards"]]
+    found = {shard["file"]: int(shard["bytes"]) for shard in entries}
+    others = data.manifest.get("files", {}).items()
+    return found | {file: int(entry["bytes"]) for file, entry in others if file not in files}
+
+
+def _same_disk(source: Path, folder: Path) -> bool:
+    return source.stat().st_dev == folder.stat().st_dev
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free - _FREE:
+        raise DataError(
+            f"the dataset needs {format_size(needed)}, but the disk of {folder.parent} has {format_size(free)} free. "
+            "Free some space or choose another directory."
+        )

@@ -1,0 +1,334 @@
+"""Shard files: up to 2**20 rows as plain safetensors, written whole or not at all, read through a memory map.
+
+The writer and the header parser are our own because the library copies every array on its way out and in, and
+a split may be larger than memory. The bytes are ordinary safetensors: any reader of that format opens them.
+
+Legend: n rows of the shard, F features, L ids in all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import DataError
+from stoker.base.files import atomic_file, file_identity
+from stoker.base.units import format_size
+
+__all__ = [
+    "SHARD_ROWS",
+    "MappedShard",
+    "Shard",
+    "ShardFile",
+    "ShardInfo",
+    "allow_open_files",
+    "open_shard",
+    "write_shard",
+]
+
+SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
+_CHUNK = 2**22  # bytes written at a time
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 2**20  # bytes; ours take some hundred
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """What the manifest records of one shard."""
+
+    file: str  # "train/00000.safetensors": the last two parts of its path
+    rows: int
+    bytes: int
+    sha256: str  # hex digest of the whole file
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"file": self.file, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256}
+
+
+def write_shard(
+    path: str | Path,
+    *,
+    dense: npt.NDArray[np.float32],  # [n, num_dense] float32
+    labels: npt.NDArray[np.float32],  # [n] float32
+    ids: npt.NDArray[np.integer],  # [n, F], or flat [L] sample-major with lengths and row_offsets
+    lengths: npt.NDArray[np.int32] | None = None,  # [n, F] int32
+    row_offsets: npt.NDArray[np.int64] | None = None,  # [n + 1] int64
+) -> ShardInfo:
+    """Write one shard atomically and say what the manifest must record of it.
+
+    The same arrays give the same bytes on every machine.
+
+    Raises:
+        DataError: arrays whose shapes or types do not form a shard, or a full disk.
+    """
+    path = Path(path)
+    arrays: dict[str, npt.NDArray[Any]] = {"dense": dense, "ids": ids, "labels": labels}
+    if lengths is not None and row_offsets is not None:
+        arrays |= {"lengths": lengths, "row_offsets": row_offsets}
+    elif lengths is not None or row_offsets is not None:
+        raise DataError(f"shard {path.name}: lengths and row_offsets belong together; one of them is missing.")
+    shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    if problem := _problem(shapes):
+        raise DataError(f"shard {path.name}: {problem}.")
+    if row_offsets is not None and lengths is not None and len(labels):
+        if row_offsets[0] != 0 or not np.array_equal(np.diff(row_offsets), lengths.sum(axis=1, dtype=np.int64)):
+            raise DataError(f"shard {path.name}: row_offsets are not the running sum of the lengths.")
+        if row_offsets[-1] != len(ids):
+            raise DataError(
+                f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
+            )
+    return ShardFile({name: [array] for name, array in arrays.items()}).write(path)
+
+
+class ShardFile:
+    """The file of a shard.
+
+    Args:
+        tensors: by name, each in pieces that follow each other: arrays, or what gives arrays of some of its rows.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sequence[Any]]) -> None:
+        # Wide types first keeps every tensor aligned without gaps, which the format forbids.
+        order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+        self._tensors = [tensors[name] for name in order]
+        self.rows = sum(map(len, tensors["labels"]))
+        header: dict[str, Any] = {}
+        end = 0
+        for name, pieces in zip(order, self._tensors, strict=True):
+            begin, end = end, end + sum(piece.nbytes for piece in pieces)
+            header[name] = {
+                "dtype": _NAMES[pieces[0].dtype.newbyteorder("<")],
+                "shape": [sum(map(len, pieces)), *pieces[0].shape[1:]],
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
+        self._header = len(text).to_bytes(8, "little") + text
+        self.bytes = len(self._header) + end
+
+    def __iter__(self) -> Iterator[Any]:
+        """The bytes of the file, some at a time."""
+        yield self._header
+        for piece in (piece for pieces in self._tensors for piece in pieces):
+            step = max(1, _CHUNK // max(1, piece.nbytes // max(1, len(piece))))
+            for start in range(0, len(piece), step):
+                rows = piece[start : start + step]
+                yield np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+
+    def sha256(self) -> str:
+        """Hex digest of the file."""
+        digest = hashlib.sha256()
+        for some in self:
+            digest.update(some)
+        return digest.hexdigest()
+
+    def write(self, path: Path) -> ShardInfo:
+        """Write the file atomically; what the manifest must record of it."""
+        digest = hashlib.sha256()
+        with atomic_file(path) as file:
+            for some in self:
+                digest.update(some)
+                file.write(some)
+        name = f"{path.parent.name}/{path.name}"
+        return ShardInfo(file=name, rows=self.rows, bytes=self.bytes, sha256=digest.hexdigest())
+
+
+def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:
+    """Why these tensors are no shard; None where they are."""
+    sequence = "lengths" in shapes
+    expected = {"dense": (["f4"], 2), "labels": (["f4"], 1), "ids": (["i4", "i8"], 1 if sequence else 2)}
+    if sequence:
+        expected |= {"lengths": (["i4"], 2), "row_offsets": (["i8"], 1)}
+    if set(shapes) != set(expected):
+        return f"it holds the tensors {sorted(shapes)}, expected {sorted(expected)}"
+    for name, (types, axes) in expected.items():
+        dtype, shape = shapes[name]
+        if dtype.str[1:] not in types or len(shape) != axes:
+            wanted = " or ".join(types)
+            return f"{name} is {dtype.name} of shape {list(shape)}, expected {wanted} with {axes} axes"
+    rows = {name: shapes[name][1][0] for name in expected if name != "ids" or not sequence}
+    if sequence:
+        rows["row_offsets"] -= 1
+    if len(set(rows.values())) > 1:
+        return f"its tensors disagree on the number of rows: {rows}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One shard's tensors, in memory."""
+
+    path: Path
+    rows: int
+    dense: npt.NDArray[np.float32]  # [n, num_dense]
+    labels: npt.NDArray[np.float32]  # [n]
+    ids: npt.NDArray[np.integer]  # [n, F] or [L]
+    lengths: npt.NDArray[np.int32] | None = None  # [n, F]
+    row_offsets: npt.NDArray[np.int64] | None = None  # [n + 1]
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The tensors by name."""
+        found = {name: getattr(self, name) for name in ("dense", "ids", "labels", "lengths", "row_offsets")}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def tensor(self, name: str) -> Any:
+        """A tensor by name: an array, or what makes one of those of its rows that are asked for."""
+        return getattr(self, name)
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Nothing: the rows are there."""
+
+    def release(self) -> None:
+        """Nothing: there is no other place for the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedShard(Shard):
+    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
+
+    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
+    map: mmap.mmap
+    starts: Mapping[str, int]  # tensor name -> byte where it starts in the file
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Ask the kernel to read rows [start, stop) soon; returns at once."""
+        if not hasattr(self.map, "madvise"):
+            return
+        for name, origin in self.starts.items():
+            array = getattr(self, name)
+            first, last = start, stop
+            if name == "ids" and self.row_offsets is not None:
+                first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+            width = array.itemsize * (array.shape[1] if array.ndim == 2 else 1)
+            begin = (origin + first * width) // mmap.PAGESIZE * mmap.PAGESIZE
+            end = min(origin + last * width, len(self.map))
+            if end > begin:
+                self.map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    def digest(self) -> tuple[int, str]:
+        """Size in bytes and sha256 of the mapped file.
+
+        Read with system calls, not through the map: a bad sector is then an error, where the map would end the
+        process. What it has read is in the page cache for the map.
+
+        Raises:
+            DataError: the file cannot be read, or is no longer the one that was mapped.
+        """
+        try:
+            with self.path.open("rb") as file:
+                if file_identity(file) != self.identity:
+                    raise DataError(
+                        f"{self.path} was changed or replaced since it was opened. Let what writes to it finish, then "
+                        "open the dataset again."
+                    )
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                return file.tell(), digest
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be read: {error.strerror}. Look at the disk, and restore the file from a copy, or "
+                "prepare the dataset again."
+            ) from error
+
+    def release(self) -> None:
+        """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
+        if hasattr(self.map, "madvise"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def open_shard(path: str | Path, *, rows: int) -> MappedShard:
+    """Map one shard. Reads the header only.
+
+    Raises:
+        DataError: not a shard, or one with another number of rows than the manifest says.
+    """
+    path = Path(path)
+    if sys.byteorder != "little":
+        raise DataError("Stoker's shards are little-endian and mapped as they lie; this machine is big-endian.")
+    try:
+        with path.open("rb") as file:
+            extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+            identity = file_identity(file)  # before the map: what changes in between is then noticed
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **extra)
+    except ValueError as error:
+        raise DataError(f"{path} is empty, expected a shard of {rows:,} rows. Prepare the dataset again.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened: {error.strerror}.") from error
+    try:
+        tensors, starts = _views(mapped)
+        problem = _problem({name: (array.dtype, array.shape) for name, array in tensors.items()})
+        if problem is None and len(tensors["labels"]) != rows:
+            problem = f"it holds {len(tensors['labels']):,} rows, the manifest says {rows:,}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} is not a shard: {error}. Prepare the dataset again, or restore the file from a copy."
+        ) from error
+    if problem:
+        raise DataError(f"{path} is not the shard it should be: {problem}. Prepare the dataset again.")
+    return MappedShard(
+        path=path,
+        rows=rows,
+        identity=identity,
+        map=mapped,
+        dense=tensors["dense"],
+        labels=tensors["labels"],
+        ids=tensors["ids"],
+        lengths=tensors.get("lengths"),
+        row_offsets=tensors.get("row_offsets"),
+        starts=starts,
+    )
+
+
+def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+    length = int.from_bytes(mapped[:8], "little")
+    if not 2 <= length <= min(_MAX_HEADER, len(mapped) - 8):
+        raise ValueError(f"its header claims {format_size(length)} of {format_size(len(mapped))}")
+    header = json.loads(mapped[8 : 8 + length])
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    starts: dict[str, int] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= len(mapped) - 8 - length:
+            raise ValueError(f"tensor {name} ends past the file's end")
+        dtype = _DTYPES[entry["dtype"]]
+        flat = np.frombuffer(mapped, dtype, (end - begin) // dtype.itemsize, 8 + length + begin)
+        tensors[name] = flat.reshape(entry["shape"])
+        starts[name] = 8 + length + begin
+    return tensors, starts
+
+
+def allow_open_files(count: int) -> None:
+    """Make room for ``count`` more mapped files, where this process may.
+
+    Before Python 3.13 every map keeps its file open, and the customary limit is 1,024.
+
+    Raises:
+        DataError: the limit cannot be raised far enough.
+    """
+    if sys.version_info >= (3, 13) or sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 512  # what else a process keeps open
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise DataError(
+            f"the split has {count:,} shards, but this process may open only {hard:,} files. "
+            f"Raise the limit with: ulimit -n {wanted}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

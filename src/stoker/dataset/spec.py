@@ -1,0 +1,85 @@
+"""What a model needs to know of a dataset: its dense columns, its features and the sizes of their tables.
+
+This is the fitted side of a schema. It needs no dataframe library, so training runs where only torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stoker.base.errors import SchemaError
+
+__all__ = ["Feature", "FeatureSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One categorical or sequence column and the table its ids address."""
+
+    name: str
+    table: str  # several features may share one table
+    sequence: bool = False  # a bag of 0..max_length ids instead of exactly one
+    max_length: int = 1  # ids per bag at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """Dense columns, features in batch order, and ``num_embeddings`` of every table.
+
+    Id 0 of every table is the out-of-vocabulary row; the others follow by falling training frequency, in a reordered
+    dataset by tiers of it.
+    """
+
+    dense: tuple[str, ...]
+    features: tuple[Feature, ...]
+    num_embeddings: Mapping[str, int]  # table name -> rows, row 0 included
+
+    def __post_init__(self) -> None:
+        names = [*self.dense, *(feature.name for feature in self.features)]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise SchemaError(f"columns {twice} are named twice. Give every column its own name.")
+        missing = {feature.table for feature in self.features} - set(self.num_embeddings)
+        if missing:
+            raise SchemaError(f"features address the tables {sorted(missing)}, which have no num_embeddings.")
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether every bag has exactly one id, so that batches need no offsets."""
+        return not any(feature.sequence for feature in self.features)
+
+    def index(self, name: str) -> int:
+        """The place of a feature in every batch.
+
+        Raises:
+            SchemaError: there is no such feature.
+        """
+        for place, feature in enumerate(self.features):
+            if feature.name == name:
+                return place
+        raise SchemaError(f"there is no feature {name!r}; there are {', '.join(f.name for f in self.features)}.")
+
+    @classmethod
+    def from_sizes(cls, num_dense: int, num_embeddings: Sequence[int]) -> FeatureSpec:
+        """Dense columns ``I1..`` and one-hot features ``C1..`` with a table each, as in the Criteo logs."""
+        names = [f"C{i + 1}" for i in range(len(num_embeddings))]
+        return cls(
+            dense=tuple(f"I{i + 1}" for i in range(num_dense)),
+            features=tuple(Feature(name=name, table=name) for name in names),
+            num_embeddings=dict(zip(names, num_embeddings, strict=True)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FeatureSpec:
+        """Inverse of :meth:`to_dict`."""
+        return cls(
+            dense=tuple(values["dense"]),
+            features=tuple(Feature(**feature) for feature in values["features"]),
+            num_embeddings={str(table): int(rows) for table, rows in values["num_embeddings"].items()},
+        )

@@ -1,0 +1,151 @@
+"""What a dataset holds, in numbers: rows and positives, table skew, dense columns, shards.
+
+Counts come from the manifest and ``counts.safetensors``; only the dense columns are read, and of them at most
+about a million rows spread over the training split.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.split import Split
+
+__all__ = ["describe_dataset"]
+
+_SAMPLE_ROWS = 2**20
+_RUN = 4096  # rows read together
+
+
+def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
+    """Plain JSON values describing a dataset.
+
+    Args:
+        dataset: an opened dataset.
+        top: how many of the largest training counts to list per table.
+    """
+    manifest = dataset.manifest
+    sequences = {feature.table: feature for feature in dataset.schema.features if feature.sequence}
+    files = manifest.get("files", {})
+    return {
+        "kind": "dataset",
+        "path": str(dataset.path),
+        "recipe": manifest.get("recipe"),
+        "created_by": manifest.get("created_by"),
+        "stoker_version": manifest.get("stoker_version"),
+        "format_version": manifest["format_version"],
+        "schema_hash": dataset.schema_hash,
+        "bytes": sum(split.bytes for split in dataset.splits.values())
+        + sum(int(entry["bytes"]) for entry in files.values()),
+        "quarantined": manifest.get("quarantined", 0),
+        "broken_files": {
+            source["file"]: source["breaks_off"] for source in manifest.get("sources", []) if "breaks_off" in source
+        },
+        "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
+        "groups": dict(dataset.groups) if dataset.groups is not None else None,
+        "hot_cold": _describe_parts(dataset),
+        "reordered": _describe_order(dataset),
+        "tables": [
+            {
+                "table": table,
+                "rows": rows,
+                "max_length": sequences[table].max_length if table in sequences else 1,
+                **_describe_counts(dataset.counts[table], top),
+            }
+            for table, rows in sorted(dataset.schema.num_embeddings.items(), key=lambda item: _natural(item[0]))
+        ],
+        "dense": _describe_dense(dataset),
+    }
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """A key that puts C2 before C10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _describe_split(split: Split) -> dict[str, Any]:
+    return {
+        "rows": len(split),
+        "positives": split.positives,
+        "share": split.positives / len(split) if len(split) else None,
+        "shards": len(split.entry["shards"]),
+        "bytes": split.bytes,
+        **({"groups": _describe_groups(split)} if "groups" in split.entry else {}),
+    }
+
+
+def _describe_groups(split: Split) -> dict[str, Any]:
+    entry = split.entry["groups"]
+    return {
+        **{name: entry[name] for name in ("count", "largest", "with_positive")},
+        "mean": len(split) / entry["count"],
+    }
+
+
+def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:
+    """Hot and cold training rows, where they are classified."""
+    known = dataset.hot_cold
+    if known is None:
+        return None
+    parts = {"hot": _describe_split(dataset.hot), "cold": _describe_split(dataset.cold)}
+    told = {name: known[name] for name in ("hot_rows", "profile_hash")}
+    # Absent where an earlier version wrote them.
+    return {**parts, **told, **{name: known.get(name) for name in ("source", "stoker_version")}}
+
+
+def _describe_order(dataset: Dataset) -> dict[str, Any] | None:
+    """How ids were numbered anew, where they were."""
+    known = dataset.reordered
+    if known is None:
+        return None
+    return {name: known[name] for name in ("tables", "settings", "hash", "source", "stoker_version")}
+
+
+def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
+    total = int(counts.sum())
+    known = counts[1:]
+    if bool((known[1:] > known[:-1]).any()):  # those of hash_buckets, and reordered ones
+        known = known.sort(descending=True).values
+
+    def hot(share: float) -> float | None:
+        rows = math.ceil(len(known) * share)
+        return int(known[:rows].sum()) / total if total else None
+
+    return {
+        "accesses": total,
+        "oov_share": int(counts[0]) / total if total else None,
+        "hot_1_percent": hot(0.01),
+        "hot_10_percent": hot(0.1),
+        "unused_rows": int((known == 0).sum()),
+        "top_counts": [int(count) for count in known[:top]],
+    }
+
+
+def _describe_dense(dataset: Dataset) -> list[dict[str, Any]]:
+    names = dataset.schema.dense
+    split = dataset.splits.get("train")
+    if not names or split is None or not len(split):
+        return []
+    step = max(_RUN, -(-len(split) * _RUN // _SAMPLE_ROWS))
+    parts = []
+    for shard in split.shards:
+        dense = shard.tensor("dense")
+        parts += [dense[start : start + _RUN] for start in range(0, shard.rows, step)]
+    values = np.concatenate(parts).astype(np.float64)
+    return [
+        {
+            "column": name,
+            "min": float(column.min()),
+            "mean": float(column.mean()),
+            "max": float(column.max()),
+            "std": float(column.std()),
+            "zeros": float((column == 0).mean()),
+            "rows": len(column),
+        }
+        for name, column in zip(names, values.T, strict=True)
+    ]

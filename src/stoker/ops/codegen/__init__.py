@@ -1,0 +1,1 @@
+"""Machine code from Python: Numba and LLVM."""

@@ -1,0 +1,198 @@
+"""Runs a Numba kernel on torch's own OpenMP threads.
+
+A second thread pool beside torch's starves: between two matrix products torch's workers spin on the very
+cores that the pool's threads want (measured: a second thread of ours gained nothing inside a training step).
+So where torch's OpenMP is GNU's, kernels are handed to it; elsewhere to a :class:`stoker.ops.codegen.threads.Team`.
+Numba's own ``parallel=True`` is not used: its pools are a third set of threads, and unsafe next to torch's.
+
+A kernel is a Python function of one pointer. It begins with ``a, b, c = arguments(p)`` and may ask
+``thread_index(p)``; all threads run it with the same arguments and share work through a cursor array, so it
+works with any number of threads.
+
+Compiling takes a second, most of it Numba's own work on types and code. So a kernel whose two halves vary on their
+own is two kernels: the first calls the second with :func:`call`, and neither is compiled again for a change of the
+other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import _dispatcher, cfunc, typeof, types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
+from numba.core.options import DefaultOptions
+from numba.extending import intrinsic
+
+from stoker.ops.codegen.jit import cached, jit
+from stoker.ops.codegen.threads import team
+
+__all__ = ["Kernel", "arguments", "call", "thread_index"]
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_BYTE = ir.IntType(8).as_pointer()
+# Without the code that counts references to arrays, kernels compile a fifth faster.
+_PLAIN: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+
+
+def _box(context: Any, kind: types.BaseTuple) -> ir.Type:
+    """The memory a kernel's pointer points to: its arguments, then the number of threads that have arrived."""
+    return ir.LiteralStructType([context.get_value_type(kind), _I64])
+
+
+@intrinsic
+def arguments(typingctx, pointer):
+    """The arguments a kernel was started with, as a tuple."""
+    signature = pointer.dtype(pointer)
+
+    def codegen(context, b, signature, args):
+        box = b.bitcast(args[0], _box(context, signature.return_type).as_pointer())
+        value = b.load(cgutils.gep_inbounds(b, box, 0, 0))
+        return impl_ret_borrowed(context, b, signature.return_type, value)
+
+    return signature, codegen
+
+
+@intrinsic
+def thread_index(typingctx, pointer):
+    """The number of this thread, counted from 0; ask once in each kernel."""
+    signature = types.int64(pointer)
+
+    def codegen(context, b, signature, args):
+        box = b.bitcast(args[0], _box(context, signature.args[0].dtype).as_pointer())
+        return b.atomic_rmw("add", cgutils.gep_inbounds(b, box, 0, 1), _I64(1), "monotonic")
+
+    return signature, codegen
+
+
+@intrinsic
+def call(typingctx, pointer, entry, me, item, count):
+    """Call the kernel at address ``entry`` with three numbers beside its own arguments, which follow this one's."""
+    signature = types.void(pointer, types.intp, types.int64, types.int64, types.int64)
+
+    def codegen(context, b, signature, args):
+        own = _box(context, signature.args[0].dtype).as_pointer()
+        following = b.bitcast(b.gep(b.bitcast(args[0], own), [ir.Constant(_I32, 1)]), _BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE, _I64, _I64, _I64])
+        b.call(b.inttoptr(args[1], kind.as_pointer()), [following, *args[2:]])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def _start(typingctx, openmp, entry, threads, index, kernel_arguments, following):
+    signature = types.void(types.intp, types.intp, types.intp, types.intp, kernel_arguments, following)
+
+    def codegen(context, b, signature, args):
+        # Both begin at multiples of eight bytes, as their largest members are numbers of that size.
+        kinds = [_box(context, kind) for kind in signature.args[4:]]
+        boxes = cgutils.alloca_once(b, ir.LiteralStructType(kinds))
+        for which, value in enumerate(args[4:]):
+            b.store(value, cgutils.gep_inbounds(b, boxes, 0, which, 0))
+            b.store(args[3], cgutils.gep_inbounds(b, boxes, 0, which, 1))
+        data = b.bitcast(boxes, _BYTE)
+        plain = ir.FunctionType(ir.VoidType(), [_BYTE])
+        with b.if_else(b.icmp_signed("==", args[0], _I64(0))) as (alone, together):
+            with alone:
+                b.call(b.inttoptr(args[1], plain.as_pointer()), [data])
+            with together:
+                # void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags)
+                kind = ir.FunctionType(ir.VoidType(), [_BYTE, _BYTE, _I32, _I32])
+                function = b.inttoptr(args[0], kind.as_pointer())
+                b.call(function, [b.inttoptr(args[1], _BYTE), data, b.trunc(args[2], _I32), _I32(0)])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@jit
+def _launch(openmp, entry, threads, index, kernel_arguments, following):
+    _start(openmp, entry, threads, index, kernel_arguments, following)
+
+
+@cache
+def _gomp_parallel() -> int:
+    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, or 0."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
+        if len(paths) != 1 or "OpenMP" not in torch.__config__.parallel_info():
+            return 0
+        function = ctypes.CDLL(paths.pop()).GOMP_parallel
+    except (OSError, AttributeError, IndexError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells the types of values apart, and arrays that are contiguous from those that are not."""
+    return tuple([(v.dtype.num, v.ndim, v.flags.num) if isinstance(v, np.ndarray) else type(v) for v in values])
+
+
+# Numba's own, in C, takes a tenth of the time; its module is not public.
+_fingerprint: Callable[[tuple[Any, ...]], Any] = getattr(_dispatcher, "compute_fingerprint", _kinds)
+
+
+class Kernel:
+    """A kernel for any argument types; compiled when first run, and kept on disk.
+
+    Args:
+        function: of one pointer; of a pointer and three int64 if other kernels call it.
+        called: whether they do.
+        allocates: whether it makes arrays of its own.
+    """
+
+    def __init__(self, function: Callable[..., None], *, called: bool = False, allocates: bool = False) -> None:
+        self._function = function
+        self._numbers = [types.int64] * 3 if called else []
+        self._options: dict[str, Any] = {} if allocates else _PLAIN
+        self._compiled: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by Numba's types
+        self._entries: dict[Any, tuple[int, Any]] = {}  # the same, by their fingerprints
+
+    def entry(self, *values: Any) -> int:
+        """The address of the code for arguments of these types.
+
+        Raises:
+            ValueError: an array is not C-contiguous: its memory would be read as if it were.
+        """
+        key = _fingerprint(values)
+        known = self._entries.get(key)
+        if known is None:
+            if strided := [n for n, v in enumerate(values) if isinstance(v, np.ndarray) and not v.flags.c_contiguous]:
+                raise ValueError(
+                    f"arguments {strided} of {self._function.__name__} are strided. Copy them: .contiguous()."
+                )
+            kinds = tuple(typeof(value) for value in values)
+            known = self._compiled.get(kinds)
+            if known is None:
+                signature = types.void(types.CPointer(types.Tuple(kinds)), *self._numbers)
+                # The object stays alive beside the address of its code.
+                compiled: Any = cached(lambda keep: self._compile(signature, keep))
+                known = self._compiled[kinds] = (int(compiled.address), compiled)
+            self._entries[key] = known
+        return known[0]
+
+    def _compile(self, signature: Any, keep: bool) -> Any:
+        return cfunc(signature, cache=keep, error_model="numpy", **self._options)(self._function)
+
+    def run(self, *values: Any, following: tuple[Any, ...] = (), threads: int | None = None) -> None:
+        """Run on ``threads`` threads (None: as many as torch uses); arrays must be C-contiguous.
+
+        ``following`` are the arguments of the kernel that this one calls.
+        """
+        entry = self.entry(*values)
+        size = torch.get_num_threads() if threads is None else threads
+        if size == 1:
+            _launch(0, entry, 1, 0, values, following)
+        elif gomp := _gomp_parallel():
+            _launch(gomp, entry, size, 0, values, following)
+        else:
+            team(size).run(_launch, [(0, entry, 1, index, values, following) for index in range(size)])

@@ -1,0 +1,386 @@
+"""The Triton back end: tables on a GPU, equal to the reference to the bit, without waiting for the device.
+
+With ``TRITON_INTERPRET=1`` set before Triton is imported, the same kernels run on CPU tensors, slowly: that
+is how they are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.ops.backend import Backend
+from stoker.ops.bags import Bags, Rounding
+from stoker.ops.gpu import kernels as reading
+from stoker.ops.gpu import update as writing
+from stoker.ops.gpu.watch import IdWatch
+from stoker.ops.reference import bag_lengths
+from stoker.ops.rule import CODES, STATE, RowRule
+from stoker.ops.space import AddressSpace
+
+__all__ = ["TritonBackend", "interpreted"]
+
+_TILE = 1024  # elements of a tile: 8 a thread
+_LONG = 64  # a row with more occurrences than this is summed by programs of its own
+_EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs here, as when TRITON_INTERPRET=1 was set before Triton's import."""
+    return not isinstance(reading.lookup_kernel, triton.runtime.JITFunction)
+
+
+def _check_interpreter(triton_version: str, numpy_version: str) -> None:
+    """Raise if Triton's interpreter fails in every loop whose end is loaded from memory.
+
+    Triton before 3.7 turns arrays of one element into integers, which NumPy 2.4 and later refuse.
+    """
+    if _release(triton_version) < (3, 7) and _release(numpy_version) >= (2, 4):
+        raise ConfigError(
+            f"Triton {triton_version} cannot interpret kernels (TRITON_INTERPRET=1) with NumPy {numpy_version}: before "
+            "Triton 3.7 its interpreter needs NumPy below 2.4. Run: pip install 'triton>=3.7', or: pip install "
+            "'numpy<2.4'. Kernels that are compiled for a GPU are not affected: to use them, unset TRITON_INTERPRET."
+        )
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+class _Place(NamedTuple):
+    """An address space's tables and features, on the device."""
+
+    bases: Tensor  # [F]
+    limits: Tensor  # [F]
+    table_of: Tensor  # [F]
+    first_row: Tensor  # [T + 1]
+
+
+class _Segments(NamedTuple):
+    """The occurrences of a batch, sorted by row; equal rows keep their order of occurrence."""
+
+    rows: Tensor  # [L] row addresses, rising
+    segments: Tensor  # [L] int64, running number of the distinct row, from 1
+    starts: Tensor  # [L + 1] int64, where each distinct row begins; the number of rows is not known on the host
+    sources: Tensor  # [L] int64, bag of each occurrence
+    scales: Tensor | None  # [L] float32, factor of each occurrence's gradient
+
+
+class TritonBackend(Backend):
+    """Triton kernels.
+
+    An id outside its table raises IndexError as in the reference, but on a GPU at a later call
+    (:class:`IdWatch`), at the latest nine calls on or at :meth:`synchronize`. Until then nothing is
+    written: from that batch on, updates leave every table on the device as it was.
+
+    Args:
+        lazy: report bad ids at a later call rather than wait for the device in each; None means on CUDA only.
+
+    Raises:
+        ConfigError: Triton's interpreter is chosen, but cannot run the kernels with this NumPy.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, lazy: bool | None = None) -> None:
+        if interpreted():
+            _check_interpreter(triton.__version__, np.__version__)
+        self._lazy = lazy
+        self._watches: dict[torch.device, IdWatch] = {}
+        self._places: WeakKeyDictionary[AddressSpace, dict[torch.device, _Place]] = WeakKeyDictionary()
+
+    def synchronize(self) -> None:
+        """Wait for the device and raise what is still to be reported.
+
+        Raises:
+            IndexError: an id of an earlier call lay outside its table.
+        """
+        for watch in self._watches.values():
+            watch.poll(wait=True)
+
+    def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
+        device, dim, count = weight.device, weight.shape[1], len(space.features)
+        watch, place = self._watch(device), self._place(space, device)
+        watch.poll()
+        total = bags.batch_size(count) * count
+        out = torch.empty(total // count, count, dim, dtype=torch.float32, device=device)
+        if total == 0:
+            return out
+        block = min(_power(dim), 256)
+        tile = max(1, _TILE // block)
+        grid = (triton.cdiv(total, tile), triton.cdiv(dim, block))
+        scales = None if bags.weights is None else bags.weights.reshape(-1).to(torch.float32).contiguous()
+        ids = bags.ids.contiguous()
+        constants = {
+            "F": count,
+            "D": dim,
+            "BF16": weight.dtype == torch.bfloat16,
+            "SCALED": scales is not None,
+            "BAGS": tile,
+            "BLOCK": block,
+        }
+        with _on(device):
+            if bags.offsets is None:
+                reading.lookup_kernel[grid](
+                    _bits(weight),
+                    ids,
+                    place.bases,
+                    place.limits,
+                    _or(scales, out),
+                    out,
+                    watch.word,
+                    total,
+                    **constants,
+                    **_EXACT,
+                )
+            else:
+                reading.lookup_bags_kernel[grid](
+                    _bits(weight),
+                    ids,
+                    bags.offsets.contiguous(),
+                    place.bases,
+                    place.limits,
+                    _or(scales, out),
+                    out,
+                    watch.word,
+                    total,
+                    MEAN=bags.mean,
+                    UNROLL=4,
+                    **constants,
+                    **_EXACT,
+                )
+            watch.post(space, bags)
+        return out
+
+    def update(
+        self,
+        weight: Tensor,
+        state: dict[str, Tensor],
+        space: AddressSpace,
+        bags: Bags,
+        grad: Tensor,
+        rule: RowRule,
+        rounding: Rounding,
+    ) -> None:
+        device, dim, features = weight.device, weight.shape[1], len(space.features)
+        watch, place = self._watch(device), self._place(space, device)
+        watch.poll()
+        count = bags.ids.numel()
+        if count == 0:
+            return
+        bf16 = weight.dtype == torch.bfloat16
+        grad = grad.to(torch.float32).contiguous()
+        states = [state[name] for name in STATE[rule.kind]]
+        block = max(16, _power(dim))
+        tile = max(1, _TILE // block)
+        with _on(device):
+            found = self._segments(space, bags, watch, device)
+            scales = _or(found.scales, grad)
+            totals = grad
+            if count > _LONG:
+                windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
+                totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
+                writing.sum_long_kernel[windows, triton.cdiv(dim, width)](
+                    found.segments,
+                    found.starts,
+                    found.sources,
+                    scales,
+                    grad,
+                    totals,
+                    watch.word,
+                    count,
+                    D=dim,
+                    SCALED=found.scales is not None,
+                    LONG=_LONG,
+                    BLOCK=width,
+                    UNROLL=32,
+                    num_warps=1,
+                    **_EXACT,
+                )
+            writing.update_kernel[triton.cdiv(count, tile),](
+                _bits(weight),
+                _or(states[0] if states else None, grad),
+                _or(states[1] if len(states) > 1 else None, grad),
+                found.rows,
+                found.segments,
+                found.starts,
+                found.sources,
+                scales,
+                grad,
+                totals,
+                watch.word,
+                place.table_of,
+                place.first_row,
+                _send(rounding.keys, device) if bf16 else place.first_row,
+                _or(rounding.rows, place.first_row),
+                count,
+                space.num_rows,
+                *(0.0 if value == math.inf else value for value in rule.constants(dim)),
+                F=features,
+                D=dim,
+                RULE=CODES[rule.kind],
+                BF16=bf16,
+                SLOTTED=rounding.rows is not None,
+                SCALED=found.scales is not None,
+                CLIP_VALUE=rule.clip_value != math.inf,
+                CLIP_NORM=rule.clip_norm != math.inf,
+                DECAY=rule.weight_decay != 0,
+                COW=rule.cow_ratio != math.inf,
+                LONG=_LONG,
+                ROWS=tile,
+                BLOCK=block,
+                UNROLL=4,
+                num_warps=4 if block <= 2048 else 8,
+                **_EXACT,
+            )
+            watch.post(space, bags)
+
+    def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
+        count, dim = out.numel(), out.shape[1]
+        if count == 0:
+            return
+        if not out.is_contiguous():
+            super().init_rows(out, key, start, scale)
+            return
+        with _on(out.device):
+            reading.init_kernel[triton.cdiv(count, _TILE),](
+                _bits(out),
+                key,
+                start * dim,
+                count,
+                float(np.float32(scale)),
+                BF16=out.dtype == torch.bfloat16,
+                SIZE=_TILE,
+                **_EXACT,
+            )
+
+    def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
+        """Gradient of the per-sample weights [L]: dot products in a fixed order, but not the reference's."""
+        device, dim, count = weight.device, weight.shape[1], bags.ids.numel()
+        watch = self._watch(device)
+        watch.poll()
+        out = torch.empty(count, dtype=torch.float32, device=device)
+        if count == 0:
+            return out
+        block = min(_power(dim), 128)
+        tile = max(1, _TILE // block)
+        with _on(device):
+            bag_of = _bag_of(bags)
+            rows = self._addresses(space, bags, bag_of, watch, device)
+            reading.weight_gradient_kernel[triton.cdiv(count, tile),](
+                _bits(weight),
+                rows,
+                _or(bag_of, rows),
+                grad.to(torch.float32).contiguous(),
+                out,
+                count,
+                space.num_rows,
+                D=dim,
+                BF16=weight.dtype == torch.bfloat16,
+                JAGGED=bag_of is not None,
+                SIZE=tile,
+                BLOCK=block,
+                **_EXACT,
+            )
+        return out
+
+    def _watch(self, device: torch.device) -> IdWatch:
+        if device not in self._watches:
+            self._watches[device] = IdWatch(device, lazy=self._lazy)
+        return self._watches[device]
+
+    def _place(self, space: AddressSpace, device: torch.device) -> _Place:
+        known = self._places.setdefault(space, {})
+        if device not in known:
+            table_of = torch.tensor(space.table_of, dtype=torch.int64)
+            tensors = (space.bases, space.limits, table_of, torch.from_numpy(space.first_row))
+            known[device] = _Place(*(tensor.to(device) for tensor in tensors))
+        return known[device]
+
+    def _addresses(
+        self, space: AddressSpace, bags: Bags, bag_of: Tensor | None, watch: IdWatch, device: torch.device
+    ) -> Tensor:
+        """Row address of each id [L]; int32 where it fits, since sorting takes half the passes then."""
+        place, count = self._place(space, device), bags.ids.numel()
+        dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
+        rows = torch.empty(count, dtype=dtype, device=device)
+        ids = bags.ids.contiguous()
+        reading.addresses_kernel[triton.cdiv(count, _TILE),](
+            ids,
+            _or(bag_of, ids),
+            place.bases,
+            place.limits,
+            rows,
+            watch.word,
+            count,
+            space.num_rows,
+            F=len(space.features),
+            JAGGED=bag_of is not None,
+            SIZE=_TILE,
+            **_EXACT,
+        )
+        return rows
+
+    def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
+        count = bags.ids.numel()
+        bag_of = _bag_of(bags)
+        addresses = self._addresses(space, bags, bag_of, watch, device)
+        rows, order = torch.sort(addresses, stable=True)
+        heads = torch.empty(count, dtype=torch.int64, device=device)
+        starts = torch.empty(count + 1, dtype=torch.int64, device=device)
+        grid = (triton.cdiv(count, _TILE),)
+        writing.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
+        segments = torch.cumsum(heads, 0)
+        writing.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
+        scales = None
+        if bags.weights is not None:
+            scales = bags.weights.reshape(-1).to(torch.float32)[order]
+        elif bags.mean and bags.offsets is not None:
+            lengths = bag_lengths(bags.offsets)
+            assert bag_of is not None
+            scales = (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of[order]]
+        return _Segments(rows, segments, starts, order if bag_of is None else bag_of[order], scales)
+
+
+def _bag_of(bags: Bags) -> Tensor | None:
+    """The bag of each id [L], or None where every bag holds one id."""
+    if bags.offsets is None:
+        return None
+    lengths = bag_lengths(bags.offsets)
+    bag = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(bag, lengths, output_size=bags.ids.numel())  # with the size given, no waiting
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """Float32 as it is, bfloat16 as int16."""
+    assert weight.is_contiguous(), "kernels address rows by row * dim"
+    return weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight
+
+
+def _or(tensor: Tensor | None, unused: Tensor) -> Tensor:
+    """A tensor for an argument that the kernel does not read when there is none."""
+    return unused if tensor is None else tensor
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _send(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Small integers to the device without waiting for it."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tables'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,1 @@
+"""Tensor-train lookups and gradients."""

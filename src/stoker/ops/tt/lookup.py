@@ -1,0 +1,251 @@
+"""Tensor-train tables: rows that are products of small cores (Oseledets 2011; TT-Rec 2021; EL-Rec, SC 2022).
+
+A table of ``num_embeddings`` rows and D columns has d cores. Row ``i`` has digits i_1..i_d in mixed radix, the last one
+fastest, and is ``G_1[i_1] G_2[i_2] ... G_d[i_d]``, where ``G_k[i_k]`` maps r_{k-1} values to m_k * r_k, with r_0 =
+r_d = 1 and m_1 * ... * m_d = D. Rows that begin with the same digits share the product of these digits' slices, so the
+distinct rows of a batch form a trie: a node a distinct prefix, and each level one grouped matrix product from its
+parents' values. That is EL-Rec's reuse buffer (Algorithm 1) at every level, and the gradient takes the same way back.
+
+Legend: U distinct rows, P nodes of a level, M columns so far (m_1 * ... * m_{k-1}), n_k rows and r_k ranks of core k.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.ops.reference import derive_key, init_rows
+from stoker.ops.tt.level import Level
+from stoker.ops.tt.shape import TTShape
+
+__all__ = [
+    "Level",
+    "Trie",
+    "build_trie",
+    "digits_of",
+    "expand",
+    "fill_core",
+    "gradients",
+    "init_core",
+    "rows_by_definition",
+]
+
+_FILL = 2**22  # values of a fresh core made at a time
+_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether the CPU's kernels take these."""
+    return _HAVE_NUMBA and all(
+        tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.int64) for tensor in tensors
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """The distinct prefixes of distinct rows."""
+
+    shape: TTShape
+    levels: tuple[Level, ...]
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """What the last level gives, in the ascending order of the rows."""
+        return values[self.levels[-1].by_prefix]
+
+    def from_order(self, values: Tensor) -> Tensor:
+        """The inverse of :meth:`in_order`."""
+        placed = torch.empty_like(values)
+        placed[self.levels[-1].by_prefix] = values
+        return placed
+
+
+def build_trie(rows: Tensor, shape: TTShape) -> Trie:
+    """The trie of ``rows`` [U] int64, which are distinct and ascending."""
+    keys, found = rows, []
+    for count in reversed(shape.rows[1:]):
+        digit, inverse, above, children = _split(keys, count)
+        found.append((digit, inverse, children))
+        keys = above
+    levels, places = [_level(keys, shape.rows[0], None, None, None)], torch.arange(len(keys), device=rows.device)
+    for radix, (digit, inverse, children) in zip(shape.rows[1:], reversed(found), strict=True):
+        level = _level(digit, radix, inverse, children, places)
+        levels.append(level)
+        places = level.by_prefix
+    return Trie(shape, tuple(levels))
+
+
+def _split(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Digits, number of the node above, and these nodes' keys and numbers of children."""
+    if _native(keys):
+        from stoker.ops.tt.cpu import split_keys
+
+        return split_keys(keys, count)
+    above, inverse, children = torch.unique_consecutive(keys // count, return_inverse=True, return_counts=True)
+    return keys % count, inverse, above, children
+
+
+def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor | None, above: Tensor | None) -> Level:
+    if _native(digit):
+        from stoker.ops.tt.cpu import order_nodes
+
+        ordered, order, place, digits, start = order_nodes(digit, radix)
+    else:
+        ordered, order = torch.sort(digit, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+        digits, start = distinct.tolist(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
+    return Level(
+        digit=ordered,
+        parent=None if inverse is None or above is None else above[inverse[order]],
+        digits=digits,
+        start=start,
+        by_prefix=place,
+        children=children,
+    )
+
+
+def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
+    """Values of the nodes of every level, from the first on: [P, M * m_k, r_k] each, of the cores' type.
+
+    Those of the last level, [U, D, 1], are the rows, in its own order (:meth:`Trie.in_order`).
+
+    Args:
+        cores: [n_k, r_{k-1}, m_k * r_k] each.
+        trie: of the rows.
+    """
+    shape, first = trie.shape, trie.levels[0]
+    values = [cores[0][first.digit].view(len(first.digit), shape.cols[0], shape.ranks[0])]
+    for place, level in enumerate(trie.levels[1:], 1):
+        above, core = values[-1], cores[place]
+        if _native(above, core):
+            from stoker.ops.tt.cpu import node_values
+
+            made = node_values(above, core, level)
+            columns = shape.cols[place]
+            values.append(made.view(len(level.digit), above.shape[1] * columns, core.shape[2] // columns))
+            continue
+        nodes, (_, width, rank) = len(level.digit), above.shape
+        inputs = above[level.parent].view(nodes * width, rank)
+        made = inputs.new_empty(nodes * width, core.shape[2])
+        for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
+            torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
+        values.append(made.view(nodes, width * shape.cols[place], core.shape[2] // shape.cols[place]))
+    return values
+
+
+def gradients(
+    cores: Sequence[Tensor], trie: Trie, values: Sequence[Tensor], grad: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """For each core the digits [n] that occur, ascending, and the gradient of their slices [n, r_{k-1}, m_k * r_k].
+
+    Deterministic: the nodes of a digit and the children of a node are summed in a fixed order.
+
+    Args:
+        cores: as for :func:`expand`.
+        trie: of the rows.
+        values: what :func:`expand` gave.
+        grad: [U, D] of the cores' type, of the rows in the last level's order.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    for place in range(len(cores) - 1, 0, -1):
+        level, core, above = trie.levels[place], cores[place], values[place - 1]
+        if _native(above, core, grad):
+            from stoker.ops.tt.cpu import back_through
+
+            back = grad.reshape(-1, core.shape[2])
+            slices, grad = back_through(above, core, level, trie.levels[place - 1], back)
+            found.append((_distinct(level), slices))
+            continue
+        nodes, (_, width, rank) = len(level.digit), above.shape
+        inputs = above[level.parent].view(nodes * width, rank)
+        back = grad.reshape(nodes * width, core.shape[2])
+        slices = inputs.new_empty(len(level.digits), *core.shape[1:])
+        passed = torch.empty_like(inputs)
+        for number, (digit, begin, stop) in enumerate(zip(level.digits, level.start, level.start[1:], strict=False)):
+            span = slice(begin * width, stop * width)
+            torch.mm(inputs[span].t(), back[span], out=slices[number])
+            torch.mm(back[span], core[digit].t(), out=passed[span])
+        found.append((_distinct(level), slices))
+        grad = _sum_children(passed.view(nodes, width * rank), level, trie.levels[place - 1])
+    found.append((_distinct(trie.levels[0]), grad.view(len(grad), *cores[0].shape[1:])))
+    return found[::-1]
+
+
+def _distinct(level: Level) -> Tensor:
+    return level.digit[torch.tensor(level.start[:-1], dtype=torch.int64, device=level.digit.device)]
+
+
+def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:
+    """[P of the level above, ...] sums over the children of each node, in order of their prefix."""
+    assert level.children is not None
+    if len(level.digit) == len(above.digit):  # only children
+        summed = values[level.by_prefix]
+    else:
+        summed = torch.segment_reduce(values[level.by_prefix], "sum", lengths=level.children, axis=0, unsafe=True)
+    placed = torch.empty_like(summed)
+    placed[above.by_prefix] = summed
+    return placed
+
+
+def digits_of(rows: Tensor, shape: TTShape) -> list[Tensor]:
+    """Digits of ``rows`` [U], from the first on: [U] int64 each."""
+    found = []
+    for count in reversed(shape.rows):
+        found.append(rows % count)
+        rows = rows // count
+    return found[::-1]
+
+
+def rows_by_definition(cores: Sequence[Tensor], rows: Tensor, shape: TTShape) -> Tensor:
+    """[U, D]: the product of the slices of each row by itself, whatever it shares with others; differentiable."""
+    digits = digits_of(rows, shape)
+    value = cores[0][digits[0]].view(len(rows), shape.cols[0], shape.ranks[0])
+    for core, digit, cols in zip(cores[1:], digits[1:], shape.cols[1:], strict=True):
+        value = torch.bmm(value, core[digit]).view(len(rows), value.shape[1] * cols, core.shape[2] // cols)
+    return value.view(len(rows), shape.dim)
+
+
+def init_core(key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> Tensor:
+    """Core ``place`` of a fresh table, as :func:`fill_core` fills it: [n_k, r_{k-1}, m_k * r_k] float32."""
+    made = torch.empty(shape.core_shapes[place])
+    fill_core(made, key_seed, name, shape, place, scale)
+    return made
+
+
+def fill_core(out: Tensor, key_seed: int, name: str, shape: TTShape, place: int, scale: float) -> None:
+    """Fill ``out`` with core ``place`` of a fresh table, some rows at a time: uniform around 0, so wide that rows have
+    the variance of a uniform value in [-scale, scale).
+
+    An entry of a row is a sum of r_1 * ... * r_{d-1} products of d independent values, so each core needs the variance
+    ``(variance of the row / prod(ranks)) ** (1 / d)``.
+
+    Where rows have slices of their own (:attr:`TTShape.own`), those carry the variance and the common cores have 1: a
+    step on a row's own numbers then moves the row as far as it would move an uncompressed one.
+
+    Args:
+        out: contiguous, [n_k, r_{k-1}, m_k * r_k] or [n_k, r_{k-1} * m_k * r_k]; of any type, on any device.
+        key_seed, name, shape, place: the values are a function of these, and of ``scale``.
+        scale: half-width of the uniform distribution whose variance rows have.
+    """
+    rows = out.view(shape.rows[place], -1)
+    key, wide = derive_key(key_seed, "init", name, "core", place), scale_of(shape, scale, place)
+    step = max(1, _FILL // rows.shape[1])
+    for start in range(0, len(rows), step):
+        stop = min(start + step, len(rows))
+        rows[start:stop] = init_rows(key, start, stop, rows.shape[1], wide)
+
+
+def scale_of(shape: TTShape, scale: float, place: int) -> float:
+    """Half-width of the uniform distribution of core ``place`` for rows as of one of half-width ``scale``."""
+    variance = scale**2 / 3 / math.prod(shape.ranks)
+    if shape.own:
+        variance = 1.0 if place else variance
+    else:
+        variance **= 1 / len(shape.rows)
+    return float((3 * variance) ** 0.5)

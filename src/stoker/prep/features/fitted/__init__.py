@@ -1,0 +1,1 @@
+"""Features fitted on training rows."""

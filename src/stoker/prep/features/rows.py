@@ -1,0 +1,382 @@
+"""Features of the row itself: constraints and masks of text, splitting, pairs, time, crosses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from stoker.base.checks import choice, fail, positive
+from stoker.prep.features.base import RowLocal, RowSteps, texts
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Constrain", "Cross", "Divide", "Equal", "Keep", "Mask", "Match", "Pairs", "Split", "Subtract", "TimeParts"]
+
+UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+
+
+def _condition(column: str, values: Sequence[str], pattern: str | None) -> pl.Expr:
+    """Where a text is among ``values``, or matches ``pattern`` somewhere; null where it is missing."""
+    import polars as pl
+
+    text = pl.col(column).cast(pl.String)
+    if pattern is not None:
+        return text.str.contains(pattern)
+    return text == values[0] if len(values) == 1 else text.is_in(list(values))
+
+
+def _check_condition(where: str, values: Sequence[str], pattern: str | None) -> None:
+    if bool(values) == (pattern is not None):
+        fail(where, "values", "and pattern: give one of the two")
+    if pattern is not None:
+        try:
+            re.compile(re.sub(r"\\[pP](\w|\{\^?\w+\})", "x", pattern))  # Python knows no classes of Unicode
+        except re.error as error:
+            fail(where, "pattern", f"{pattern!r} is no regular expression ({error})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match(RowLocal):
+    """1 where the text of ``column`` is one of ``values`` or matches ``pattern``, else 0, also where it is missing."""
+
+    kind: ClassVar[str] = "match"
+    column: str
+    values: tuple[str, ...] = ()
+    pattern: str | None = None  # a regular expression, found anywhere: "^...$" for the whole text
+
+    def check(self) -> None:
+        _check_condition(self.where, self.values, self.pattern)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        return [_condition(self.column, self.values, self.pattern).fill_null(False).cast(pl.Int8).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constrain(RowLocal):
+    """The text of ``column`` where it is one of ``values`` or matches ``pattern``, else missing."""
+
+    kind: ClassVar[str] = "constrain"
+    column: str
+    values: tuple[str, ...] = ()
+    pattern: str | None = None
+    lower: bool = False  # fold to lower case before
+    max_length: int | None = None  # characters kept
+
+    def check(self) -> None:
+        if self.values or self.pattern is not None or not (self.lower or self.max_length):
+            _check_condition(self.where, self.values, self.pattern)
+        positive(self.where, "max_length", self.max_length)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        text = pl.col(self.column).cast(pl.String)
+        if self.lower:
+            text = text.str.to_lowercase()
+        if self.pattern is not None:
+            text = pl.when(text.str.contains(self.pattern)).then(text)
+        elif self.values:
+            text = pl.when(text.is_in(list(self.values))).then(text)
+        if self.max_length is not None:
+            text = text.str.head(self.max_length)
+        return [text.alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask(RowLocal):
+    """``column`` in the rows where ``where_column`` is one of ``values`` or matches ``pattern``, else missing."""
+
+    kind: ClassVar[str] = "mask"
+    column: str
+    where_column: str
+    values: tuple[str, ...] = ()
+    pattern: str | None = None
+
+    def check(self) -> None:
+        _check_condition(self.where, self.values, self.pattern)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column, self.where_column)
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        shown = _condition(self.where_column, self.values, self.pattern)
+        return [pl.when(shown).then(pl.col(self.column)).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equal(RowLocal):
+    """1 where the texts of two columns are the same, else 0, also where one is missing."""
+
+    kind: ClassVar[str] = "equal"
+    left: str
+    right: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.left, self.right)
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        from stoker.prep.features.hashing import text_of
+
+        same = text_of(self.left) == text_of(self.right)
+        return [same.fill_null(False).cast(pl.Int8).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfTwo(RowLocal):
+    """A number made of two columns of numbers."""
+
+    left: str
+    right: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.left, self.right)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subtract(_OfTwo):
+    """``left - right``; missing where one of them is."""
+
+    kind: ClassVar[str] = "subtract"
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        return [(pl.col(self.left).cast(pl.Float64) - pl.col(self.right).cast(pl.Float64)).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divide(_OfTwo):
+    """``left / right``; missing where one of them is, or ``right`` is 0. Of two counts: a share."""
+
+    kind: ClassVar[str] = "divide"
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        under = pl.col(self.right).cast(pl.Float64)
+        return [(pl.col(self.left).cast(pl.Float64) / pl.when(under != 0).then(under)).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(RowLocal):
+    """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing beyond the last."""
+
+    kind: ClassVar[str] = "split"
+    column: str
+    width: int
+    separator: str = "|"
+
+    def check(self) -> None:
+        positive(self.where, "width", self.width)
+        if not self.separator:
+            fail(self.where, "separator", "is empty")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}_{number}" for number in range(1, self.width + 1))
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        # One struct for all pieces: the text is cut once. What is beyond the last piece is dropped with the rest.
+        cut = pl.col(self.column).cast(pl.String).str.splitn(self.separator, self.width + 1)
+        return [cut.struct.field(f"field_{number}").alias(name) for number, name in enumerate(self.outputs)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeParts(RowLocal):
+    """Parts of a moment, UTC plus ``utc_offset`` hours: ``name_hour`` 0 to 23, ``name_weekday`` 1 (Monday) to 7 ..."""
+
+    kind: ClassVar[str] = "time_parts"
+    column: str
+    parts: tuple[str, ...] = ("hour", "weekday")  # of hour, weekday, day, month, minute_of_day
+    unit: str = "s"  # of a number: s, ms, us or ns since 1970
+    utc_offset: float = 0.0  # hours
+
+    def check(self) -> None:
+        choice(self.where, "unit", self.unit, tuple(UNITS))
+        texts(self.where, "parts", self.parts)
+        for part in self.parts:
+            choice(self.where, "parts", part, ("hour", "weekday", "day", "month", "minute_of_day"))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}_{part}" for part in self.parts)
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        given = pl.col(self.column)
+        if self.unit == "ns":  # of today's whole ones a float64 knows the last 256 ns no more
+            micros = (given.to_physical() // 1000).cast(pl.Float64)
+        else:
+            micros = given.cast(pl.Float64) / UNITS[self.unit] * 1e6
+        micros = micros.floor() + self.utc_offset * 3.6e9
+        # What is no number, or farther away than calendars reach (some 250,000 years), is no moment.
+        moment = pl.when(micros.abs() < 8e18).then(micros).floor().cast(pl.Int64).cast(pl.Datetime("us")).dt
+        found: dict[str, Any] = {
+            "hour": moment.hour, "weekday": moment.weekday, "day": moment.day, "month": moment.month,
+            "minute_of_day": lambda: moment.hour().cast(pl.Int32) * 60 + moment.minute(),
+        }  # fmt: skip
+        return [found[part]().cast(pl.Int32).alias(f"{self.name}_{part}") for part in self.parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross(RowLocal):
+    """A bucket for each combination of values: FNV-1a, finished by splitmix64, of their texts joined by 0x1F, modulo
+    ``buckets``. A missing value counts as the text 0x00. The same on every machine and in every version."""
+
+    kind: ClassVar[str] = "cross"
+    columns: tuple[str, ...]
+    buckets: int
+    seed: int = 0
+
+    def check(self) -> None:
+        texts(self.where, "columns", self.columns, least=2)
+        positive(self.where, "buckets", self.buckets, least=2)
+        positive(self.where, "seed", self.seed, least=0)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.columns
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        import polars as pl
+
+        from stoker.prep.features.hashing import stable_hash
+
+        return [(stable_hash(self.columns, self.seed) % self.buckets).cast(pl.Int64).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(RowSteps):
+    """Only the rows in which ``column`` is one of ``values`` or matches ``pattern``."""
+
+    kind: ClassVar[str] = "keep"
+    column: str
+    values: tuple[str, ...] = ()
+    pattern: str | None = None
+
+    def check(self) -> None:
+        _check_condition(self.where, self.values, self.pattern)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ()
+
+    def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
+        return frame.filter(_condition(self.column, self.values, self.pattern))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(RowSteps):
+    """A row for each piece of a list: ``columns`` side by side become ``names``, and ``rank`` counts from 1.
+
+    The first column decides the length. Another one of a different length has missing values in all rows of the pair.
+    """
+
+    kind: ClassVar[str] = "pairs"
+    columns: tuple[str, ...]  # e.g. impressions, prices: "12|7|33", "80|65|120"
+    names: tuple[str, ...]  # e.g. item, price
+    separator: str = "|"
+    rank: str = "rank"  # name of the place in the list
+    most: int = 25  # pieces looked at
+    least: int = 1  # shorter lists make no row
+
+    def check(self) -> None:
+        texts(self.where, "columns", self.columns)
+        texts(self.where, "names", (*self.names, self.rank))
+        if len(self.names) != len(self.columns):
+            fail(self.where, "names", f"lists {len(self.names)} names for {len(self.columns)} columns")
+        positive(self.where, "most", self.most)
+        positive(self.where, "least", self.least)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.columns
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (*self.names, self.rank)
+
+    def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
+        import polars as pl
+
+        def pieces(column: str) -> pl.Expr:
+            return pl.col(column).cast(pl.String).str.split(self.separator).list.head(self.most)
+
+        size = pl.col(self.names[0]).list.len()
+        others: dict[str, Any] = {
+            name: pl.when(pl.col(name).list.len() == size).then(pl.col(name)).otherwise(
+                pl.lit(None, pl.String).repeat_by(size)
+            )
+            for name in self.names[1:]
+        }  # fmt: skip
+        return (
+            frame.with_columns(**{name: pieces(c) for name, c in zip(self.names, self.columns, strict=True)})
+            .filter(size >= self.least)
+            .with_columns(**others, **{self.rank: pl.int_ranges(1, size.cast(pl.Int64) + 1)})
+            .explode(*self.outputs)
+        )
+
+    def rows_now(self, frame: pl.DataFrame) -> pl.DataFrame:
+        import polars as pl
+
+        from stoker.prep.features.text_views import pieces_of, repeated, repeated_rows
+
+        # Pieces are cut where they lie and the other columns taken by place: exploding a frame makes much more of it.
+        cut = [pieces_of(frame.get_column(c).cast(pl.String), self.separator, self.most) for c in self.columns]
+        lists = [one for one in cut if one is not None]
+        if len(lists) < len(cut) or frame.height >= 2**32:
+            return super().rows_now(frame)
+        counts = lists[0][0]
+        size = np.where(counts < self.least, 0, counts)  # a missing list has none
+        places, rank = repeated(size)
+        made = [
+            pieces(size, (size > 0) & (own == size)).alias(name)
+            for name, (own, pieces) in zip(self.names, lists, strict=True)
+        ]
+        others = frame.select(pl.exclude(*self.outputs))
+        return repeated_rows(others, size, places).with_columns(*made, pl.Series(self.rank, rank))

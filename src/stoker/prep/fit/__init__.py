@@ -1,0 +1,1 @@
+"""What is fitted on training rows: vocabularies, transforms, splits."""

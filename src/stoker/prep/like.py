@@ -1,0 +1,149 @@
+"""A prepared dataset as the measure of new rows: its schema, vocabularies, statistics and fitted features."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import DataError, SchemaError
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import describe_file
+from stoker.prep.features.fitted.learned import LearnedTable
+from stoker.prep.features.fitted.store import load_features
+from stoker.prep.fit.transforms import DenseFit
+from stoker.prep.fit.vocabulary import TableBuilder
+from stoker.prep.recipe import OWN_SCHEMA, Recipe
+from stoker.prep.schema import Schema
+from stoker.rewrite.vocabulary_files import read_vocabulary
+
+__all__ = ["FEATURES", "Like"]
+
+FEATURES = "features"  # folder of what features learned, within a dataset
+
+
+class Like:
+    """What a dataset learned from its training rows, for preparing others in the same way.
+
+    Args:
+        path: of the dataset.
+        recipe: that derived its rows; None: found by the name in the manifest.
+
+    Raises:
+        DataError: no dataset, one that no preparation made, damaged files, or a recipe that cannot be found.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe | None = None) -> None:
+        self.data = Dataset(path)
+        manifest = self.data.manifest
+        try:
+            self.schema = Schema.from_dict(manifest["schema"], where=f"{path / 'manifest.json'}: schema")
+            named, preset = manifest["recipe"]["name"], manifest["recipe"]["preset"]
+            stats = manifest["dense_stats"]
+            self.dense = [DenseFit(**stats[column.name]) for column in self.schema.dense]
+        except (KeyError, TypeError, SchemaError) as error:
+            raise DataError(
+                f"{path} does not say how it was prepared ({type(error).__name__}: {error}), so nothing can be "
+                "prepared like it. Take a dataset that stoker prepare made."
+            ) from error
+        self.recipe = recipe if recipe is not None else self._found(named, preset)
+        self.learned: dict[str, LearnedTable] = {}
+        for name in manifest.get("files", {}):
+            if name.startswith(("vocab/", f"{FEATURES}/features.json")):
+                self.check(name)
+        if self.schema.feature:
+            features, self.learned = load_features(path / FEATURES)
+            if features != self.schema.feature:
+                raise DataError(f"{path / FEATURES} holds other features than the manifest. Restore it from a copy.")
+
+    def _found(self, name: str, preset: str) -> Recipe:
+        from stoker.prep import recipes
+
+        if preset == OWN_SCHEMA:
+            return Recipe(name=name, description="own schema", presets={OWN_SCHEMA: lambda: self.schema})
+        if name not in recipes.names():
+            raise DataError(
+                f"{self.data.path} was made by the recipe {name!r}, which is none of Stoker's. Pass the recipe in "
+                "Python: stoker.prepare(recipe, files, like=..., out=...)."
+            )
+        return recipes.get(name, preset)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a preparation like this one depends on."""
+        files = self.data.manifest.get("files", {})
+        learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
+        return {"schema_hash": self.data.schema_hash, "files": learned, "dense": [vars(item) for item in self.dense]}
+
+    def check(self, file: str) -> Path:
+        """A file of the dataset whose bytes are those of the manifest. Raises :class:`DataError`."""
+        path = self.data.path / file
+        entry: Mapping[str, Any] = self.data.manifest["files"].get(file, {})
+        if describe_file(path) != {key: entry.get(key) for key in ("bytes", "sha256")}:
+            raise DataError(
+                f"{path} was altered: its sha256 is not the manifest's {str(entry.get('sha256'))[:16]}... Restore it "
+                "from a copy, or prepare the dataset again."
+            )
+        return path
+
+    def copy(self, prefix: str, out: Path) -> dict[str, Any]:
+        """Copy the files whose names begin so, checked; returns their entries for a manifest."""
+        entries = {}
+        for name, entry in self.data.manifest["files"].items():
+            if name.startswith(prefix):
+                source = self.check(name)
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, out / name)
+                entries[name] = dict(entry)
+        return entries
+
+    def vocabulary(self, table: str, kind: str) -> KnownValues:
+        """The values of a table with their ids."""
+        return KnownValues(read_vocabulary(self.data.path / "vocab" / f"{table}.parquet"), kind)
+
+
+class KnownValues:
+    """Finds the ids of values.
+
+    Args:
+        frame: value and count, row i is id i + 1; a missing value is that of empty fields.
+        kind: int, hex, float or string.
+    """
+
+    def __init__(self, frame: Any, kind: str) -> None:
+        values = frame["value"]
+        known = values.is_not_null().to_numpy()
+        self.rows = frame.height + 1
+        self.missing_id = int(np.flatnonzero(~known)[0]) + 1 if not known.all() else 0
+        self._ids = np.flatnonzero(known) + 1
+        self._kind = kind
+        self._builder = TableBuilder(kind)
+        held = values.drop_nulls()
+        if kind == "string":
+            array = held.rechunk().to_arrow()
+            import pyarrow as pa
+
+            _, offsets, data = array.cast(pa.large_string()).buffers()
+            ends = np.frombuffer(offsets, np.int64)[: len(held) + 1] if len(held) else np.zeros(1, np.int64)
+            bytes_ = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
+            self._builder.add_texts(bytes_[: int(ends[-1])].copy(), ends.copy(), np.zeros(len(held), np.int64))
+        else:
+            bits = held.to_numpy().astype({"hex": np.uint64, "float": np.float64}.get(kind, np.int64)).view(np.int64)
+            self._builder.add_ints(bits.copy(), np.zeros(len(held), np.int64))
+
+    def ids(self, *dictionary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """[n] ids of the values (numbers, or the bytes and ends of texts); 0 for those that are not known."""
+        size = len(dictionary[-1]) - (self._kind == "string")
+        none = np.zeros(size, np.int64)
+        if self._kind == "string":
+            entries = self._builder.add_texts(dictionary[0], dictionary[1], none)
+        else:
+            entries = self._builder.add_ints(dictionary[0], none)
+        found = np.zeros(size, np.int64)
+        inside = entries < len(self._ids)
+        found[inside] = self._ids[entries[inside]]
+        return found

@@ -1,0 +1,307 @@
+"""Typed columns from dataframes: Parquet row ranges, and typed raw lines back into frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from stoker.base.checks import near
+from stoker.base.errors import DataError
+from stoker.prep.fit.dense_kernels import finite, nan_for_null
+from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
+from stoker.prep.parse.dictionaries import WIDE, list_column, text_column
+
+__all__ = [
+    "MissingColumnError",
+    "block_frame",
+    "check_columns",
+    "column_series",
+    "frame_block",
+    "parquet_block",
+    "parquet_columns",
+    "parquet_cuts",
+    "parquet_rows",
+]
+
+_TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
+_WORDS = {
+    "float": "a number",
+    "int": "a whole number",
+    "hex": "hexadecimal (up to 16 digits)",
+    "string": "text",
+}
+
+
+def parquet_rows(path: Path) -> int:
+    """Rows of a Parquet file."""
+    try:
+        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
+    """First row and number of rows of stretches of about ``most`` rows at most, by row groups where that is possible.
+
+    A stretch that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
+    pieces.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+    cuts: list[tuple[int, int]] = []
+    start = held = 0
+    for number in range(footer.num_row_groups):
+        rows = footer.row_group(number).num_rows
+        if held and held + rows > most:
+            cuts.append((start, held))
+            start, held = start + held, 0
+        held += rows
+        if held > most:
+            pieces = round(held / most)
+            bounds = [start + held * piece // pieces for piece in range(pieces + 1)]
+            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
+            start, held = start + held, 0
+    return [*cuts, (start, held)] if held else cuts
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Column names of a Parquet file."""
+    try:
+        return pl.scan_parquet(path).collect_schema().names()
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+
+
+def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
+    """Rows [start, start + rows) of a Parquet file."""
+    names = list(dict.fromkeys(item.column for item in fields))
+    try:
+        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+    try:
+        return frame_block(frame, fields)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
+    """Typed columns of a frame; a row that does not fit becomes a bad line.
+
+    Raises:
+        DataError: a column whose type cannot be read as the field's.
+    """
+    numbers = np.arange(frame.height, dtype=np.int64)
+    block = Block(
+        rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
+        text_at=lambda row: str(frame.row(row))[:TEXT_CUT],
+    )  # fmt: skip
+    wrong: dict[int, str] = {}
+    for item in fields:
+        series = frame.get_column(item.column)
+        if series.dtype == pl.Binary:
+            series = _decoded(series, item, wrong)
+        try:
+            if isinstance(series.dtype, pl.List | pl.Array):
+                column = _list_column(series, item, wrong)
+            elif item.separator is not None:
+                column = list_column(text_column(series), item, wrong)
+            else:
+                column = _column(series, item, wrong)
+        except pl.exceptions.PolarsError as error:
+            raise DataError(
+                f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
+                f"({str(error).strip().splitlines()[0]}). Convert it, or leave it out of the schema."
+            ) from error
+        if item.required:
+            for row in np.flatnonzero(column.absent()).tolist():
+                wrong.setdefault(row, f"column {item.column}: missing value")
+        block.columns[item] = column
+    if wrong:
+        marked = np.zeros(frame.height, np.bool_)
+        marked[list(wrong)] = True
+        block.drop(marked, wrong.__getitem__)
+    return block
+
+
+def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
+    """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
+    whole = series.dtype.is_integer() and series.dtype not in WIDE
+    if kind == "float" and (whole or series.dtype.is_float()):
+        # Not in one piece before somebody needs it: NaN for null.
+        pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
+        return RawColumn(pieces=pieces) if whole or all(map(finite, pieces)) else None
+    if kind == "int" and whole and not series.null_count():
+        return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
+    return None
+
+
+def _values(piece: pl.Series) -> Any:
+    """Numbers as they lie, int64 or float64, where none is null; else float64, NaN for null."""
+    if piece.dtype not in (pl.Int64, pl.Float64):
+        piece = piece.cast(pl.Float64)
+    if not piece.null_count():
+        return piece.to_numpy()
+    array: Any = piece.to_arrow()
+    bits, values = (np.frombuffer(buffer, np.uint8) for buffer in array.buffers())
+    given = values.view(np.int64 if piece.dtype == pl.Int64 else np.float64)[array.offset : array.offset + len(array)]
+    found = np.empty(len(array))
+    nan_for_null(given, bits, array.offset, found)
+    return found
+
+
+def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+    if (plain := _numbers(series, item.kind)) is not None:
+        return plain
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
+    if series.dtype.is_float():
+        series = series.fill_nan(None)  # what writers of frames put where a value is missing
+    if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
+        moments = series.dt.epoch("us")
+        return RawColumn(values=moments.fill_null(0).to_numpy(), missing=moments.is_null().to_numpy())
+    if item.kind in ("string", "datetime"):
+        if series.dtype.is_temporal():
+            series = series.dt.to_string("iso")
+        return text_column(series)
+    if series.dtype == pl.String:
+        typed, failed = type_spans(text_column(series), item.kind)
+        for row, text in failed.items():
+            wrong.setdefault(row, _reason(item, text.decode("utf-8", "replace")))
+        return typed
+    if series.dtype in (pl.Date, pl.Datetime):
+        series = series.cast(pl.Datetime("us")).to_physical()
+    values = series.cast(_TYPES[item.kind], strict=False)
+    failed_rows = values.is_null() & series.is_not_null()
+    if (series.dtype.is_float() or series.dtype.is_decimal()) and item.kind != "float":
+        failed_rows = failed_rows | ((series != series.floor()) & series.is_not_null())
+    if item.kind == "float":
+        failed_rows = failed_rows | values.is_infinite().fill_null(False)
+    for row in failed_rows.arg_true().to_list():
+        wrong.setdefault(row, _reason(item, series[row]))
+    if item.kind == "float":
+        return RawColumn(values=values.fill_null(float("nan")).to_numpy())
+    missing = values.is_null().to_numpy()
+    return RawColumn(values=values.fill_null(0).to_numpy().view(np.int64), missing=missing)
+
+
+def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Bytes as text; rows in which they are none are noted in ``wrong``."""
+    with suppress(pl.exceptions.PolarsError):
+        return series.cast(pl.String)
+    texts: list[str | None] = []
+    for row, raw in enumerate(series.to_list()):
+        try:
+            texts.append(None if raw is None else raw.decode())
+        except UnicodeDecodeError:
+            texts.append(None)
+            wrong.setdefault(row, f"column {item.column}: broken UTF-8")
+    return pl.Series(series.name, texts, pl.String)
+
+
+def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+    if item.separator is None:
+        raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
+    assert isinstance(series.dtype, pl.List | pl.Array)
+    inner_type = series.dtype.inner
+    lists = series.cast(pl.List(inner_type)) if isinstance(series.dtype, pl.Array) else series
+    if inner_type.is_float():
+        lists = lists.list.eval(pl.element().fill_nan(None))
+    lists = lists.list.drop_nulls()
+    lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
+    counts = lists.list.len().fill_null(0).to_numpy().astype(np.int32)
+    inner: dict[int, str] = {}
+    filled = lists.filter(lists.list.len().fill_null(0) > 0)
+    values = filled.explode()
+    one = Field(column=item.column, kind=item.kind)
+    column = _column(_decoded(values, one, inner) if inner_type == pl.Binary else values, one, inner)
+    if inner:
+        row_of = np.repeat(np.arange(len(counts)), counts)
+        for position, reason in inner.items():
+            wrong.setdefault(int(row_of[position]), reason)
+    column.counts = counts
+    return column
+
+
+def _reason(item: Field, value: object) -> str:
+    return f"column {item.column}: {str(value)[:40]!r} is not {_WORDS[item.kind]}"
+
+
+def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
+    """A frame of a block's columns, each as :func:`column_series` gives it."""
+    series = {item.column: column_series(item, column) for item, column in block.columns.items()}
+    return pl.DataFrame([series[name].alias(name) for name in names])
+
+
+def column_series(item: Field, column: RawColumn) -> pl.Series:
+    """hex as UInt64, int as Int64, float as Float64, string as String; lists as lists of these."""
+    if column.textual:
+        series = _strings(column)
+    elif item.kind == "float":
+        series = pl.Series(column.numbers()).fill_nan(None)
+    else:
+        values = column.numbers().view(np.uint64) if item.kind == "hex" else column.numbers()
+        mask = pl.Series(column.missing)
+        series = pl.Series(values).set(mask, None) if mask.any() else pl.Series(values)
+    if column.counts is None:
+        return series
+    import pyarrow as pa
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(column.counts, dtype=np.int64)]))
+    return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, series.rechunk().to_arrow())))
+
+
+def _strings(column: RawColumn) -> pl.Series:
+    import pyarrow as pa
+
+    from stoker.prep.parse.dictionary_kernels import gather_bytes
+
+    starts, sizes = column.spans()
+    n = len(starts)
+    absent = sizes < 0
+    lengths = np.maximum(sizes, 0)
+    gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
+    ends = np.empty(n + 1, np.int64)
+    gather_bytes(column.data, starts, lengths, gathered, ends)
+    validity = pa.py_buffer(np.packbits(~absent, bitorder="little")) if absent.any() else None
+    array = pa.Array.from_buffers(pa.large_string(), n, [validity, pa.py_buffer(ends), pa.py_buffer(gathered)])
+    return pl.Series(pl.from_arrow(array))
+
+
+class MissingColumnError(DataError):
+    """A file lacks a column that is to be read."""
+
+    def __init__(
+        self, path: Path, column: str, present: Sequence[str], why: str = "", made: Sequence[str] = ()
+    ) -> None:
+        also = f" Features make: {', '.join(made)}." if made else ""
+        super().__init__(
+            f"{path} has no column {column!r}{why}. It has: {', '.join(present)}.{also}"
+            + near(column, [*present, *made])
+        )
+        self.path, self.column, self.present = path, column, present
+
+
+def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
+    """Refuse a file that lacks a column, or has it twice."""
+    for name in wanted:
+        if present.count(name) > 1:
+            places = [str(place) for place, other in enumerate(present, 1) if other == name]
+            raise DataError(
+                f"{path}:1: the header gives the name {name!r} to columns {', '.join(places[:-1])} and {places[-1]}. "
+                "Rename all but one."
+            )
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise MissingColumnError(path, missing[0], present)

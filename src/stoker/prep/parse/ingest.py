@@ -1,0 +1,246 @@
+"""First pass: raw files to typed parts, in parallel, resumable, with every bad line accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.base.ordered import ordered_map
+from stoker.dataset.leftovers import UnusableInput
+from stoker.prep.features.base import Derivation, column_taken
+from stoker.prep.parse.columns import BadLine, Block, Field, TextParser
+from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
+from stoker.prep.parse.json_lines import first_keys, json_block
+from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
+from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.parts import Journal
+
+__all__ = ["IngestedBlock", "Source", "ingest"]
+
+PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
+PARQUET_VALUES = 2**23
+Sink = Callable[[Block, str, Path], Mapping[str, Any]]  # writes a block to a path; returns the journal's record
+
+
+@dataclass(kw_only=True)
+class Source:
+    """One raw file and how to read it."""
+
+    number: int
+    path: Path
+    fields: Sequence[Field]
+    format: SourceFormat
+    name: str = ""  # for messages and the quarantine; empty: the path as it was given
+    features: Sequence[Derivation] = ()  # which may make no column that the file has
+    kind: str = ""  # csv | parquet | jsonl
+    _parser: TextParser | None = None
+    _header: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.path)
+
+    def open(self) -> None:
+        """Look at the header, the Parquet schema or the keys of the first object.
+
+        Raises:
+            DataError: a column that the schema names is not there, or there twice. SchemaError: one that a feature
+                makes is there.
+        """
+        self.kind = source_kind(self.path, self.format.kind)
+        wanted = list(dict.fromkeys(item.column for item in self.fields))
+        if self.kind == "parquet":
+            names = parquet_columns(self.path)
+            self._check_features(names)
+            check_columns(self.path, wanted, names)
+        elif self.kind == "jsonl" and self.features:
+            self._check_features(first_keys(self.path))
+        if self.kind != "csv":
+            return
+        plain = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
+        separator = self.format.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
+        names = list(self.format.columns)
+        if not names:
+            self._header = True
+            names = [
+                name.strip().strip(self.format.quote or "")
+                for name in first_line(self.path, self.format.encoding).split(separator)
+            ]
+        self._check_features(names)
+        check_columns(self.path, wanted, names)
+        self._parser = TextParser(
+            names,
+            self.fields,
+            separator=separator,
+            quote=self.format.quote,
+            null_values=self.format.null_values,
+        )
+
+    def _check_features(self, present: Sequence[str]) -> None:
+        for feature in self.features:
+            for column in feature.outputs:
+                if column in present:
+                    raise column_taken(feature, column, f"the lines of {self.name}")
+
+    def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
+        """Number, size for the progress and reader of every block."""
+        if self.kind == "parquet":
+            cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
+            per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
+            for number, (start, rows) in enumerate(cuts):
+                yield number, int(rows * per_row), _ParquetReader(self, start, rows)
+            return
+        for block in line_blocks(self.path, block_bytes=block_bytes):
+            yield block.number, block.size, _TextReader(self, block)
+
+    def read_text(self, block: LineBlock) -> Block:
+        """Rows and bad lines of a block of text."""
+        data = block.load()
+        skipped = 0
+        if block.number == 0 and self._header and data.size:
+            data, skipped = data[data.tobytes().index(b"\n") + 1 :], 1
+        if self.format.encoding == "latin-1":
+            data = np.frombuffer(bytearray(data.tobytes().decode("latin-1").encode()), np.uint8)
+        if self._parser is not None:
+            result = self._parser.parse(data)
+        else:
+            result = json_block(data, self.fields)
+        if skipped:
+            result.lines += skipped
+            result.row_line = result.row_line + skipped
+            result.bad = [replace(bad, line=bad.line + skipped) for bad in result.bad]
+        if block.damage is not None:
+            result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
+            result.lines += 1
+        return result
+
+
+@dataclass(frozen=True)
+class _ParquetReader:
+    source: Source
+    start: int
+    rows: int
+
+    def __call__(self) -> Block:
+        return parquet_block(self.source.path, self.source.fields, self.start, self.rows)
+
+
+@dataclass(frozen=True)
+class _TextReader:
+    source: Source
+    block: LineBlock
+
+    def __call__(self) -> Block:
+        return self.source.read_text(self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestedBlock:
+    """A finished part and where its lines stand in the file."""
+
+    source: Source
+    path: Path
+    bad_path: Path
+    rows: int
+    lines: int
+    bad: int
+    lines_before: int  # lines of the file in the blocks before
+    broken: bool  # the file breaks off at the last of the lines
+
+
+@dataclass(kw_only=True)
+class _Job:
+    step: str
+    source: Source
+    path: Path
+    bad_path: Path
+    size: int
+    read: Callable[[], Block]
+    reused: bool = field(default=False)
+
+
+def ingest(
+    sources: Sequence[Source],
+    directory: Path,
+    journal: Journal,
+    sink: Sink,
+    *,
+    limit: BadLineLimit,
+    threads: int,
+    progress: Callable[[int], None],
+    suffix: str = ".part",
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[list[IngestedBlock], int]:
+    """Turn every block of every source into a part. Returns the parts and how many were there already.
+
+    Raises:
+        DataError: a bad line where none is allowed, more bad lines than allowed, a file that breaks off where a share
+            is allowed, or a label that is neither 0 nor 1 where no share is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        source.open()
+
+    def jobs() -> Iterator[_Job]:
+        for source in sources:
+            for number, size, read in source.blocks(block_bytes):
+                name = f"{source.number:05d}.{number:06d}"
+                yield _Job(
+                    step=f"{directory.name}/{name}", source=source, path=directory / f"{name}{suffix}",
+                    bad_path=directory / f"{name}.bad", size=size, read=read,
+                )  # fmt: skip
+
+    def work(job: _Job) -> tuple[_Job, Mapping[str, Any]]:
+        done = journal.finished(job.step, job.path)
+        if done is not None and (not done["bad"] or job.bad_path.exists()):
+            job.reused = True
+            return job, done
+        block = job.read()
+        record = sink(block, job.source.name, job.path)
+        if block.bad:
+            write_bad_lines(job.bad_path, block.bad)
+        found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
+        labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
+        return job, {**record, **found, "labels": labels, "broken": broken}
+
+    finished: list[IngestedBlock] = []
+    before, reused = {source.number: 0 for source in sources}, 0
+    # No more of them, though those that wait for Polars' threads do nothing: every frame in work is memory to touch.
+    for job, record in ordered_map(work, jobs(), threads):
+        number = job.source.number
+        if job.reused:
+            reused += 1
+        else:
+            record = journal.add(job.step, record)
+        kept = job.bad_path if record["bad"] else None
+        limit.add(
+            job.source.name, before[number], record["lines"], record["bad"], kept,
+            labels=record["labels"], broken=record["broken"],
+        )  # fmt: skip
+        finished.append(
+            IngestedBlock(
+                source=job.source,
+                path=job.path,
+                bad_path=job.bad_path,
+                rows=record["rows"],
+                lines=record["lines"],
+                bad=record["bad"],
+                lines_before=before[number],
+                broken=record["broken"],
+            )
+        )
+        before[number] += record["lines"]
+        progress(job.size)
+    limit.check()
+    if not any(block.rows for block in finished):
+        which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
+        reason = f" {which}: {limit.first}." if limit.bad else ""
+        names = ", ".join(source.name for source in sources[:3])
+        raise UnusableInput(
+            f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
+        )
+    return finished, reused

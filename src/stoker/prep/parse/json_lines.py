@@ -1,0 +1,169 @@
+"""Typed columns from JSON lines: quickly where a block is all in order, line by line where it is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from stoker.base.errors import DataError
+from stoker.prep.parse.columns import BadLine, Block, Field, cut_text
+from stoker.prep.parse.frames import frame_block
+from stoker.prep.parse.sources import first_line
+
+__all__ = ["first_keys", "json_block"]
+
+_TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
+# Values whose text is the same however they are read: texts, and whole numbers as they are usually written.
+_PLAIN = rb"null|true|false|(?:-?[1-9][0-9]{0,18}|0)(?![0-9.eE])"
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+
+
+def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
+    """Rows and bad lines of a block of JSON lines, one object each; absent keys are missing values.
+
+    A number in a column of text is the text that it is written as. Of a key that stands twice the first counts.
+    """
+    data = raw.tobytes()
+    lines = data.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    filled = [number for number, line in enumerate(lines) if line.strip(b" \t\r")]
+    block = _fast(data, fields, len(filled))
+    positions = np.array(filled, np.int64)
+    bad: list[BadLine] = []
+    if block is None:
+        block, positions, bad = _careful(lines, filled, fields)
+    block.text_at = lambda row: cut_text(lines[positions[row]])
+    block.row_line = positions[block.row_line]
+    moved = [BadLine(line=int(positions[b.line]), reason=b.reason, text=block.text_at(b.line)) for b in block.bad]
+    block.bad = sorted([*moved, *bad], key=lambda item: item.line)
+    block.lines = len(lines)
+    return block
+
+
+def first_keys(path: Path) -> list[str]:
+    """The keys of the object in the first line; none where there is no such object."""
+    with suppress(DataError, ValueError):
+        found = json.loads(first_line(path))
+        if isinstance(found, dict):
+            return list(found)
+    return []
+
+
+def _fast(data: bytes, fields: Sequence[Field], filled: int) -> Block | None:
+    """The block as Polars reads it; None where that might differ from what is written."""
+    schema = _schema(fields)
+    if len({(item.column, item.kind) for item in fields}) != len(schema) or _unclear(data, schema):
+        return None
+    try:
+        frame = pl.read_ndjson(data, schema=schema)
+    except pl.exceptions.PolarsError:
+        return None  # something in here is not of its type
+    return frame_block(frame, fields) if frame.height == filled else None
+
+
+def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
+    lists = {item.column for item in fields if item.separator is not None}
+    types = {item.column: _TYPES[item.kind]() for item in fields}
+    return {name: pl.List(kind) if name in lists else kind for name, kind in types.items()}
+
+
+def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
+    """Whether Polars would give a value another text than it is written as.
+
+    It turns lists and objects into text, writes 1.50 as 1.5, and half of a surrogate pair as a zero byte.
+    """
+    if b"\\u" in data and _LONE_SURROGATE.search(data):
+        return True
+    for name, kind in schema.items():
+        if kind == pl.String:
+            value = rb'(?!"|' + _PLAIN + rb")"
+        elif kind == pl.List(pl.String):
+            value = rb'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,]++|' + _PLAIN + rb")*+[^\]]"
+        else:
+            continue
+        keys = {json.dumps(name, ensure_ascii=ascii).encode() for ascii in (True, False)}
+        if any(re.search(re.escape(key) + rb"\s*+:\s*+" + value, data) for key in keys):
+            return True
+    return False
+
+
+def _careful(
+    lines: Sequence[bytes], filled: Sequence[int], fields: Sequence[Field]
+) -> tuple[Block, npt.NDArray[np.int64], list[BadLine]]:
+    """The block line by line; also the lines of its rows, and the lines that are no such object."""
+    schema = _schema(fields)
+    records: list[dict[str, Any]] = []
+    positions: list[int] = []
+    bad: list[BadLine] = []
+    for number in filled:
+        try:
+            records.append(_record(lines[number], schema))
+            positions.append(number)
+        except _Unfit as error:
+            bad.append(BadLine(line=number, reason=str(error), text=cut_text(lines[number])))
+    texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
+    frame = pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
+    return frame_block(frame, fields), np.array(positions, np.int64), bad
+
+
+class _Unfit(Exception):
+    """Why a line is bad."""
+
+
+def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
+    """The wanted values of a line, numbers as the texts that they are written as."""
+    try:
+        found = json.loads(
+            line.decode("utf-8"),
+            parse_float=str,
+            parse_int=lambda text: "0" if text == "-0" else text,
+            parse_constant=_refuse,
+            object_pairs_hook=lambda pairs: dict(reversed(pairs)),
+        )
+    except UnicodeDecodeError:
+        raise _Unfit("broken UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _Unfit(f"not a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise _Unfit("not a JSON object")
+    return {name: _value(name, found.get(name), isinstance(kind, pl.List)) for name, kind in schema.items()}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON value")
+
+
+def _value(name: str, value: Any, several: bool) -> Any:
+    if value is None:
+        return None
+    if several:
+        if not isinstance(value, list):
+            raise _Unfit(f"column {name} holds one value, expected a list")
+        if any(isinstance(item, list | dict) for item in value):
+            raise _Unfit(f"column {name} holds lists within its list")
+        return [_text(name, item) for item in value]
+    if isinstance(value, list | dict):
+        raise _Unfit(f"column {name} holds several values")
+    return _text(name, value)
+
+
+def _text(name: str, value: str | bool | None) -> str | None:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is not None and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Unfit(f"column {name}: half of a surrogate pair") from None
+    return value

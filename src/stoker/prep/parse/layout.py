@@ -1,0 +1,292 @@
+"""From a block of typed columns to the arrays of a part: labels, dense values, codes, dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.dataset.leftovers import UnusableInput
+from stoker.prep.fit.transforms import compact, dense_values
+from stoker.prep.parse import dictionary_kernels, text_kernels
+from stoker.prep.parse.code_columns import CodeColumns, code_type
+from stoker.prep.parse.columns import Block, Field, RawColumn, spans_to_strings
+from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
+from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
+from stoker.prep.work.part_store import Arena, padded
+from stoker.prep.work.parts import Part
+
+__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash"]
+
+Array = npt.NDArray[Any]
+SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
+_COMPARE = {
+    ">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less,
+    "==": np.equal, "!=": np.not_equal,
+}  # fmt: skip
+
+
+class Layout:
+    """What to read for a schema and where it goes in a part.
+
+    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
+    as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of feature i, uint8, uint16 or
+    uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or ``bytes.<i>`` and
+    ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and
+    have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary;
+    and for groups ``codes.group`` [n] with its dictionary (0: none).
+    """
+
+    def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
+        self.schema = schema
+        # What labels, times and splits need is read before features are worked out, the rest after.
+        self.columns = () if keys_only else schema.dense
+        self.features = () if keys_only else schema.features
+        self.one_hot = [i for i, column in enumerate(self.features) if not isinstance(column, SequenceColumn)]
+        self.sequences = [i for i, column in enumerate(self.features) if isinstance(column, SequenceColumn)]
+        self.dense_width = sum(len(column.names) for column in self.columns)
+        self.fitted = any(column.fitted for column in self.columns)
+        rule = schema.label.parsed()
+        textual = rule is not None and isinstance(rule[1], str)
+        self.label = Field(column=schema.label.column, kind="string" if textual else "float", required=True)
+        self.dense = [Field(column=column.raw, kind="float") for column in self.columns]
+        self.feature_fields = [_feature_field(column) for column in self.features]
+        self.time: Field | None = None
+        if schema.timestamp is not None:
+            self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
+        self.split: Field | None = None
+        if schema.split.column is not None and schema.split.rule in (
+            "hash",
+            "column",
+            "leave_last_out",
+            "last_touch",
+        ):
+            self.split = Field(column=schema.split.column, kind="string", required=True)
+        self.group: Field | None = None
+        if schema.group is not None and not keys_only:
+            # Rows that features look back at belong to no split, and need no group.
+            self.group = Field(column=schema.group, kind="string", required=not schema.feature)
+        optional = [item for item in (self.time, self.split, self.group) if item is not None]
+        everything = [self.label, *self.dense, *self.feature_fields, *optional]
+        self.fields: list[Field] = list(dict.fromkeys(everything))
+
+    @property
+    def raw_columns(self) -> list[str]:
+        """Raw columns that must be there."""
+        return list(dict.fromkeys(item.column for item in self.fields))
+
+    def most(self, rows: int) -> int:
+        """Bytes that a part of so many rows takes of an arena, at most."""
+        widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
+        return sum(padded(width * rows) for width in [*widths, *[4] * len(self.one_hot)])
+
+    def arrays(self, block: Block, file: str, arena: Arena | None = None) -> dict[str, Array]:
+        """The part of a block; what only shards need is made in ``arena``, if there is one.
+
+        Rows whose label is neither 0 nor 1 or whose time cannot be read join the block's bad lines.
+
+        Raises:
+            DataError: a split value the schema does not list.
+        """
+        if self.schema.label.rule is None:
+            block.drop_labels(self.label)
+        if arena is None:
+            arena = Arena(np.empty(self.most(block.rows), np.uint8))
+        time = self.times(block)
+        out: dict[str, Array] = {"labels": self._labels(block)}
+        if time is not None:
+            out["time"] = time
+        columns = [block.columns[item] for item in self.dense]
+        if self.fitted:
+            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()], arena) for i, column in enumerate(columns)}
+        else:
+            values = [column.numbers() for column in columns]
+            dense = arena.take((block.rows, self.dense_width), np.float32)
+            out["dense"] = dense_values(self.columns, values, out=dense)
+        spare = np.empty(block.rows, np.uint32)
+        for index in self.one_hot:
+            codes, most = self._encode(index, block.columns[self.feature_fields[index]], spare, out)
+            out[f"codes.{index}"] = narrow = arena.take(block.rows, code_type(most))
+            narrow[:] = codes
+        for index in self.sequences:
+            column = block.columns[self.feature_fields[index]]
+            assert column.counts is not None
+            flat, _ = self._encode(index, column, np.empty(int(column.counts.sum()), np.uint32), out)
+            out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
+        self._split_arrays(block, file, out)
+        if self.group is not None:
+            groups, texts, ends = number_texts(block.columns[self.group], spare)
+            out |= {"codes.group": groups.astype(code_type(len(ends) - 1)), "bytes.group": texts, "ends.group": ends}
+        return out
+
+    def _labels(self, block: Block) -> npt.NDArray[np.float32]:
+        column = block.columns[self.label]
+        rule = self.schema.label.parsed()
+        if rule is None:
+            return column.numbers().astype(np.float32)
+        operator, operand = rule
+        if isinstance(operand, str):
+            same = text_equals(column, operand)
+            return (same if operator == "==" else ~same).astype(np.float32)
+        result: npt.NDArray[np.float32] = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
+        return result
+
+    def times(self, block: Block) -> npt.NDArray[np.int64] | None:
+        """[n] moments as whole numbers in their order, of dates microseconds; rows without one join the bad lines."""
+        if self.time is None or self.schema.timestamp is None:
+            return None
+        column = block.columns[self.time]
+        if not column.textual:
+            return ordered_int(column.numbers())
+        import polars as pl
+
+        texts = spans_to_strings(column)
+        series = pl.Series(texts, dtype=pl.String)
+        moments = series.str.to_datetime(self.schema.timestamp.format, strict=False, time_unit="us", time_zone="UTC")
+        wrong = moments.is_null().to_numpy()
+        if wrong.any():
+            name = self.time.column
+            block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time")
+        return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
+
+    def _encode(self, index: int, column: RawColumn, room: Array, out: dict[str, Array]) -> tuple[Array, int]:
+        """The codes of a feature, uint32, in ``room`` if they are nowhere else, and the greatest that there may be; its
+        dictionary goes to ``out``."""
+        feature = self.features[index]
+        if column.textual:
+            column = _fill_text(column, feature)
+        if feature.hash_buckets is not None:
+            return _bucket_ids(column, feature), feature.hash_buckets
+        if column.textual:
+            codes, out[f"bytes.{index}"], ends = number_texts(column, room)
+            out[f"ends.{index}"] = ends
+            return codes, len(ends) - 1
+        values, missing = _category_values(column, feature)
+        out[f"values.{index}"] = distinct = number_ints(values, missing, room)
+        return room, len(distinct)
+
+    def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
+        if self.split is None:
+            return
+        column, rule = block.columns[self.split], self.schema.split
+        if rule.rule == "hash":
+            out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
+            return
+        codes, texts, ends = number_texts(column, np.empty(block.rows, np.uint32))
+        if rule.rule != "column":
+            out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
+            return
+        raw = texts.tobytes()
+        names = [raw[begin:end].decode() for begin, end in pairwise(ends.tolist())]
+        unknown = [name for name in names if name not in rule.values]
+        if unknown:
+            raise UnusableInput(
+                f"{file}: column {self.split.column} holds {unknown[0]!r}, which the split rule "
+                f"does not list: {', '.join(map(repr, rule.values))}. Add it; 'drop' leaves such rows out."
+            )
+        lookup = np.array([255, *(SPLIT_CODES[rule.values[name]] for name in names)], np.uint8)
+        out["split"] = lookup[codes]
+
+
+def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+    """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the last takes the rest."""
+    fractions = (hashes >> np.uint64(11)) * 2.0**-53
+    return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
+
+
+def ordered_int(values: Array) -> npt.NDArray[np.int64]:
+    """int64 as they are; float64 mapped to int64 with the same order."""
+    if values.dtype != np.float64:
+        return values.astype(np.int64)
+    bits = (values + 0.0).view(np.int64)
+    return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
+
+
+def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
+    """Where a text column equals ``text``."""
+    codes, texts, ends = number_texts(column, np.empty(len(column), np.uint32))
+    raw, wanted = texts.tobytes(), text.encode()
+    same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends.tolist()))]
+    return np.array(same, np.bool_)[codes]
+
+
+def _feature_field(column: CategoricalColumn) -> Field:
+    if isinstance(column, SequenceColumn):
+        return Field(
+            column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
+            keep=column.keep,
+        )  # fmt: skip
+    return Field(column=column.raw, kind=column.type)
+
+
+def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:
+    """int64 keys and where they are missing, after fill and modulo."""
+    values, missing = column.numbers(), column.absent()
+    assert values is not None
+    if feature.fill is not None:
+        fill: Any = feature.fill
+        if feature.type == "hex":
+            fill = np.uint64(int(fill, 16) if isinstance(fill, str) else fill).astype(np.int64)
+        if missing.any():
+            values = np.where(missing, values.dtype.type(fill), values)
+        missing = np.zeros(len(values), np.bool_)
+    if feature.type == "float":
+        return (values + 0.0).view(np.int64), missing
+    if feature.modulo is not None:
+        bits = values.view(np.uint64) if feature.type == "hex" else values
+        values = (bits % bits.dtype.type(feature.modulo)).view(np.int64)
+    return values, missing
+
+
+def _fill_text(column: RawColumn, feature: CategoricalColumn) -> RawColumn:
+    if feature.fill is None or not column.absent().any():
+        return column
+    assert column.data is not None
+    starts, lengths = column.spans()
+    text = np.frombuffer(str(feature.fill).encode(), np.uint8)
+    missing = lengths < 0
+    return RawColumn(
+        data=np.concatenate([column.data, text]),
+        starts=np.where(missing, len(column.data), starts),
+        lengths=np.where(missing, np.int32(len(text)), lengths),
+        counts=column.counts,
+    )
+
+
+def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
+    """1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
+    buckets = feature.hash_buckets
+    assert buckets is not None
+    if column.textual:
+        hashes, missing = text_hashes(column, 0), column.absent()
+    else:
+        values, missing = _category_values(column, feature)
+        hashes = dictionary_kernels.splitmix(values.view(np.uint64))
+    ids = (hashes % np.uint64(buckets)).astype(np.uint32) + np.uint32(1)
+    own = hash_of_missing(buckets) if feature.missing == "category" else 0
+    return np.where(missing, np.uint32(own), ids)
+
+
+def hash_of_missing(buckets: int) -> int:
+    """Id of the missing value's own bucket."""
+    out = np.empty(1, np.uint64)
+    text_kernels.hash_spans(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int32), 0, out)
+    return int(out[0] % np.uint64(buckets)) + 1
+
+
+def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
+    """The dense columns of a part, as read."""
+    return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
+
+
+def one_hot_codes(arrays: Part, layout: Layout) -> CodeColumns:
+    """The codes of a part's features that have one a row."""
+    return CodeColumns([arrays[f"codes.{index}"] for index in layout.one_hot])
+
+
+def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
+    """Codes of a feature and, for a sequence, how many belong to each row."""
+    return arrays[f"codes.{index}"], None if index in layout.one_hot else arrays[f"counts.{index}"]

@@ -1,0 +1,143 @@
+"""Bad lines: kept with file, line and reason, counted, refused where the user allows none or a share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from stoker.base.errors import ConfigError, DataError
+from stoker.base.files import atomic_file
+from stoker.base.units import parse_share
+from stoker.prep.parse.columns import BadLine
+
+__all__ = ["BadLineLimit", "collect_quarantine", "write_bad_lines"]
+
+_RULE = "give the label a rule in the schema, such as rule = '> 0'"
+_EARLY = 1_000_000  # lines after which a share already exceeded stops the run
+
+
+def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
+    """Keep a block's bad lines, numbered from the block's start, until :func:`collect_quarantine`."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in bad:
+            values = [line.line, line.reason, line.text, line.label, line.broken]
+            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+
+def _read(kept: Path) -> Iterator[BadLine]:
+    with kept.open(encoding="utf-8") as lines:
+        for raw in lines:
+            line, reason, text, label, broken = json.loads(raw)
+            yield BadLine(line=line, reason=reason, text=text, label=label, broken=broken)
+
+
+def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> int:
+    """Write ``quarantine.jsonl`` from (file name, lines before the block, its bad lines); counts them."""
+    total = 0
+    with atomic_file(path) as file:
+        for name, before, kept in blocks:
+            for bad in _read(kept):
+                entry = {"file": name, "line": before + bad.line + 1, "reason": bad.reason, "text": bad.text}
+                file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+                total += 1
+    return total
+
+
+class BadLineLimit:
+    """Counts lines in file order and stops at the first bad one (strict) or past a share (max_bad).
+
+    A label that is a number but neither 0 nor 1 more often means a column of another kind (stars, counts, several
+    kinds of clicks) than damage, so it is a bad line like any other only where the user has said, by ``max_bad``,
+    that lines may be damaged. A compressed file that breaks off exceeds any share: how much of it is lost is not known.
+
+    Args:
+        strict: no bad line at all.
+        max_bad: share of all lines, e.g. ``"0.1%"``; None: any number, but no such label.
+        remedy: what to do where ``strict`` stops; None: the user's own choice of it can be taken back.
+
+    Raises:
+        ConfigError: ``max_bad`` is no share.
+    """
+
+    def __init__(self, *, strict: bool = False, max_bad: str | float | None = None, remedy: str | None = None) -> None:
+        self.strict = strict
+        self.remedy = remedy or "Mend the line, or leave strict out to set bad lines aside."
+        try:
+            self.share = None if max_bad is None else parse_share(max_bad)
+        except ConfigError as error:
+            raise ConfigError(f"max_bad: {error}") from None
+        self.lines = 0
+        self.bad = 0
+        self.labels = 0
+        self.first = ""
+        self.broken: list[str] = []  # a sentence for each file that breaks off
+
+    def add(
+        self,
+        file: str,
+        before: int,
+        lines: int,
+        bad: int,
+        kept: Path | None,
+        *,
+        labels: int = 0,
+        broken: bool = False,
+    ) -> None:
+        """Note the next block.
+
+        Args:
+            file, before, kept: name of the file, its lines before this block, and the block's bad lines.
+            lines, bad, labels: how many lines the block has, how many are bad, and how many of these for their label.
+            broken: whether the file breaks off with this block.
+
+        Raises:
+            DataError: the limit is exceeded.
+        """
+        self.lines += lines
+        self.bad += bad
+        self.labels += labels
+        if kept is not None:
+            first = next(_read(kept))
+            if self.strict and not first.broken:
+                raise DataError(
+                    f"{file}:{before + first.line + 1}: {first.reason}. {self.remedy}", settings=("strict",)
+                )
+            if labels and self.share is None:
+                first = next(line for line in _read(kept) if line.label)
+                raise DataError(
+                    f"{file}:{before + first.line + 1}: {first.reason}. Where that is what the column holds, {_RULE}. "
+                    "Where the line is damaged, mend it or say what share of lines may be bad with max_bad, such as "
+                    "0.1%.",
+                    settings=("max_bad",),
+                )
+            self.first = self.first or f"{file}:{before + first.line + 1}: {first.reason}"
+            if broken:
+                self._note_break(file, before, kept)
+        if self.lines >= _EARLY:
+            self.check()
+
+    def _note_break(self, file: str, before: int, kept: Path) -> None:
+        last = next(line for line in _read(kept) if line.broken)
+        found = f"{file} breaks off at line {before + last.line + 1:,}: {last.reason}."
+        if self.strict:
+            raise DataError(
+                f"{found} Get the file whole, or leave strict out to take what it has.", settings=("strict",)
+            )
+        if self.share is not None:
+            raise DataError(
+                f"{found} How many lines are lost is not known, so no share of max_bad can hold. Get the file whole, "
+                "or leave max_bad out to take what it has.",
+                settings=("max_bad",),
+            )
+        self.broken.append(f"{found} Get the file whole and prepare again.")
+
+    def check(self) -> None:
+        """Raise :class:`DataError` where the share of bad lines is exceeded."""
+        if self.share is not None and self.bad > self.share * self.lines:
+            labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
+            raise DataError(
+                f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), "
+                f"more than the {self.share:.3%} that max_bad allows. The first: {self.first}.{labels}",
+                settings=("max_bad",),
+            )

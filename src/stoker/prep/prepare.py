@@ -1,0 +1,415 @@
+"""Raw click logs in, a dataset directory out: bounded memory, resumable, the same bytes for the same input.
+
+Passes: raw blocks to typed parts (:mod:`stoker.prep.parse.ingest`); splits, tables and statistics from training
+rows; parts to shards. Finished steps are in the journal of ``OUT/.work``, which goes when the manifest is
+written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from stoker.base.device import cpu_count, give_back_memory, peak_memory, return_freed_memory
+from stoker.base.errors import ConfigError, DataError
+from stoker.base.units import format_size, plural
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.leftovers import (
+    UnusableInput,
+    absent_folders,
+    check_replaceable,
+    exchange,
+    recover,
+    remove_dataset,
+    remove_empty,
+)
+from stoker.dataset.manifest import REQUEST, note_request
+from stoker.dataset.memory import Home
+from stoker.dataset.rebuild import check_out
+from stoker.prep.fit.fitting import Fitting
+from stoker.prep.fit.split_rules import targets_of_files
+from stoker.prep.like import Like
+from stoker.prep.parse.quarantine import BadLineLimit
+from stoker.prep.parse.sources import BLOCK_BYTES, expand, text_order_warning
+from stoker.prep.recipe import OWN_SCHEMA, Recipe
+from stoker.prep.rows.featured import featured_rows
+from stoker.prep.rows.raw_rows import read_rows
+from stoker.prep.schema import Schema
+from stoker.prep.work.task import NO_ROOM, Progress, Task
+from stoker.prep.write.frame_files import Input, files_of
+from stoker.prep.write.group_numbers import cut_warning
+from stoker.prep.write.publish import publish
+from stoker.rewrite.id_order import Reordering
+
+__all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
+
+_REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
+
+
+@dataclass(kw_only=True)
+class PrepareReport:
+    """What a preparation did."""
+
+    path: Path
+    rows: dict[str, int]  # split -> rows
+    positives: dict[str, int]
+    tables: dict[str, dict[str, float]]  # table -> rows, unknown (share of valid and test ids that are 0)
+    lines: int
+    bad: int
+    seconds: float
+    peak_memory: int  # bytes, of this process since it began
+    reused: int  # steps that an interrupted run had finished
+    dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
+    warnings: list[str] = field(default_factory=list)  # files that break off or were named twice; groups that were cut
+    groups: dict[str, Any] | None = None  # column, count, cut (groups with rows in several splits)
+    already: bool = False  # the dataset was there, prepared from the same files and settings: nothing was done
+
+
+def prepare(
+    recipe: Recipe | Schema | str | os.PathLike[str] | None = None,
+    files: Input | Sequence[Input] = (),
+    *,
+    out: str | os.PathLike[str] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    preset: str | None = None,
+    strict: bool = False,
+    max_bad: str | float | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    reorder: Reordering | bool = False,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Dataset:
+    """Prepare raw logs into a dataset directory, or into memory.
+
+    Args:
+        recipe: a recipe or its name, a schema, or the path of a TOML or YAML schema file. With ``like``, only where a
+            recipe of your own derived the rows.
+        files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
+            read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
+            Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables.
+        out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
+            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
+            here to the batches without a disk in between.
+        like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
+            learned, and all rows go to the split ``test``.
+        preset: of the recipe; None: its first.
+        strict: stop at the first bad line.
+        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
+            such label. Given, a compressed file that breaks off stops the run; else it is a Python warning.
+        overwrite: replace a dataset that is there. One that was prepared from the same files and settings by the same
+            version is taken as it is otherwise, and any other is refused.
+        resume: go on where an interrupted run stopped; False starts from the beginning.
+        reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
+            does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
+        threads: that parse and encode; None: one per core. Does not change a byte of the result.
+        progress: called from the calling thread as work gets done.
+
+    Returns:
+        The dataset, opened.
+
+    Raises:
+        SchemaError: a schema that does not fit the files or contradicts itself. DataError: no usable input,
+        a missing column, a label outside {0, 1}, too many bad lines, a full disk, or
+            an output directory that is in use.
+        KeyboardInterrupt: Ctrl-C; its text says what was kept.
+    """
+    home = None
+    if out is None:
+        if reorder is not False:
+            raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
+        home = Home()
+    with files_of(files) as named:
+        report = run_prepare(
+            recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
+            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads, progress=progress,
+        )  # fmt: skip
+    for text in report.warnings:
+        warnings.warn(text, stacklevel=2)
+    return Dataset(report.path)
+
+
+def run_prepare(
+    recipe: Recipe | Schema | str | os.PathLike[str] | None,
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    like: str | os.PathLike[str] | None = None,
+    preset: str | None = None,
+    strict: bool = False,
+    max_bad: str | float | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    reorder: Reordering | bool = False,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    hold_bytes: int | None = None,
+) -> PrepareReport:
+    """As :func:`prepare`, returning what was done."""
+    if reorder is not False and like is not None:
+        raise ConfigError(
+            "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
+        )
+    started = time.perf_counter()
+    measure: Like | None = None
+    if like is not None:
+        measure = _like(Path(like), recipe, preset)
+        chosen, schema = measure.recipe, measure.schema
+    elif recipe is None:
+        raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
+    else:
+        chosen, schema = load_recipe(recipe, preset)
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    (sources, again), target = expand(files), Path(out)
+    task = Task(
+        recipe=chosen,
+        schema=schema,
+        files=sources,
+        out=target,
+        limit=BadLineLimit(strict=strict, max_bad=max_bad),
+        threads=threads or cpu_count(),
+        report=progress or (lambda _: None),
+        block_bytes=block_bytes,
+        hold_bytes=hold_bytes,
+        like=measure,
+    )
+    how = Reordering() if reorder is True else reorder or None
+    request = task.request(how)
+    noted = [f"{path} was named more than once; it is read once." for path in again]
+    noted += filter(None, [text_order_warning(sources)])
+    recover(target)
+    if not overwrite and (there := _finished_dataset(target, request)) is not None:
+        report = _report(there.path, there.manifest, started, already=True)
+        report.warnings += [*_cut_groups(schema, there.manifest), *noted]
+        return report
+    if how is not None:
+        _refuse_inside(target, sources)
+        with _reordered(target, how, request, overwrite=overwrite, threads=threads, progress=progress) as plain:
+            # A whole dataset there was left by a kill, perhaps of another command.
+            plain.report = run_prepare(
+                recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
+                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
+            )  # fmt: skip
+        return plain.report
+    task.out = _working_directory(target, sources, overwrite)
+    try:
+        report = _run(task, target, request, resume=resume)
+        report.warnings += noted
+        return report
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
+            free = format_size(shutil.disk_usage(place).free)
+            kept = "finished parts are kept" if _finished(task) else "nothing was kept"
+            remedy = f"Free some space and run the same command again: {kept}."
+            if task.home is not None:
+                remedy = "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+            raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
+        raise
+
+
+@dataclass(kw_only=True)
+class _Plain:
+    """A dataset on its way to be reordered, and in the end what was done in all."""
+
+    path: Path
+    report: PrepareReport = field(init=False)
+
+
+@contextmanager
+def _reordered(
+    out: Path, how: Reordering | None, request: str | None, *, overwrite: bool, threads: int | None,
+    progress: Callable[[Progress], None] | None,
+) -> Iterator[_Plain]:  # fmt: skip
+    """Reorder into ``out`` what the block prepares beside it."""
+    from stoker.rewrite.reorder import run_reorder
+
+    def report(what: str, done: int, total: int) -> None:
+        if progress is not None:
+            stage, unit = _REORDERING[what]
+            progress(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    check_out(out, overwrite=overwrite)
+    plain = _Plain(path=out.with_name(out.name + ".plain"))
+    yield plain
+    try:
+        made = run_reorder(
+            plain.path,
+            out,
+            how=how,
+            overwrite=overwrite,
+            threads=threads,
+            progress=report,
+            keep_source=False,
+            request=request,
+        )
+    finally:
+        remove_dataset(plain.path)
+    plain.report = replace(plain.report, path=out, seconds=plain.report.seconds + made.seconds)
+
+
+def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -> Path:
+    """Where to build: ``target``, or beside it if a dataset lies there, which stays until the new one is whole.
+
+    Raises:
+        DataError: an input lies in ``target``, or something that may not be overwritten.
+    """
+    _refuse_inside(target, sources)
+    recover(target)
+    if not (target / "manifest.json").exists():
+        return target
+    check_replaceable(target, overwrite=overwrite)
+    return target.with_name(target.name + ".new")
+
+
+def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
+    inside = target.resolve()
+    for source in sources:
+        if source.resolve().is_relative_to(inside):
+            raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
+
+
+def _like(path: Path, recipe: object, preset: str | None) -> Like:
+    """The dataset to prepare like."""
+    if preset is not None:
+        raise ConfigError(
+            "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
+        )
+    return Like(path, recipe)
+
+
+def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
+    """The recipe with its preset chosen, and its schema; an own schema becomes a recipe of its own."""
+    if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
+        from stoker.prep import recipes
+
+        recipe = recipes.get(recipe)
+    if isinstance(recipe, Recipe):
+        recipe = recipe.with_preset(preset)
+        return recipe, recipe.schema()
+    if preset is not None:
+        raise DataError("a preset belongs to a recipe; a schema has none. Leave the preset out.")
+    schema = recipe if isinstance(recipe, Schema) else Schema.from_file(Path(recipe))
+    own = Recipe(name=schema.name, description="own schema", presets={OWN_SCHEMA: lambda: schema})
+    return own, schema
+
+
+def _finished_dataset(target: Path, request: str | None) -> Dataset | None:
+    """Return the dataset at ``target``, where that is what ``request`` asks for."""
+    try:
+        if request is None or (target / REQUEST).read_text(encoding="ascii") != request:
+            return None
+        return Dataset(target)
+    except (OSError, UnicodeError, DataError):
+        return None  # for the preparation to say what is wrong
+
+
+def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> PrepareReport:
+    """Prepare in ``task.out``, which then takes the place of ``target``."""
+    started = time.perf_counter()
+    return_freed_memory()
+    if task.splitting.split.rule == "files" and task.recipe.derive is None:
+        targets_of_files(task.splitting, [path.name for path in task.files])
+    for feature in task.merged:
+        feature.check_file()
+    made = absent_folders(task.out) or [task.out] * task.work.exists()
+    try:
+        task.begin(resume=resume)
+        try:
+            rows = featured_rows(task) if task.schema.feature else read_rows(task)
+            fitting = Fitting(task, rows.blocks)
+            fitting.fit()
+            note_request(task.out, request)
+            manifest = publish(task, rows, fitting)
+        except UnusableInput:
+            task.discard()
+            raise
+        except BaseException:
+            task.save()
+            raise
+        finally:
+            task.journal.close()
+            if not task.journal.done:  # a run that failed before it had finished anything leaves nothing
+                shutil.rmtree(task.work, ignore_errors=True)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_kept(task, resume=resume)) from stop
+    finally:
+        remove_empty(made)
+    if task.out != target:
+        exchange(task.out, target)
+    shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
+    task.parts.clear()
+    give_back_memory()
+    report = _report(target, manifest, started)
+    report.reused = task.reused
+    report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
+    report.warnings += [*task.limit.broken, *_cut_groups(task.schema, manifest)]
+    return report
+
+
+def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
+    """Return what the manifest of a prepared dataset tells."""
+    return PrepareReport(
+        path=path,
+        rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
+        positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
+        tables=_table_summary(manifest),
+        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
+        bad=manifest["quarantined"],
+        seconds=time.perf_counter() - started,
+        peak_memory=peak_memory() or 0,
+        reused=0,
+        groups=manifest.get("groups"),
+        already=already,
+    )
+
+
+def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
+    text = cut_warning(schema, manifest["groups"]) if "groups" in manifest else None
+    return [] if text is None else [text]
+
+
+def _finished(task: Task) -> int:
+    """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
+    return len(task.journal.done) if hasattr(task, "journal") and task.home is None else 0
+
+
+def _kept(task: Task, *, resume: bool) -> str:
+    """What an interrupted run leaves, and how to go on."""
+    done = _finished(task)
+    if task.home is not None:
+        return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
+    if not done:
+        return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."
+    again = "Give the same command again" + ("" if resume else " with resume")
+    steps = plural(done, "finished step")
+    return f"interrupted; {steps} kept in {task.work}. {again} to go on from there."
+
+
+def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Rows of every table and the share of held-out ids that are 0, of all features that address it."""
+    summary: dict[str, dict[str, float]] = {}
+    features = manifest["features"]["features"]
+    for table, rows in manifest["features"]["num_embeddings"].items():
+        pairs = [
+            manifest["unknown"][split][feature["name"]]
+            for feature in features
+            if feature["table"] == table
+            for split in ("valid", "test")
+        ]
+        zeros, ids = (sum(pair[i] for pair in pairs) for i in (0, 1))
+        summary[table] = {"rows": rows, "unknown": zeros / ids if ids else 0.0}
+    return summary

@@ -1,0 +1,106 @@
+"""The contract between a public log's recipe and the preparer.
+
+A recipe says how the raw files of a known log look (:class:`RawInput`), which schema each preset fits to them
+and, where training rows are not the raw lines (sampled negatives, joins, exploded lists), how to derive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from stoker.base.checks import near
+from stoker.base.errors import ConfigError, SchemaError
+from stoker.prep.source_format import SourceFormat
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from stoker.prep.schema import Schema
+
+__all__ = ["OWN_SCHEMA", "Derive", "RawInput", "Recipe"]
+
+OWN_SCHEMA = "schema"  # the preset of a recipe that was made of a user's schema
+RAW_TYPES = ("hex", "int", "float", "string")
+
+Derive = Callable[[Mapping[str, "pl.LazyFrame"], "Schema"], "pl.LazyFrame"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawInput:
+    """One kind of raw file that a derived recipe reads, and the types its lines are checked against.
+
+    Lines with a wrong number of fields or a value that is not of its type go to the quarantine. ``derive``
+    sees the named columns only: hex as UInt64, int as Int64, float as Float64, string as String; an empty
+    field is null. Parquet files are passed on as they are, in their own types, with all their columns.
+    """
+
+    files: tuple[str, ...] = ("*",)  # patterns of file names; the first input with a match takes the file
+    format: SourceFormat = field(default_factory=SourceFormat)
+    columns: Mapping[str, str]  # raw column -> hex | int | float | string
+    required: tuple[str, ...] = ()  # an empty field here is a bad line
+    labels: tuple[str, ...] = ()  # numbers that must be 0 or 1
+    optional: bool = False  # whether the recipe works without any such file
+
+    def __post_init__(self) -> None:
+        for name, kind in self.columns.items():
+            if kind not in RAW_TYPES:
+                raise SchemaError(f"raw column {name!r}: type {kind!r} is not one of: {', '.join(RAW_TYPES)}.")
+        for what, names in (("required columns", self.required), ("labels", self.labels)):
+            unknown = sorted(set(names) - set(self.columns))
+            if unknown:
+                raise SchemaError(f"{what} {unknown} are not among the raw columns.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A known log: its raw format, its presets, and how training rows come about.
+
+    Without ``derive`` the training rows are the raw lines, read in the format of ``schema().source``. With
+    it, the raw lines of every input are checked and typed first, ``derive`` gets one lazy frame per input
+    and returns the training rows, which go to a Parquet file of the work directory (streaming, order kept);
+    the schema then applies to those. ``derive`` must give the same rows in the same order whenever its
+    input is the same: seed every choice, sort where order matters. A row's split may be one of its columns
+    (rule "column"); a list column is a sequence.
+    """
+
+    name: str
+    description: str  # one line for listings
+    presets: Mapping[str, Callable[[], Schema]]  # the first is the default
+    preset: str | None = None  # chosen; None: the first
+    inputs: Mapping[str, RawInput] = field(default_factory=dict)  # needed with derive
+    derive: Derive | None = None
+    example: str = ""  # a command line, for help and errors
+    source: str = ""  # where the files come from, with licence
+
+    def __post_init__(self) -> None:
+        if not self.presets:
+            raise SchemaError(f"recipe {self.name!r} has no preset.")
+        if self.preset is not None and self.preset not in self.presets:
+            raise ConfigError(
+                f"recipe {self.name!r} has no preset {self.preset!r}. It has: {', '.join(self.presets)}."
+                + near(self.preset, list(self.presets))
+            )
+        if self.derive is not None and not self.inputs:
+            raise SchemaError(f"recipe {self.name!r} derives its rows but describes no raw input.")
+
+    @property
+    def preset_name(self) -> str:
+        """The chosen preset, else the first."""
+        return self.preset or next(iter(self.presets))
+
+    @property
+    def command(self) -> str:
+        """How it is called, for a manifest."""
+        if self.preset_name == OWN_SCHEMA:
+            return f"stoker prepare with the schema {self.name}"
+        return f"stoker prepare {self.name} --preset {self.preset_name}"
+
+    def schema(self, preset: str | None = None) -> Schema:
+        """The schema of ``preset``, else of the chosen preset."""
+        return self.with_preset(preset).schema() if preset else self.presets[self.preset_name]()
+
+    def with_preset(self, preset: str | None) -> Recipe:
+        """The same recipe with another preset chosen; unknown ones raise :class:`ConfigError`."""
+        return self if preset is None else replace(self, preset=preset)

@@ -1,0 +1,1 @@
+"""Rows on their way from files to features."""

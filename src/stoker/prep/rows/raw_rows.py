@@ -1,0 +1,195 @@
+"""The rows to prepare: raw lines as they are, or what a recipe derives from several inputs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stoker.base.engine import full_disk, reason_of
+from stoker.base.errors import DataError
+from stoker.prep.features.fitted.store import StoredTable
+from stoker.prep.parse.columns import Block, Field
+from stoker.prep.parse.frames import block_frame
+from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
+from stoker.prep.parse.quarantine import BadLineLimit
+from stoker.prep.parse.sources import source_kind
+from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.parts import checksum
+from stoker.prep.work.task import Progress, Task
+
+__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Parts with the rows to prepare, and the blocks of the user's own files, for counting and quarantine."""
+
+    blocks: list[IngestedBlock]
+    raw: list[IngestedBlock] = field(default_factory=list)
+    learned: Mapping[str, StoredTable] = field(default_factory=dict)  # by feature
+
+
+def read_rows(task: Task) -> Rows:
+    """Read every file into parts, by way of the recipe's derivation where it has one."""
+    fields = task.layout.fields
+    if task.recipe.derive is None:
+        sources = [
+            Source(number=number, path=path, fields=fields, format=task.schema.source)
+            for number, path in enumerate(task.files)
+        ]
+        blocks = ingest_sources(task, sources, "parts", _PartSink(task), task.limit)
+        return Rows(blocks=blocks, raw=blocks)
+    raw: list[IngestedBlock] = []
+    made = Source(
+        number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
+        name=f"rows that recipe {task.recipe.name} derives",
+    )  # fmt: skip
+    # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
+    limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
+    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task), limit, stage="encode"), raw=raw)
+
+
+@dataclass(frozen=True)
+class _PartSink:
+    task: Task
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
+        return self.task.keep(path, block, file)
+
+
+def ingest_sources(
+    task: Task,
+    sources: Sequence[Source],
+    name: str,
+    sink: Callable[[Block, str, Path], Any],
+    limit: BadLineLimit,
+    *,
+    suffix: str = ".part",
+    stage: str = "read",
+    total: int | None = None,
+) -> list[IngestedBlock]:
+    """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``.
+
+    ``total`` is the bytes of the stage, where these sources are not all of it.
+    """
+    total = _bytes_of(source.path for source in sources) if total is None else total
+
+    def advance(size: int) -> None:
+        task.read[stage] += size
+        task.report(Progress(stage=stage, done=task.read[stage], total=total, unit="bytes"))
+
+    blocks, reused = ingest(
+        sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
+        block_bytes=task.block_bytes, suffix=suffix,
+    )  # fmt: skip
+    task.reused += reused
+    return blocks
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def derivation(task: Task, raw: list[IngestedBlock]) -> pl.LazyFrame:
+    """Check and type the raw lines of every input, which join ``raw``; and how the recipe makes the rows of them."""
+    assert task.recipe.derive is not None
+    frames: dict[str, pl.LazyFrame] = {}
+    inputs = list(_match_inputs(task.recipe, task.files))
+    total = _bytes_of(path for _, spec, paths in inputs for path in paths if not _is_parquet(path, spec))
+    for name, spec, paths in inputs:
+        if paths:
+            frames[name] = _raw_frame(task, raw, name, spec, paths, total)
+    with explained(task):
+        return task.recipe.derive(frames, task.schema)
+
+
+@contextmanager
+def explained(task: Task) -> Iterator[None]:
+    """Say of Polars' errors which recipe could not work with which files."""
+    try:
+        yield
+    except pl.exceptions.PolarsError as error:
+        names = ", ".join(str(path) for path in task.files[:3])
+        raise DataError(
+            f"recipe {task.recipe.name} cannot work with {names}: {reason_of(error)}. "
+            "docs/recipes.md describes its input."
+        ) from error
+
+
+def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
+    """The rows that the recipe makes, in a file."""
+    frame = derivation(task, raw)
+    path = task.work / "derived.parquet"
+    if task.journal.finished("derived", path) is None:
+        task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
+        beside = path.with_suffix(".tmp")
+        with explained(task), full_disk():
+            frame.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
+        os.replace(beside, path)
+        task.journal.add("derived", checksum(path))
+    else:
+        task.reused += 1
+    task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
+    return path
+
+
+def _is_parquet(path: Path, raw: RawInput) -> bool:
+    return source_kind(path, raw.format.kind) == "parquet"
+
+
+def _raw_frame(
+    task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path], total: int
+) -> pl.LazyFrame:
+    """Return one input of a recipe; ``total``: bytes of all inputs that are text."""
+    parquet = [path for path in paths if _is_parquet(path, raw)]
+    if parquet:
+        if len(parquet) < len(paths):
+            raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
+        return pl.scan_parquet(parquet)
+    fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
+    sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
+    labels = [item for item in fields if item.column in raw.labels]
+    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet", total=total)
+    done += blocks
+    return pl.scan_parquet([block.path for block in blocks])
+
+
+@dataclass(frozen=True)
+class _RawSink:
+    labels: Sequence[Field]
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
+        for item in self.labels:
+            block.drop_labels(item)
+        names = list(dict.fromkeys(item.column for item in block.columns))
+        beside = path.with_suffix(".tmp")
+        with full_disk():
+            block_frame(block, names).write_parquet(beside, compression="lz4")
+        os.replace(beside, path)
+        return checksum(path)
+
+
+def _match_inputs(recipe: Recipe, files: Sequence[Path]) -> Iterator[tuple[str, RawInput, list[Path]]]:
+    left = list(files)
+    matched = {}
+    for name, raw in recipe.inputs.items():
+        matched[name] = [path for path in left if any(fnmatch(path.name, pattern) for pattern in raw.files)]
+        left = [path for path in left if path not in matched[name]]
+    if left:
+        patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
+        raise DataError(f"recipe {recipe.name} has no use for {left[0]}. It reads: {', '.join(patterns)}.")
+    for name, raw in recipe.inputs.items():
+        if not matched[name] and not raw.optional:
+            raise DataError(
+                f"recipe {recipe.name} needs its {name} file ({' or '.join(raw.files)}). "
+                f"{recipe.example and 'For example: ' + recipe.example}"
+            )
+        yield name, raw, matched[name]

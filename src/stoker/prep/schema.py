@@ -1,0 +1,463 @@
+"""What a click log means: which column is the label, which are features, how they are typed, filled, split.
+
+A schema is a value: frozen, comparable, hashable by content (:meth:`Schema.hash`), the same in Python, TOML
+and YAML. Nothing here reads data; :func:`stoker.prepare` fits a schema to files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
+
+from stoker.base.checks import build_schema, choice, fail, positive, read_mapping
+from stoker.base.errors import SchemaError
+from stoker.dataset.spec import Feature
+from stoker.prep.features.base import (
+    Derivation,
+    check_features,
+    column_taken,
+    feature_from_dict,
+    leading,
+    missing_column,
+)
+from stoker.prep.source_format import SourceFormat
+
+__all__ = [
+    "CategoricalColumn",
+    "DenseColumn",
+    "Label",
+    "Schema",
+    "SequenceColumn",
+    "SplitRule",
+    "Timestamp",
+]
+
+VALUE_TYPES = ("hex", "int", "float", "string")
+TIME_TYPES = ("int", "float", "datetime")
+TRANSFORMS = ("log1p", "zscore", "minmax")
+FITTED_TRANSFORMS = ("zscore", "minmax")
+FILLS = ("mean", "median")
+OOV_POLICIES = ("reserved", "drop", "error")
+MISSING_POLICIES = ("oov", "category")
+SPLIT_NAMES = ("train", "valid", "test")
+FILE_TARGETS = (*SPLIT_NAMES, "drop", "halves")
+RULE_KEYS: dict[str, tuple[str, ...]] = {
+    "runs": ("runs",),
+    "time": ("train", "valid", "test"),
+    "hash": ("train", "valid", "test", "column", "seed"),
+    "column": ("column", "values"),
+    "leave_last_out": ("column", "min_rows"),
+    "files": ("files",),
+    "last_touch": ("train", "valid", "test", "column"),
+}
+_LABEL_RULE = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """The column to predict. Without a rule its values must be 0 or 1."""
+
+    column: str
+    rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1
+
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            self.parsed()
+
+    def parsed(self) -> tuple[str, float | str] | None:
+        """Operator and operand of the rule, or None where there is no rule."""
+        if self.rule is None:
+            return None
+        match = _LABEL_RULE.fullmatch(self.rule)
+        if match is None:
+            fail(
+                "label",
+                "rule",
+                f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"",
+            )
+        text = match[2]
+        if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+            if match[1] not in ("==", "!="):
+                fail("label", "rule", f"{self.rule!r} orders text. Compare text with == or != only")
+            return match[1], text[1:-1]
+        try:
+            return match[1], float(text)
+        except ValueError:
+            fail("label", "rule", f"{self.rule!r} compares with neither a number nor quoted text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timestamp:
+    """When the example happened. Needed by the rules time, leave_last_out and last_touch."""
+
+    column: str
+    type: str = "int"  # int | float | datetime (text, see format)
+    format: str | None = None  # strftime pattern for datetime; None: ISO 8601
+
+    def __post_init__(self) -> None:
+        choice("timestamp", "type", self.type, TIME_TYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseColumn:
+    """A number fed to the model as it is. Order of work: fill, clip, transforms."""
+
+    name: str
+    source: str | None = None  # raw column; None: the same name
+    fill: float | str = 0.0  # for missing values: a number, "mean" or "median" of the training rows
+    clip_min: float | None = None
+    clip_max: float | None = None
+    transforms: tuple[str, ...] = ()  # log1p: log(max(x, 0) + 1); zscore, minmax: fitted on training rows, last
+    null_flag: bool = False  # another column, NAME_is_null, behind this one: 1 where the value was missing, else 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        where = f"dense column {self.name!r}"
+        for transform in self.transforms:
+            choice(where, "transforms", transform, TRANSFORMS)
+        if isinstance(self.fill, str):
+            choice(where, "fill", self.fill, FILLS, "or a number")
+        if any(transform in FITTED_TRANSFORMS for transform in self.transforms[:-1]):
+            fail(where, "transforms", f"{list(self.transforms)}: zscore or minmax must be the last one")
+        if self.clip_min is not None and self.clip_max is not None and self.clip_min > self.clip_max:
+            fail(where, "clip_min", f"{self.clip_min} lies above clip_max {self.clip_max}")
+
+    @property
+    def raw(self) -> str:
+        """Name of the raw column."""
+        return self.source or self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what the model sees of it."""
+        return (self.name, f"{self.name}_is_null") if self.null_flag else (self.name,)
+
+    @property
+    def fitted(self) -> bool:
+        """Whether training rows must be seen before a value can be written."""
+        return isinstance(self.fill, str) or bool(self.transforms and self.transforms[-1] in FITTED_TRANSFORMS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CategoricalColumn:
+    """One id per example.
+
+    Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
+    ``hash_buckets`` there is no vocabulary: the id is 1 + hash(value) % hash_buckets.
+    """
+
+    name: str
+    source: str | None = None  # raw column; None: the same name
+    type: str = "string"  # hex (unsigned, up to 16 digits) | int (64 bit) | float | string
+    table: str | None = None  # columns that name the same table share vocabulary and rows; None: its own
+    min_count: int = 1  # training occurrences below which a value has no id
+    modulo: int | None = None  # int and hex: the value modulo this, before the vocabulary
+    hash_buckets: int | None = None
+    oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
+    missing: str = "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
+    fill: int | float | str | None = None  # instead: an empty field is this value
+
+    def __post_init__(self) -> None:
+        _check_categorical(self, f"{_KIND[type(self)]} column {self.name!r}")
+
+    @property
+    def raw(self) -> str:
+        """Name of the raw column."""
+        return self.source or self.name
+
+    @property
+    def table_name(self) -> str:
+        """Name of the table that the ids address."""
+        return self.table or self.name
+
+    def feature(self) -> Feature:
+        """The feature that models see."""
+        return Feature(name=self.name, table=self.table_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceColumn(CategoricalColumn):
+    """A list of ids per example: a list column in Parquet and JSON, separated text elsewhere."""
+
+    separator: str = "|"  # between the values of a text field
+    max_length: int = 50  # ids kept at most
+    keep: str = "last"  # which ones of a longer list: last | first
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = f"sequence column {self.name!r}"
+        positive(where, "max_length", self.max_length)
+        choice(where, "keep", self.keep, ("last", "first"))
+        if self.missing != "oov" or self.fill is not None:
+            fail(where, "missing", "does not apply: an empty list is an empty bag")
+        if len(self.separator.encode()) != 1:
+            fail(where, "separator", f"{self.separator!r} is not one ASCII character")
+
+    def feature(self) -> Feature:
+        """The feature that models see."""
+        return Feature(name=self.name, table=self.table_name, sequence=True, max_length=self.max_length)
+
+
+_KIND = {CategoricalColumn: "categorical", SequenceColumn: "sequence"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """Which rows train, validate and test. docs/prepare.md describes every rule with an example."""
+
+    rule: str = "hash"
+    train: float = 0.8  # shares, for time, hash and last_touch; they must sum to 1
+    valid: float = 0.1
+    test: float = 0.1
+    runs: int = 7  # runs: equal runs of lines; the last is halved in file order, first test then validation
+    column: str | None = None  # hash: None hashes the row number; leave_last_out, last_touch: the user
+    values: Mapping[str, str] = field(default_factory=dict)  # column: raw value -> train | valid | test | drop
+    files: Mapping[str, str] = field(default_factory=dict)  # files: name pattern -> as above, or halves
+    min_rows: int = 3  # leave_last_out: users with fewer rows only train
+    seed: int = 0  # hash
+
+    def __post_init__(self) -> None:
+        choice("split", "rule", self.rule, tuple(RULE_KEYS))
+        object.__setattr__(self, "values", dict(self.values))
+        object.__setattr__(self, "files", dict(self.files))
+        shares = (self.train, self.valid, self.test)
+        if "train" in RULE_KEYS[self.rule] and (abs(sum(shares) - 1) > 1e-9 or min(shares) < 0):
+            said = " + ".join(f"{share:g}" for share in shares)
+            fail("split", "train", f"+ valid + test = {said} = {sum(shares):g}, not 1. Give all three")
+        if self.rule in ("column", "leave_last_out", "last_touch") and self.column is None:
+            fail("split", "column", f"is missing: rule {self.rule!r} needs the column to split by")
+        for key, targets in (("values", (*SPLIT_NAMES, "drop")), ("files", FILE_TARGETS)):
+            if key in RULE_KEYS[self.rule] and not getattr(self, key):
+                fail("split", key, f"is missing: rule {self.rule!r} needs it")
+            for target in getattr(self, key).values():
+                choice("split", key, target, targets)
+        positive("split", "runs", self.runs, least=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Everything :func:`stoker.prepare` must know of a log."""
+
+    label: Label
+    dense: tuple[DenseColumn, ...] = ()
+    categorical: tuple[CategoricalColumn, ...] = ()
+    sequence: tuple[SequenceColumn, ...] = ()
+    split: SplitRule = field(default_factory=SplitRule)
+    source: SourceFormat = field(default_factory=SourceFormat)
+    timestamp: Timestamp | None = None
+    group: str | None = None  # raw column whose equal rows make one list to rank, e.g. a session or an impression
+    negative_keep: float = 1.0  # share of the rows with label 0 that is kept, in every split, before the split
+    seed: int = 0  # of that choice
+    name: str = "custom"
+    feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are worked out (stoker.features)
+    derive: tuple[str, ...] = ()  # features in one line each, with columns: they join the others, and this is empty
+
+    def __post_init__(self) -> None:
+        for key in ("dense", "categorical", "sequence", "feature"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        for text in self.derive:
+            for key, more in self._with(text).items():
+                object.__setattr__(self, key, more)
+        object.__setattr__(self, "derive", ())
+        object.__setattr__(self, "feature", tuple(feature.in_groups(self.group or None) for feature in self.feature))
+        if self.feature:
+            self._check_features()
+        if not (self.dense or self.categorical or self.sequence):
+            raise SchemaError("the schema has no feature. Add at least one dense, categorical or sequence column.")
+        names = [*self.dense_names, *(column.name for column in self.features)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
+        if not 0 < self.negative_keep <= 1:
+            fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
+        if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:
+            fail("split", "rule", f"{self.split.rule!r} needs a [timestamp] with its column")
+        if self.group == "":
+            fail("schema", "group", "is empty. Name the raw column, or leave it out")
+        if self.group is not None and self.split.rule == "hash" and self.split.column is None:
+            # By row number the rule would cut nearly every list; by the group it never does.
+            object.__setattr__(self, "split", replace(self.split, column=self.group))
+        self._check_label()
+        self._check_shared_tables()
+
+    def with_feature(self, feature: Derivation | Mapping[str, Any] | str) -> Schema:
+        """The schema with one feature more, and a column of the model for each thing that it makes: numbers are dense
+        (counts and durations as logarithms, all scaled), texts and buckets categorical.
+
+        Args:
+            feature: it, its plain values with ``kind``, or one line such as ``"mean_target by=city,item"``.
+
+        Raises:
+            SchemaError: the feature is none, or does not fit the others.
+        """
+        return replace(self, **self._with(feature))
+
+    def _with(self, feature: Derivation | Mapping[str, Any] | str) -> dict[str, Any]:
+        from stoker.prep.features.one_line import feature_of, model_columns
+
+        made = feature_of(feature)
+        columns = model_columns(made).items()
+        dense = [DenseColumn(name=name, **given) for name, given in columns if "type" not in given]
+        categorical = [CategoricalColumn(name=name, **given) for name, given in columns if "type" in given]
+        return {
+            "feature": (*self.feature, made),
+            "dense": (*self.dense, *dense),
+            "categorical": (*self.categorical, *categorical),
+        }
+
+    def _check_features(self) -> None:
+        check_features(self.feature)
+        dense = tuple(one for column in self.dense for one in self._expanded(column))
+        object.__setattr__(self, "dense", dense)
+        local = leading(self.feature)
+        late = {output: feature for feature in self.feature[local:] for output in feature.outputs}
+        keys = {"label": self.label.column, "timestamp": self.timestamp and self.timestamp.column}
+        for key, column in {**keys, "split": self.split.column}.items():
+            if column in late:
+                fail(key, "column", f"{column!r} is made by {late[column].where}, which needs the rows split already")
+        if self.source.columns:
+            present = [*self.source.columns]
+            for feature in self.feature:
+                for column in feature.inputs:
+                    if column not in present:
+                        raise missing_column(feature, column, present)
+                for column in feature.outputs:
+                    if column in present:
+                        raise column_taken(feature, column, "the lines (source.columns)")
+                present += feature.outputs
+
+    def _check_label(self) -> None:
+        """Refuse columns that tell a row its own label, because features make them of it."""
+        from stoker.prep.features.past import Difference, Past
+
+        told = {self.label.column: ""}  # column -> who made it of the label
+        for feature in self.feature:
+            own = set(feature.inputs)
+            if isinstance(feature, Past):  # labels of the rows before are known: as events, or as what is "previous"
+                own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
+            if own & told.keys():
+                told |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
+        columns: tuple[DenseColumn | CategoricalColumn, ...] = (*self.dense, *self.features)
+        for column in columns:
+            if told.get(column.raw):
+                fail(
+                    f"column {column.name!r}", "source",
+                    f"{column.raw!r} tells the label {self.label.column!r}{told[column.raw]}: a model would read off "
+                    "what it is to predict. Leave the column out",
+                )  # fmt: skip
+
+    def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
+        """A column for every output of the features that a pattern like ``has_*`` matches."""
+        if "*" not in column.name:
+            return (column,)
+        outputs = [output for feature in self.feature for output in feature.outputs]
+        names = [name for name in outputs if fnmatchcase(name, column.name)]
+        if not names:
+            fail(f"dense column {column.name!r}", "name", f"matches no output of a feature: {', '.join(outputs)}")
+        return tuple(replace(column, name=name, source=None) for name in names)
+
+    def _check_shared_tables(self) -> None:
+        first: dict[str, CategoricalColumn] = {}
+        for column in self.features:
+            other = first.setdefault(column.table_name, column)
+            for key in ("type", "min_count", "modulo", "hash_buckets"):
+                if getattr(column, key) != getattr(other, key):
+                    fail(
+                        f"column {column.name!r}",
+                        key,
+                        f"{getattr(column, key)!r} differs from {getattr(other, key)!r} in {other.name!r}, "
+                        f"which shares table {column.table_name!r}. Give them the same",
+                    )
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        """Names of the dense columns that models see, in order: those of the schema, each before its flag."""
+        return tuple(name for column in self.dense for name in column.names)
+
+    @property
+    def features(self) -> tuple[CategoricalColumn, ...]:
+        """Categorical, then sequence columns: the order of ids in every batch."""
+        return (*self.categorical, *self.sequence)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
+        values = asdict(self)
+        del values["derive"]
+        if self.timestamp is None:
+            del values["timestamp"]
+        values["feature"] = [feature.to_dict() for feature in self.feature]
+        if not self.feature:  # schemas without features have the hashes that they always had
+            del values["feature"]
+        for column in values["dense"]:
+            if not column["null_flag"]:  # so that schemas without one keep their hash
+                del column["null_flag"]
+        return cast("dict[str, Any]", _plain(values))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
+        """A schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
+        parts: dict[str, Any] = {
+            "label": Label,
+            "dense": DenseColumn,
+            "categorical": CategoricalColumn,
+            "sequence": SequenceColumn,
+            "split": SplitRule,
+            "source": SourceFormat,
+            "timestamp": Timestamp,
+            "feature": _feature,
+        }
+        return cast(Schema, build_schema(cls, values, parts, where, RULE_KEYS))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Schema:
+        """A schema from a TOML or YAML file. Files that its features merge may lie beside it."""
+        from stoker.prep.features.merge import Merge
+
+        schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
+        folder = Path(path).parent
+        features = [one.of_schema(folder) if isinstance(one, Merge) else one for one in schema.feature]
+        return replace(schema, feature=tuple(features)) if schema.feature else schema
+
+    def hash(self) -> str:
+        """sha256 of the canonical JSON form: equal schemas have equal hashes."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_categorical(column: CategoricalColumn, where: str) -> None:
+    choice(where, "type", column.type, VALUE_TYPES)
+    choice(where, "oov", column.oov, OOV_POLICIES)
+    choice(where, "missing", column.missing, MISSING_POLICIES)
+    positive(where, "min_count", column.min_count)
+    positive(where, "modulo", column.modulo)
+    positive(where, "hash_buckets", column.hash_buckets)
+    if column.hash_buckets is not None and column.hash_buckets >= 2**32:  # codes have at most 32 bits
+        fail(where, "hash_buckets", f"{column.hash_buckets:,} is above {2**32 - 1:,}, the most there may be")
+    if column.modulo is not None and column.type not in ("int", "hex"):
+        fail(where, "modulo", f"needs type int or hex, not {column.type}. Use hash_buckets for text")
+    if column.hash_buckets is not None and column.min_count > 1:
+        fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
+    if column.fill is not None:
+        if column.missing != "oov":
+            fail(where, "fill", "and missing='category' contradict each other. Leave one of them out")
+        wanted = {"hex": (int, str), "int": (int,), "float": (int, float), "string": (str,)}[column.type]
+        if not isinstance(column.fill, wanted) or isinstance(column.fill, bool):
+            fail(where, "fill", f"{column.fill!r} is not a value of type {column.type}")
+
+
+def _feature(value: Any, where: str) -> Derivation:
+    return value if isinstance(value, Derivation) else feature_from_dict(value, where)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None or key == "quote"}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

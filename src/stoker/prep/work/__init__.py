@@ -1,0 +1,1 @@
+"""What a preparation keeps on disk while it runs."""

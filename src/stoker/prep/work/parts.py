@@ -1,0 +1,198 @@
+"""The work of a preparation: typed parts, and the journal that says which are finished.
+
+A part holds the rows of one block of one file as plain arrays. On disk it is written beside and renamed, and its
+size and checksum go to the journal afterwards; such a part counts only if the journal has it and its bytes still
+agree. So a run that was killed, or a machine that lost power, never reads a half-written part.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import zlib
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import DataError
+
+__all__ = ["ALIGN", "HELD", "Journal", "Part", "PartFile", "checksum", "write_part"]
+
+Array = npt.NDArray[Any]
+ALIGN = 64
+HELD = "held"  # of a record: the path of a part that is in memory only
+
+
+def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Write arrays to ``path`` and return its size and checksum for the journal."""
+    header: dict[str, Any] = {}
+    position = 0
+    for name, array in arrays.items():
+        header[name] = [array.dtype.str, list(array.shape), position]
+        position += -(-array.nbytes // ALIGN) * ALIGN
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    crc, size = 0, 0
+    beside = path.with_suffix(".tmp")
+    with beside.open("wb") as file:
+        for piece in _pieces(text, arrays):
+            crc = zlib.crc32(piece, crc)
+            size += file.write(piece)
+    os.replace(beside, path)
+    return {"bytes": size, "crc": crc}
+
+
+def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
+    yield len(text).to_bytes(8, "little") + text
+    for array in arrays.values():
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        if padding := -array.nbytes % ALIGN:
+            yield bytes(padding)
+
+
+def checksum(path: Path) -> dict[str, int]:
+    """Size and checksum of a finished part."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            crc = zlib.crc32(piece, crc)
+            size += len(piece)
+    return {"bytes": size, "crc": crc}
+
+
+class Part(AbstractContextManager["Part"]):
+    """Read-only arrays of one part. Use as a context manager so that what it took of memory goes again."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def __getitem__(self, name: str) -> Array: ...
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Elements of an array, without touching it."""
+
+
+class PartFile(Part):
+    """A part on disk, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        length = int.from_bytes(self._map[:8], "little")
+        self._start = 8 + length
+        self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
+
+    def __exit__(self, *error: object) -> None:
+        # Arrays may still refer to the map; the pages go now, the map itself with the last of them.
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._header
+
+    def __getitem__(self, name: str) -> Array:
+        dtype, shape, position = self._header[name]
+        count = int(np.prod(shape, dtype=np.int64))
+        flat = np.frombuffer(self._map, np.dtype(dtype), count, self._start + position)
+        return flat.reshape(shape)
+
+    def size(self, name: str) -> int:
+        return int(np.prod(self._header[name][1], dtype=np.int64))
+
+
+class Journal:
+    """Finished steps of a preparation, one JSON line each, in ``directory``/journal.jsonl.
+
+    Args:
+        directory: the work directory; made if missing.
+        fingerprint: what the work depends on. Work of another fingerprint is thrown away.
+        resume: False throws any earlier work away.
+    """
+
+    def __init__(self, directory: Path, fingerprint: Mapping[str, Any], *, resume: bool = True) -> None:
+        self.directory = directory
+        self.done: dict[str, dict[str, Any]] = {}
+        path = directory / "journal.jsonl"
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(directory)
+        kept = 0
+        if resume and path.exists():
+            kept = self._load(path, fingerprint)
+        if not kept:
+            for entry in directory.iterdir():
+                if entry.name != "lock":
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        self._file = path.open("r+b" if kept else "wb")
+        self._file.seek(kept)
+        self._file.truncate()
+        if not kept:
+            self._append({"fingerprint": dict(fingerprint)})
+
+    def _load(self, path: Path, fingerprint: Mapping[str, Any]) -> int:
+        """Read finished steps; returns the length of the whole lines, 0 for another fingerprint."""
+        raw = path.read_bytes()
+        kept = 0
+        for line in raw.splitlines(keepends=True):
+            try:
+                entry = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict):
+                break
+            if kept == 0 and entry.get("fingerprint") != json.loads(json.dumps(fingerprint)):
+                return 0
+            if "step" in entry:
+                self.done[entry["step"]] = entry
+            kept += len(line)
+        return kept
+
+    def add(self, step: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Record a finished step; only in memory where its part is held there."""
+        full = {"step": step, **entry}
+        if HELD not in full:
+            self._append(full)
+        self.done[step] = full
+        return full
+
+    def finished(self, step: str, path: Path | None = None) -> dict[str, Any] | None:
+        """The record of a step if it is finished and its file, if any, is whole."""
+        entry = self.done.get(step)
+        if entry is None or path is None:
+            return entry
+        if not path.exists() or checksum(path) != {"bytes": entry["bytes"], "crc": entry["crc"]}:
+            return None
+        return entry
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._file.close()
+        self._lock.close()
+
+
+def _lock(directory: Path) -> IO[bytes]:
+    file = (directory / "lock").open("wb")
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: two preparations into one directory are the user's to avoid
+        return file
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise DataError(
+            f"another stoker prepare is writing to {directory.parent}. Wait for it, or choose another directory."
+        ) from error
+    return file

@@ -1,0 +1,209 @@
+"""One preparation: its settings, its work directory, and what its steps share."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.base.device import available_memory
+from stoker.base.errors import DataError
+from stoker.base.version import __version__
+from stoker.dataset.manifest import REQUEST
+from stoker.dataset.memory import Home, home_of
+from stoker.prep.features.merge import Merge
+from stoker.prep.parse.columns import Block
+from stoker.prep.parse.layout import Layout
+from stoker.prep.parse.quarantine import BadLineLimit
+from stoker.prep.parse.sources import BLOCK_BYTES
+from stoker.prep.recipe import Recipe
+from stoker.prep.schema import Label, Schema, SplitRule
+from stoker.prep.work.part_store import PartStore
+from stoker.prep.work.parts import Journal
+from stoker.prep.work.row_store import RowStore
+
+if TYPE_CHECKING:
+    from stoker.prep.like import Like
+
+__all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
+
+WORK_VERSION = 9  # of the parts; raise it when their content changes
+SPLITS = ("train", "valid", "test")
+_HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_OURS = (
+    "manifest.json",
+    REQUEST,
+    "counts.safetensors",
+    "quarantine.jsonl",
+    "vocab",
+    "groups",
+    "features",
+    ".work",
+    *SPLITS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Passed to the ``progress`` callback: a stage and how much of it is done, which never falls within a stage."""
+
+    stage: str  # read | derive | features | encode | fit | write; of --reorder also look | order | replace
+    done: int
+    total: int
+    unit: str  # bytes | steps | rows | tables
+
+
+@dataclass(kw_only=True)
+class Task:
+    """Settings of a preparation and the state that its steps share."""
+
+    recipe: Recipe
+    schema: Schema
+    files: list[Path]
+    out: Path
+    limit: BadLineLimit
+    threads: int
+    report: Callable[[Progress], None]
+    block_bytes: int = BLOCK_BYTES
+    hold_bytes: int | None = None  # of parts in memory; None: what the machine's memory leaves room for
+    reused: int = 0  # steps that an interrupted run had finished
+    like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
+    splitting: Schema = field(init=False)  # by which rows are split
+    inner: Schema = field(init=False)  # of the rows whose features are worked out
+    layout: Layout = field(init=False)
+    journal: Journal = field(init=False)
+    parts: PartStore = field(init=False)
+    rows: RowStore = field(init=False)  # whose features are worked out
+    home: Home | None = field(init=False)  # of a dataset that is to be in memory
+    read: Counter[str] = field(init=False, default_factory=Counter)  # bytes by stage, over all inputs
+
+    def __post_init__(self) -> None:
+        self.splitting = self.schema if self.like is None else _all_test(self.schema)
+        self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
+        self.layout = Layout(self.inner)
+        self.home = home_of(self.out)
+        room = _room() if self.hold_bytes is None else self.hold_bytes
+        self.parts = PartStore(room)
+        self.rows = RowStore(room if self.home is not None else 0)  # passes over rows must find them after a kill
+
+    @property
+    def merged(self) -> list[Merge]:
+        """Features whose file is read."""
+        return [one for one in self.schema.feature if isinstance(one, Merge) and self.like is None]
+
+    @property
+    def work(self) -> Path:
+        """Where unfinished work lies; the directory goes when the dataset is whole."""
+        return self.out / ".work"
+
+    def begin(self, *, resume: bool) -> None:
+        """Take the output directory and open the journal of earlier work.
+
+        Raises:
+            DataError: the directory holds something else, or a preparation that is running.
+        """
+        self._claim()
+        self.journal = Journal(self.work, self._fingerprint(), resume=resume)
+        if not self.journal.done:
+            self._remove(keep=(".work",))
+
+    def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
+        """Make the part ``path`` of a block; what its step's record must say of it."""
+        arena = self.parts.arena(self.layout.most(block.rows))
+        return self.parts.write(path, self.layout.arrays(block, file, arena), arena)
+
+    def save(self) -> None:
+        """Keep what is finished for a run that goes on from here; where the disk has no room, what it has room for."""
+        if self.home is None:  # what would have been in memory begins anew
+            with suppress(OSError):
+                self.parts.save(self.journal)
+
+    def discard(self) -> None:
+        """Forget all finished work."""
+        self.journal.done.clear()
+        self._remove(keep=(".work",))
+
+    def _claim(self) -> None:
+        """Only an empty directory is ours, or one where a preparation was interrupted."""
+        if self.out.exists() and not self.out.is_dir():
+            raise DataError(f"{self.out} is a file. Choose another directory.")
+        present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
+        if present and not (self.work / "journal.jsonl").exists() and present != [".work"]:
+            raise DataError(
+                f"{self.out} is not empty and no dataset ({', '.join(present[:3])} ...). Choose another directory."
+            )
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
+            raise DataError(
+                f"{self.out} cannot be made ({error.strerror}). Choose a directory that you may write to."
+            ) from error
+
+    def _remove(self, keep: Sequence[str] = ()) -> None:
+        for name in _OURS:
+            path = self.out / name
+            if name not in keep and path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def request(self, *settings: Any) -> str | None:
+        """Return a hash of all that decides the bytes of the dataset, and of further settings.
+
+        None where code that is not Stoker's has a part in it, which may be another tomorrow.
+        """
+        derive: Any = self.recipe.derive
+        function = getattr(derive, "func", derive)  # of a partial
+        parts = [*map(type, self.schema.feature), *([] if derive is None else [function])]
+        ours = all(str(part.__module__).startswith("stoker.") for part in parts)
+        if self.home is not None or not ours or not all(one.path.is_file() for one in self.merged):
+            return None
+        given = [getattr(derive, name, None) for name in ("args", "keywords")]
+        values = [self._inputs(), self.limit.strict, self.limit.share, repr([given, *settings])]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {"work_version": WORK_VERSION, "block_bytes": self.block_bytes, **self._inputs()}
+
+    def _inputs(self) -> dict[str, Any]:
+        return {
+            "stoker": __version__,
+            "recipe": [self.recipe.name, self.recipe.preset_name],
+            "schema": self.schema.hash(),
+            "files": [_stamp(path) for path in self.files],
+            "merged": [_stamp(one.path) for one in self.merged],
+            "like": self.like.identity if self.like is not None else None,
+        }  # fmt: skip
+
+
+def _room() -> int:
+    """Bytes of parts to hold in memory."""
+    return min(_HOLD_MOST, (available_memory() or 0) // 8)
+
+
+def _stamp(path: Path) -> list[Any]:
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
+
+
+def _all_test(schema: Schema) -> Schema:
+    """For rows that nothing is learned from: a column may still drop rows, and no other rule needs its column."""
+    if schema.split.rule == "column":
+        return schema
+    return replace(schema, split=SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0))
+
+
+def _featured(schema: Schema) -> Schema:
+    """For rows whose label and split stand in columns of their own."""
+    values = {name: name for name in (*SPLITS, "drop")}
+    return replace(
+        schema, label=Label(column="__label"), split=SplitRule(rule="column", column="__split", values=values),
+        timestamp=None, negative_keep=1.0,
+    )  # fmt: skip

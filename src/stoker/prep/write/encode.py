@@ -1,0 +1,268 @@
+"""The last pass over finished parts: shards in which every value is its id."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import DataError
+from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.transforms import DenseFit, DenseSteps
+from stoker.prep.parse.dictionary_kernels import count_codes
+from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
+from stoker.prep.schema import CategoricalColumn
+from stoker.prep.work.part_store import Arena, padded
+from stoker.prep.work.parts import Part, PartFile
+from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
+
+__all__ = ["Encoder", "Slice"]
+
+Array = npt.NDArray[Any]
+Open = Callable[[PartRows], Part]
+Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
+Memory = Callable[[int], npt.NDArray[np.uint8]]  # gives so many bytes
+
+
+def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
+    """The value behind a code above 0, after fill and modulo."""
+    if column.type == "string":
+        ends = arrays[f"ends.{index}"]
+        return arrays[f"bytes.{index}"][ends[code - 1] : ends[code]].tobytes().decode()
+    value = arrays[f"values.{index}"][code - 1]
+    if column.type == "hex":
+        return f"{value.view(np.uint64):x}"
+    return str(value.view(np.float64) if column.type == "float" else value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Rows [begin, end) of one part's rows in a split."""
+
+    part: PartRows
+    begin: int
+    end: int
+
+
+class Encoder:
+    """Makes shards of parts and finished tables.
+
+    Args:
+        layout: of the parts.
+        open_part: opens a part.
+        tables: work file of every table by name.
+        fit: of the dense columns.
+        wide: whether ids need int64.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        open_part: Open,
+        tables: Mapping[str, Path],
+        fit: Sequence[DenseFit],
+        *,
+        wide: bool,
+    ) -> None:
+        self.layout, self._open = layout, open_part
+        self._steps = DenseSteps(layout.columns, fit)
+        self._tables = dict(tables)
+        self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
+        self._starts: dict[str, Array] = {}
+        self._ids: dict[str, Array] = {}
+        self._last = threading.local()  # of each thread: the part it looked up last, and what it found
+        of_table: dict[str, int] = {}
+        self._rank: list[int] = []  # of each feature among the features of its table
+        for column in layout.features:
+            self._rank.append(of_table.get(column.table_name, 0))
+            of_table[column.table_name] = self._rank[-1] + 1
+        self._width = of_table
+        for column in layout.features:
+            if column.hash_buckets is None and column.table_name not in self._starts:
+                with PartFile(self._tables[column.table_name]) as arrays:
+                    self._starts[column.table_name] = np.array(arrays["starts"])
+                    self._ids[column.table_name] = arrays["ids"]  # mapped: the system keeps what there is room for
+
+    def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
+        """Ids by code of all features of a part, one after the other, and where each feature's begin."""
+        known = getattr(self._last, "found", None)
+        if known is None or known[0] != part.index:
+            self._last.found = known = (part.index, *self._look_up(part))
+        return known[1], known[2]
+
+    def _look_up(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
+        pieces, bases, at = [], [], 0
+        for index, column in enumerate(self.layout.features):
+            if column.hash_buckets is not None:
+                ids = np.arange(column.hash_buckets + 1)
+            else:
+                starts = self._starts[column.table_name]
+                position = part.index * self._width[column.table_name] + self._rank[index]
+                ids = self._ids[column.table_name][starts[position] : starts[position + 1]]
+            pieces.append(ids)
+            bases.append(at)
+            at += len(ids)
+        flat = np.concatenate(pieces).astype(self._id_type) if pieces else np.empty(0, self._id_type)
+        return flat, np.array(bases, np.int64)
+
+    def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
+        """Rows in which a column with oov="drop" has a value without id.
+
+        ``place_of`` words where a row of a part stands, for the error.
+
+        Raises:
+            DataError: a column with oov="error" has one.
+        """
+        lut, bases = self.lookup(part)
+        drop = np.zeros(part.rows, np.bool_)
+        with self._open(part) as arrays:
+            for index, column in enumerate(self.layout.features):
+                if column.oov == "reserved" or column.hash_buckets is not None:
+                    continue
+                codes, lengths = feature_codes(arrays, self.layout, index)
+                unknown = (codes > 0) & (lut[bases[index] + codes.astype(np.int64)] == 0)
+                rows = np.flatnonzero(unknown) if lengths is None else (
+                    np.repeat(np.arange(part.rows), lengths)[unknown]
+                )  # fmt: skip
+                if column.oov == "drop":
+                    drop[rows] = True
+                elif rows.size:
+                    value = _raw_value(arrays, index, column, int(codes[unknown][0]))
+                    raise DataError(
+                        f"{place_of(part, int(rows[0]))} has {value!r} in {column.name}, which got no id in training "
+                        f"(min_count {column.min_count}), and the column's oov policy is error. "
+                        "Use oov = 'reserved' for id 0, or 'drop' to leave such rows out."
+                    )
+        return drop
+
+    def count(
+        self, parts: Sequence[PartRows], train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """Training occurrences by id of every table, counted afresh after rows were dropped."""
+        counts = {}
+        for name, path in self._tables.items():
+            with PartFile(path) as arrays:
+                counts[name] = np.zeros(arrays.size("counts"), np.int64)
+        for part in parts:
+            chosen = train_rows(part)
+            if chosen is None:
+                continue
+            lut, bases = self.lookup(part)
+            bounds = [*bases.tolist(), len(lut)]
+            with self._open(part) as arrays:
+                for index, column in enumerate(self.layout.features):
+                    codes, lengths = feature_codes(arrays, self.layout, index)
+                    by_code = np.zeros(bounds[index + 1] - bounds[index], np.int64)
+                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), by_code)
+                    np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
+        return counts
+
+    def encode(
+        self,
+        slices: Sequence[Slice],
+        rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
+        *,
+        memory: Memory | None = None,
+    ) -> tuple[dict[str, Array], int, list[list[int]]]:
+        """The tensors of one shard from pieces of parts; its positive labels, and zero and all ids of each feature.
+
+        Args:
+            slices: the pieces.
+            rows_of: gives the rows of a part that belong to the split, in order.
+            memory: gives bytes for them.
+        """
+        n = sum(piece.end - piece.begin for piece in slices)
+        bags, width = bool(self.layout.sequences), len(self.layout.features)
+        room = memory if memory is not None else _fresh
+        shapes = ((n, len(self.layout.schema.dense_names)), n, (n if bags else 0, width))
+        dense, labels, lengths = _arrays(room, zip(shapes, (np.float32, np.float32, np.int32), strict=True))
+        lengths.fill(1)
+        ids: Array = np.empty((0 if bags else n, width), self._id_type)
+        flat: list[Array] = []
+        zeros = np.zeros(width, np.int64)
+        stop = 0
+        for piece in slices:
+            rows = rows_of(piece.part)[piece.begin : piece.end]
+            lut, bases = self.lookup(piece.part)
+            at, stop = stop, stop + len(rows)
+            with self._open(piece.part) as arrays:
+                if bags:
+                    flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros, room))
+                if bags or "dense" in arrays:
+                    labels[at:stop] = arrays["labels"][rows]
+                    self._dense(arrays, rows, dense, at)
+                    if not bags:
+                        codes = one_hot_codes(arrays, self.layout)
+                        gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, ids, at, zeros)
+                    continue
+                raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
+                known = arrays["labels"]
+                scales, places = self._steps.scales, self._steps.places
+                for begin, end, tile in self._steps.tiles(raw, rows):
+                    write_rows(
+                        tile, scales, places, dense, codes.addresses, codes.types, codes.rows, lut, bases,
+                        rows[begin:end], ids, known, labels, at + begin, zeros,
+                    )  # fmt: skip
+        positives = int(labels.sum(dtype=np.int64))
+        unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
+        found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}
+        if bags:
+            found["ids"] = flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, self._id_type), *flat])
+            found["lengths"] = lengths
+            sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+            found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
+        return found, positives, unknown
+
+    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
+        if "dense" in arrays:
+            out[at : at + len(rows)] = arrays["dense"][rows]
+        else:
+            self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
+
+    def _bags(
+        self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array, room: Memory
+    ) -> Array:
+        """The ids of some rows, bag by bag; their ``lengths`` are filled."""
+        layout = self.layout
+        slots = np.array(
+            [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
+             for i in range(len(layout.features))],
+            np.int64,
+        )  # fmt: skip
+        flat, bags, flat_base, bag_base = [], [], [], []
+        flat_at, bag_at = 0, 0
+        for index in layout.sequences:
+            codes, counts = arrays[f"codes.{index}"], arrays[f"counts.{index}"]
+            lengths[:, index] = counts[rows]
+            flat.append(codes)
+            bags.append(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
+            flat_base.append(flat_at)
+            bag_base.append(bag_at)
+            flat_at += len(codes)
+            bag_at += len(bags[-1])
+        sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+        starts = np.concatenate([[0], sums]).astype(np.int64)
+        (out,) = _arrays(room, [(int(starts[-1]), lut.dtype)])
+        one_hot = one_hot_codes(arrays, layout)
+        gather_bags(
+            one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
+            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
+        )  # fmt: skip
+        return out
+
+
+def _arrays(room: Memory, wanted: Iterable[tuple[int | tuple[int, int], npt.DTypeLike]]) -> list[Array]:
+    """Arrays of some shapes and types, one after the other in memory."""
+    kinds = list(wanted)
+    sizes = [padded(int(np.prod(shape)) * np.dtype(dtype).itemsize) for shape, dtype in kinds]
+    arena = Arena(room(sum(sizes)))
+    return [arena.take(shape, dtype) for shape, dtype in kinds]
+
+
+def _fresh(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)

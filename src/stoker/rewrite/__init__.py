@@ -1,0 +1,1 @@
+"""From a dataset to another: classified batches (FAE), new ids (EL-Rec)."""

@@ -1,0 +1,91 @@
+"""Recursive bisection in Numba. Import this module only where Numba is installed.
+
+Legend: N ids of a table, W windows, M pairs of an id and a window that holds it.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.ops.codegen.jit import jit
+
+__all__ = ["bisect"]
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+_LEAF = 8  # ids whose order among themselves is left as it is
+_ROUNDS = 20  # of exchanges between two halves at most
+_FEW = 500  # they end once less than one id in so many is exchanged
+_ONE = 65536.0  # costs are whole numbers, so that they add up to the same on every machine
+
+
+@jit
+def bisect(
+    order: Int64,  # [n] ids to be ordered; changed in place
+    starts: Int64,  # [N + 1] first pair of each id
+    windows: Int32,  # [M] window of each pair, by id
+    degree: Int32,  # [W, 2] zeros, and zeros again afterwards
+) -> None:
+    """Part ids into halves so that few windows need both, and the halves in turn.
+
+    A window that holds d of the n ids of a half costs d * (log2 n - log2(d + 1)) there: about the bits that its gaps
+    take. The ids that gain most change sides in pairs, as long as a pair gains.
+
+    Source: Dhulipala et al., "Compressing Graphs and Indexes with Recursive Graph Bisection", KDD 2016, algorithm 1.
+    """
+    logs = np.empty(len(order) + 2, np.int64)
+    logs[0] = 0
+    for i in range(1, len(logs)):
+        logs[i] = round(_ONE * math.log2(i))
+    gain = np.empty(len(order), np.int64)
+    parts = [(0, len(order))]
+    while len(parts) > 0:
+        low, high = parts.pop()
+        if high - low <= _LEAF:
+            continue
+        middle = low + (high - low) // 2
+        for place in range(low, high):
+            side = 0 if place < middle else 1
+            for pair in range(starts[order[place]], starts[order[place] + 1]):
+                degree[windows[pair], side] += 1
+        for _ in range(_ROUNDS):
+            for place in range(low, high):
+                side = 0 if place < middle else 1
+                own, other = logs[middle - low], logs[high - middle]
+                if side == 1:
+                    own, other = other, own
+                total = np.int64(0)
+                for pair in range(starts[order[place]], starts[order[place] + 1]):
+                    here, there = degree[windows[pair], side], degree[windows[pair], 1 - side]
+                    total += here * (own - logs[here + 1]) - (here - 1) * (own - logs[here])
+                    total += there * (other - logs[there + 1]) - (there + 1) * (other - logs[there + 2])
+                gain[place] = total
+            left = np.argsort(-gain[low:middle], kind="mergesort")
+            right = np.argsort(-gain[middle:high], kind="mergesort")
+            exchanged = 0
+            for i in range(middle - low):
+                a, b = low + left[i], middle + right[i]
+                if gain[a] + gain[b] <= 0:
+                    break
+                order[a], order[b] = order[b], order[a]
+                for pair in range(starts[order[a]], starts[order[a] + 1]):
+                    degree[windows[pair], 1] -= 1
+                    degree[windows[pair], 0] += 1
+                for pair in range(starts[order[b]], starts[order[b] + 1]):
+                    degree[windows[pair], 0] -= 1
+                    degree[windows[pair], 1] += 1
+                exchanged += 1
+            if exchanged * _FEW < high - low:
+                break
+        for place in range(low, high):
+            for pair in range(starts[order[place]], starts[order[place] + 1]):
+                degree[windows[pair], 0] = 0
+                degree[windows[pair], 1] = 0
+        parts.append((low, middle))
+        parts.append((middle, high))

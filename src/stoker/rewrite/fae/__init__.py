@@ -1,0 +1,1 @@
+"""Which rows are hot, and which batches (FAE)."""

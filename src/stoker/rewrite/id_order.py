@@ -1,0 +1,185 @@
+"""The order that the ids of a table get, so that ids used together are neighbours.
+
+EL-Rec (SC 2022, section IV and algorithm 2) keeps the hot ids in order of frequency and numbers the others by
+communities of their co-occurrence graph. Three things differ here by default, each because it was measured
+(docs/reorder.md):
+
+* Ids trade places only within **tiers** of about equal counts. Batches of shuffled rows need the fewest blocks of
+  neighbouring ids where ids follow their counts; in tiers they need about a hundredth more.
+* Within a tier ids are ordered by **recursive bisection** of ids against windows of the log. A batch pays for each
+  block that it touches, and bisection lowers about that; modularity knows a handful of communities, each of them
+  hundreds of blocks wide.
+* The result is a **bijection** by construction: a permutation of the ids, never a hash of them.
+
+Legend: N ids of the table, H ids that stay, M pairs, E edges.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import ConfigError, DependencyError
+from stoker.rewrite.id_windows import TableUse
+
+__all__ = ["METHODS", "Reordering", "blocks_of_shuffled", "blocks_of_windows", "new_ids"]
+
+Int64 = npt.NDArray[np.int64]
+_DRAWS = 32  # partners of an id in a window at most; more tell little of a small table
+METHODS = ("bisect", "communities", "first-use")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reordering:
+    """How ids are ordered.
+
+    Raises:
+        ConfigError: a setting outside its range.
+    """
+
+    method: Literal["bisect", "communities", "first-use"] = "bisect"
+    hot: float = 0.01  # ids that stay where they are, by frequency: the share of accesses they take; from 1 on, ids
+    spread: float = 2.0  # ids trade places where their counts differ by less than this factor; inf: all but hot ones
+    window: int = 4096  # neighbouring training rows that are looked at as one batch
+    edges: int = 8_000_000  # M at most, and E at most, per table
+    seed: int = 0  # of what is drawn where there are more
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"method {self.method!r} is none of {', '.join(METHODS)}.", settings=("method",))
+        if not 0 <= self.hot < math.inf:
+            raise ConfigError(f"hot is {self.hot}: give a share of the accesses below 1, or a number of ids.")
+        if not self.spread >= 1:
+            raise ConfigError(f"spread is {self.spread}: a factor between counts is at least 1.")
+        if self.window < 2:
+            raise ConfigError(f"a window of {self.window} rows has no neighbours. Give it the rows of a batch.")
+        if self.edges < 1000:
+            raise ConfigError(f"{self.edges} edges say nothing of a table. Allow some million.")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}: give a whole number from 0 on.")
+
+
+def new_ids(use: TableUse, how: Reordering) -> Int64:
+    """The new id of each id, [N]: a permutation. Id 0, out of vocabulary, keeps its place.
+
+    Raises:
+        DependencyError: a package that the method needs is not installed.
+    """
+    order = np.concatenate(([0], 1 + np.argsort(-use.counts[1:], kind="stable")))  # most frequent first
+    hot = 1 + hot_ids(use.counts[order[1:]], how.hot)
+    cold = order[hot:]
+    tier = tiers(use.counts[cold], how.spread)
+    if how.method == "communities":
+        community = _communities(use, cold, how)
+        begin = np.full(int(community.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(begin, community, use.first[cold])
+        cold = cold[np.lexsort((use.first[cold], community, begin[community], -tier))]
+    else:
+        cold = cold[np.lexsort((use.first[cold], -tier))]
+    if how.method == "bisect":
+        _bisect(cold, -np.sort(-tier), use)
+    order[hot:] = cold
+    made = np.empty(len(order), np.int64)
+    made[order] = np.arange(len(order))
+    return made
+
+
+def hot_ids(counts: Int64, hot: float) -> int:
+    """How many ids stay, of those with these falling counts."""
+    if hot >= 1:
+        return min(int(hot), len(counts))
+    return (
+        int(np.searchsorted(np.cumsum(counts), hot * counts.sum(), side="left")) + 1 if hot > 0 and len(counts) else 0
+    )
+
+
+def tiers(counts: Int64, spread: float) -> Int64:
+    """The tier of each id, rising with its count; ids without any are the last."""
+    if math.isinf(spread):
+        return np.zeros(len(counts), np.int64)
+    if spread == 1:
+        return counts.astype(np.int64)
+    most = int(counts.max(initial=1))
+    bounds = spread ** np.arange(math.ceil(math.log(most) / math.log(spread)) + 1)
+    return np.searchsorted(bounds, counts, side="right").astype(np.int64)
+
+
+def _bisect(cold: Int64, tier: Int64, use: TableUse) -> None:
+    """Order each tier by bisection, in place."""
+    try:
+        from stoker.rewrite.bisect_kernels import bisect
+    except ImportError as error:
+        raise DependencyError(
+            "bisection needs numba, which is not installed. Run: pip install numba, or take the method first-use."
+        ) from error
+    degree = np.zeros((use.num_windows, 2), np.int32)
+    cuts = np.flatnonzero(np.diff(tier)) + 1
+    for part in np.split(cold, cuts):  # views
+        bisect(part, use.starts, use.windows, degree)
+
+
+def _edges(use: TableUse, cold: Int64, how: Reordering) -> tuple[Int64, Int64, Int64]:
+    """Edges between places of ``cold`` with their weights: ids that share a window, as many of each as fit.
+
+    Algorithm 2 joins all ids of a batch, which is quadratic in its distinct ids; here every pair of an id and a window
+    draws partners from that window.
+    """
+    place = np.full(len(use.counts), -1, np.int64)
+    place[cold] = np.arange(len(cold))
+    own = place[np.repeat(np.arange(len(use.counts)), np.diff(use.starts))]
+    window = use.windows[own >= 0].astype(np.int64)
+    own = own[own >= 0]
+    by_window = np.argsort(window, kind="stable")
+    own, window = own[by_window], window[by_window]
+    begin = np.searchsorted(window, np.arange(use.num_windows + 1))
+    draws = min(max(1, how.edges // max(1, len(own))), _DRAWS)
+    generator = np.random.default_rng(how.seed)
+    keys = []
+    for _ in range(draws):
+        other = own[begin[window] + (generator.random(len(own)) * np.diff(begin)[window]).astype(np.int64)]
+        low, high = np.minimum(own, other), np.maximum(own, other)
+        keys.append((low * len(cold) + high)[low != high])
+    edges, weight = np.unique(np.concatenate(keys), return_counts=True)
+    return (*np.divmod(edges, max(1, len(cold))), weight)
+
+
+def _communities(use: TableUse, cold: Int64, how: Reordering) -> Int64:
+    """The community of each id of ``cold``, by the Louvain method (networkit's PLM, on one thread)."""
+    try:
+        import networkit
+    except ImportError as error:
+        raise DependencyError(
+            "communities need networkit, which is not installed. Run: pip install networkit, or take the method bisect."
+        ) from error
+    low, high, weight = _edges(use, cold, how)
+    threads = networkit.getMaxNumberOfThreads()
+    networkit.setNumberOfThreads(1)  # more would race for the moves, and the result with them
+    try:
+        networkit.setSeed(how.seed, False)
+        graph: Any = networkit.GraphFromCoo(
+            (weight.astype(np.float64), (low, high)), n=len(cold), weighted=True, directed=False
+        )
+        found = networkit.community.PLM(graph, refine=True).run().getPartition()
+        return np.asarray(found.getVector(), np.int64)
+    finally:
+        networkit.setNumberOfThreads(threads)
+
+
+def blocks_of_windows(use: TableUse, ids: Int64, rows: int) -> float:
+    """Mean number of blocks of ``rows`` neighbouring ids that a window touches, where id i lies at ``ids[i]``."""
+    if not len(use.windows):
+        return 0.0
+    at = np.repeat(ids // rows, np.diff(use.starts))
+    blocks = -(-len(ids) // rows)
+    touched = np.unique(use.windows.astype(np.int64) * blocks + at)
+    return len(touched) / len(np.unique(use.windows))
+
+
+def blocks_of_shuffled(use: TableUse, ids: Int64, rows: int, batches: float) -> float:
+    """Blocks that a batch of shuffled rows touches, where an epoch has ``batches`` and lookups are independent."""
+    uses = np.bincount(ids // rows, weights=use.counts, minlength=-(-len(ids) // rows))
+    return float(-np.expm1(uses * math.log1p(-1 / max(batches, 1 + 1e-9))).sum())

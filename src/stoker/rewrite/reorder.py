@@ -1,0 +1,381 @@
+"""``stoker.reorder``: a dataset whose ids are numbered anew, so that ids used together are neighbours.
+
+Two passes over the shards: the training rows tell the order (:mod:`stoker.rewrite.id_windows`,
+:mod:`stoker.rewrite.id_order`); then the ids of all splits are replaced. Vocabularies and counts move with their
+ids, so
+that a value still has the row that its id addresses, and examples keep their places.
+
+Legend: N ids of a table, F features, L ids of some rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save
+
+from stoker.base.device import cpu_count
+from stoker.base.errors import DataError
+from stoker.base.files import atomic_file
+from stoker.base.ordered import ordered_map
+from stoker.base.version import __version__
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.integrity import ShardChecks
+from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
+from stoker.dataset.rebuild import rebuilt
+from stoker.dataset.shards import Shard, write_shard
+from stoker.dataset.spec import FeatureSpec
+from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, new_ids
+from stoker.rewrite.id_windows import IdWindows, TableUse, table_ids
+
+__all__ = ["BLOCK_IDS", "ReorderReport", "TableReport", "reorder", "run_reorder"]
+
+BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
+_LEAST_ROWS = 1000  # of a table that is reordered unasked
+_TOGETHER = 4  # tables whose windows lie in memory at a time
+_IDS = 2**21  # replaced together
+
+Int64 = npt.NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableReport:
+    """What reordering did to a table: blocks of ``BLOCK_IDS`` neighbouring ids that a batch touches on average."""
+
+    rows: int  # N
+    moved: int  # ids that have another number now
+    log_before: float  # a window of rows in the order of the log; before, ids follow their counts
+    log_after: float
+    shuffled_before: float  # as many rows drawn independently
+    shuffled_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReorderReport:
+    """What was done."""
+
+    path: Path
+    tables: dict[str, TableReport]
+    window: int  # rows of what counts as a batch
+    seconds: float
+    reused: bool  # the dataset was there already, reordered in the same way
+
+
+def reorder(
+    dataset: Dataset | str | Path,
+    out: str | Path,
+    *,
+    how: Reordering | None = None,
+    tables: Sequence[str] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Number the ids of a dataset anew, so that ids that occur together in the log are neighbours.
+
+    ``out`` becomes a dataset like any other: the same examples in the same order, the same values in the same tables,
+    each under another id. A batch then touches fewer blocks of neighbouring rows, which saves work in tensor-train
+    tables (a block is a prefix) and reads in a file of rows (a block is a page). A model has to be trained on it; rows
+    of one that was trained on the source are found by ``Dataset.new_ids``.
+
+    Source: EL-Rec (SC 2022), section IV; where this differs, and why: :mod:`stoker.rewrite.id_order`.
+
+    Args:
+        dataset: what ``stoker prepare`` wrote.
+        how: the order; None: by bisection within tiers of equal counts, the hottest ids left alone.
+        tables: to be reordered; None: those with a vocabulary and at least 1,000 rows. The ids of others are a
+            formula of the value (``hash_buckets``, ``modulo``), which then no longer tells the id.
+        overwrite: replace a dataset that is there.
+        progress: called with (what, done, in all).
+
+    Returns:
+        The reordered dataset, opened.
+
+    Raises:
+        DataError: ``out`` holds something else or was reordered in another way, a dataset that is classified or
+            reordered already, no such table, a damaged shard, or a full disk. DependencyError: a package is missing.
+    """
+    return Dataset(run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=progress).path)
+
+
+def run_reorder(
+    dataset: Dataset | str | Path,
+    out: str | Path,
+    *,
+    how: Reordering | None = None,
+    tables: Sequence[str] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    keep_source: bool = True,
+    request: str | None = None,
+) -> ReorderReport:
+    """As :func:`reorder`, returning what was done.
+
+    ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
+    ``request``: of a preparation that reorders, for :func:`stoker.prep.work.task.note_request`.
+    """
+    started = time.perf_counter()
+    data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+    data.check_in_files("reordered")
+    how, out, progress, threads = how or Reordering(), Path(out), progress or _quiet, threads or cpu_count()
+    names = _chosen(data, tables)
+    settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number
+    if not overwrite and (there := _reordered(data, settings, out)) is not None:
+        return _report(there, started, reused=True)
+    size = sum(split.bytes for split in data.splits.values())
+    # Shards only: what else is written takes a hundredth, and the disk is watched again at every file.
+    files = [file for file in data.manifest.get("files", {}) if file in _rewritten(names)]
+    with rebuilt(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
+        orders, told = _orders(data, names, how, progress, threads)
+        splits = _write_shards(data, orders, folder, progress, threads)
+        written = _write_files(data, orders, folder)
+        order_hash = _hash(orders)
+        manifest = {
+            **data.manifest,
+            # Rows of a model belong to ids, so another order is another schema to whoever compares them.
+            "schema_hash": hashlib.sha256(f"{data.schema_hash} {order_hash}".encode()).hexdigest(),
+            "splits": splits,
+            "files": {**data.manifest.get("files", {}), **written},
+            "reordered": {
+                "tables": {name: asdict(report) for name, report in told.items()},
+                "settings": settings,
+                "hash": order_hash,
+                "source": str(data.path.resolve()) if keep_source else None,
+                "source_schema_hash": data.schema_hash,
+                "source_data_hash": data.train.data_hash,
+                "stoker_version": __version__,
+            },
+        }
+        note_request(folder, request)
+        write_manifest(folder, manifest)
+    return _report(Dataset(out), started, reused=False)
+
+
+def _quiet(what: str, done: int, total: int) -> None: ...
+
+
+def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
+    known = data.reordered or {}
+    return ReorderReport(
+        path=data.path, tables={name: TableReport(**values) for name, values in known["tables"].items()},
+        window=int(known["settings"]["window"]), seconds=time.perf_counter() - started, reused=reused,
+    )  # fmt: skip
+
+
+def _rewritten(names: Sequence[str]) -> set[str]:
+    return {"counts.safetensors", *(f"vocab/{name}.parquet" for name in names)}
+
+
+def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
+    """The tables to reorder, by name.
+
+    Raises:
+        DataError: there is no such table, or none that can be; or the dataset was derived already.
+    """
+    sizes = data.schema.num_embeddings
+    if data.reordered is not None:
+        source = data.reordered["source"] or "as prepared without reordering"
+        raise DataError(f"{data.path} is reordered already. Reorder its source, {source}, instead.")
+    if data.hot_cold is not None:
+        raise DataError(
+            f"{data.path} is classified, and its hot ids would no longer be the first. Reorder its source, "
+            f"{data.hot_cold.get('source')}, then classify the result."
+        )
+    data.train  # noqa: B018  (refuses a dataset without the split)
+    if tables is not None:
+        if unknown := sorted(set(tables) - set(sizes)):
+            raise DataError(f"{data.path} has no table {', '.join(unknown)}; it has {', '.join(sizes)}.")
+        if not tables:
+            raise DataError("no table is named. Name some, or leave tables out.", settings=("tables",))
+        return sorted(set(tables))
+    named = [name for name in sizes if f"vocab/{name}.parquet" in data.manifest.get("files", {})]
+    if found := sorted(name for name in named if sizes[name] >= _LEAST_ROWS):
+        return found
+    raise DataError(
+        f"no table of {data.path} has a vocabulary and at least {_LEAST_ROWS:,} rows: there is nothing to gain. Pass "
+        "tables to reorder them all the same.",
+        settings=("tables",),
+    )
+
+
+def _reordered(data: Dataset, settings: Mapping[str, Any], out: Path) -> Dataset | None:
+    """The dataset at ``out``, where it is what would be written there.
+
+    Raises:
+        DataError: it was reordered from the same rows in another way.
+    """
+    try:
+        there = Dataset(out)
+    except DataError:
+        return None  # nothing of use: what is wrong with it is for the writer to say
+    known = there.reordered
+    if known is None or there.hot_cold is not None or there.path.resolve() == data.path.resolve():
+        return None
+    if (known["source_data_hash"], known["source_schema_hash"]) != (data.train.data_hash, data.schema_hash):
+        return None
+    if known["settings"] == settings and known["stoker_version"] == __version__:
+        return there
+    raise DataError(
+        f"{out} was reordered with other settings. Choose another directory, or pass overwrite=True to reorder anew.",
+        settings=("overwrite",),
+    )
+
+
+def _orders(
+    data: Dataset, names: Sequence[str], how: Reordering, progress: Progress, threads: int
+) -> tuple[dict[str, Int64], dict[str, TableReport]]:
+    """The new ids of every table, and what they are good for."""
+    split, orders, told = data.train, {}, {}
+    checks = ShardChecks(split) if split.rows else None
+    batches = split.rows / how.window
+
+    def work(job: tuple[str, TableUse]) -> tuple[str, Int64, TableReport]:
+        name, use = job
+        made = new_ids(use, how)
+        return name, made, _compare(use, made, batches)
+
+    total = split.rows * -(-len(names) // _TOGETHER)
+    with ThreadPoolExecutor(threads, thread_name_prefix="stoker-reorder") as pool:
+        for first in range(0, len(names), _TOGETHER):
+            group = names[first : first + _TOGETHER]
+            found = {
+                name: IdWindows(
+                    data.counts[name].numpy(), rows=split.rows, window=how.window, limit=how.edges, seed=how.seed
+                )
+                for name in group
+            }
+            for number, shard in enumerate(split.shards if split.rows else []):
+                start = split.starts[number]
+                if checks is not None:
+                    checks.before(start, start + shard.rows)
+                list(pool.map(lambda name: _add(found[name], shard, data.schema, name, start), group))  # noqa: B023
+                shard.release()
+                progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
+            # networkit has one setting of threads for the whole process.
+            many = 1 if how.method == "communities" else threads
+            jobs = ((name, found.pop(name).use()) for name in group)
+            with closing(ordered_map(work, jobs, many, ahead=0)) as ordered:
+                for name, made, report in ordered:
+                    orders[name], told[name] = made, report
+                    progress("order", len(orders), len(names))
+    return orders, told
+
+
+def _add(windows: IdWindows, shard: Shard, schema: FeatureSpec, table: str, start: int) -> None:
+    for ids, rows in table_ids(shard, schema, table):
+        windows.add(ids, rows + start)
+
+
+def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
+    by_count = np.empty(len(made), np.int64)
+    by_count[np.concatenate(([0], 1 + np.argsort(-use.counts[1:], kind="stable")))] = np.arange(len(made))
+    return TableReport(
+        rows=len(made),
+        moved=int(np.count_nonzero(made != np.arange(len(made)))),
+        log_before=blocks_of_windows(use, by_count, BLOCK_IDS),
+        log_after=blocks_of_windows(use, made, BLOCK_IDS),
+        shuffled_before=blocks_of_shuffled(use, by_count, BLOCK_IDS, batches),
+        shuffled_after=blocks_of_shuffled(use, made, BLOCK_IDS, batches),
+    )
+
+
+def _hash(orders: Mapping[str, Int64]) -> str:
+    parts = {
+        name: hashlib.sha256(np.ascontiguousarray(ids, "<i8").tobytes()).hexdigest() for name, ids in orders.items()
+    }
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
+
+
+def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> dict[str, Any]:
+    """Counts and vocabularies in the new order, and the order itself; their manifest entries."""
+    counts = dict(data.counts)
+    files: dict[str, Any] = {}
+    for name, ids in orders.items():
+        moved = torch.from_numpy(ids)
+        counts[name] = torch.empty_like(counts[name]).index_copy_(0, moved, counts[name])
+        file = f"vocab/{name}.parquet"
+        if file in data.manifest.get("files", {}):
+            from stoker.rewrite.vocabulary_files import read_vocabulary, write_vocabulary
+
+            old = np.argsort(ids)[1:] - 1  # row of the old frame at each place of the new one
+            write_vocabulary(read_vocabulary(data.path / file)[old], folder / file)
+            files[file] = describe_file(folder / file)
+    files["counts.safetensors"] = write_counts(folder, counts)
+    with atomic_file(folder / NEW_IDS) as out:
+        out.write(save({name: torch.from_numpy(ids) for name, ids in sorted(orders.items())}))
+    files[NEW_IDS] = describe_file(folder / NEW_IDS)
+    return files
+
+
+def _write_shards(
+    data: Dataset, orders: Mapping[str, Int64], folder: Path, progress: Progress, threads: int
+) -> dict[str, Any]:
+    """All splits with their ids replaced; their manifest entries."""
+    total = sum(split.rows for split in data.splits.values())
+    replaced = _Replaced(data.schema, orders)
+    splits: dict[str, Any] = {}
+    done = 0
+    for name, split in data.splits.items():
+        if not split.rows:
+            splits[name] = dict(split.entry)
+            continue
+        checks = ShardChecks(split)
+
+        def work(number: int) -> dict[str, Any]:
+            shard, entry = split.shards[number], split.entry["shards"][number]  # noqa: B023
+            checks.before(split.starts[number], split.starts[number + 1])  # noqa: B023
+            tensors: dict[str, Any] = {"dense": shard.dense, "labels": shard.labels, "ids": replaced(shard)}
+            if shard.lengths is not None:
+                tensors |= {"lengths": shard.lengths, "row_offsets": shard.row_offsets}
+            info = write_shard(folder / entry["file"], **tensors)
+            shard.release()
+            return info.to_dict()
+
+        shards = []
+        with closing(ordered_map(work, range(len(split.shards)), threads, ahead=threads)) as written:
+            for info in written:
+                shards.append(info)
+                done += info["rows"]
+                progress("write", done, total)
+        splits[name] = {**split.entry, "shards": shards}
+    return splits
+
+
+class _Replaced:
+    """The ids of a shard, each replaced by its new one."""
+
+    def __init__(self, schema: FeatureSpec, orders: Mapping[str, Int64]) -> None:
+        tables = [feature.table for feature in schema.features]
+        # One after the other, with a place for each table: the id of a feature is looked up at its table's place.
+        base: dict[str, int] = {}
+        parts: list[Int64] = []
+        for name in dict.fromkeys(tables):
+            base[name] = sum(len(part) for part in parts)
+            parts.append(orders.get(name, np.arange(schema.num_embeddings[name])))
+        self._bases = np.array([base[table] for table in tables], np.int64)
+        self._ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def __call__(self, shard: Shard) -> npt.NDArray[np.integer]:
+        made = np.empty_like(shard.ids)
+        step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
+        for start in range(0, shard.rows, step):
+            stop = min(start + step, shard.rows)
+            if shard.lengths is None or shard.row_offsets is None:
+                made[start:stop] = self._ids[shard.ids[start:stop] + self._bases]
+                continue
+            lengths = shard.lengths[start:stop]
+            bases = np.repeat(np.tile(self._bases, stop - start), lengths.reshape(-1))
+            first, last = shard.row_offsets[start], shard.row_offsets[stop]
+            made[first:last] = self._ids[shard.ids[first:last] + bases]
+        return made

@@ -1,0 +1,32 @@
+"""Logs of any size in the raw format of every recipe, with a planted truth: ``stoker.synthetic``.
+
+>>> truth = stoker.synthetic.write("criteo", "10M", "day_0.tsv.gz", curve="globo-articles", drift=0.3)
+>>> truth.best_auc    # no model can do better on this log
+
+Figures from synthetic logs must say so.
+"""
+
+from __future__ import annotations
+
+from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn
+from stoker.synthetic.curve import Curve, Sampler, measure_curve, zipf
+from stoker.synthetic.dataset import dataset
+from stoker.synthetic.formats import KAGGLE_SIZES
+from stoker.synthetic.truth import SyntheticTruth, TruthMeter
+from stoker.synthetic.writer import RECIPES, write
+
+__all__ = [
+    "KAGGLE_SIZES",
+    "RECIPES",
+    "ClickLog",
+    "Curve",
+    "IdColumn",
+    "NumberColumn",
+    "Sampler",
+    "SyntheticTruth",
+    "TruthMeter",
+    "dataset",
+    "measure_curve",
+    "write",
+    "zipf",
+]

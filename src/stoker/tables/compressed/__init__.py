@@ -1,0 +1,1 @@
+"""Tables stored as tensor trains."""

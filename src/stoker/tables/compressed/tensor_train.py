@@ -1,0 +1,280 @@
+"""Compressed tables inside :class:`stoker.EmbeddingTables`: cores on the device instead of rows.
+
+A core is a table of its own: row ``i`` of core k is the slice ``G_k[i]``, so slices have optimizer state, are updated
+and are stored as rows are. A batch's distinct rows are computed once (:mod:`stoker.ops.tt.lookup`); from there on
+they are a small table that the ordinary kernels look up and pool.
+
+Legend: B examples, F features of the table, D columns, U distinct rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.base.timeline import spanned
+from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
+from stoker.ops.reference import addresses, update_rows
+from stoker.ops.space import slot_space
+from stoker.ops.tt.lookup import Trie, build_trie, expand, fill_core, gradients
+from stoker.ops.tt.shape import TTShape
+from stoker.optim import RowOptimizer
+from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.group import TableGroup
+from stoker.tables.layers import SUM, update_core
+from stoker.tables.lease import Lease
+from stoker.tables.lookups import Lookups
+from stoker.tables.storage import DeviceRows, Rows, Storage
+
+__all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
+
+_NO_ROUNDING = Rounding(())
+_PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates at a time
+
+
+def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
+    """The cores of a table as tables: a slice a row."""
+    return tuple(
+        TableConfig(name=f"{table.name}.core{place}", num_embeddings=rows, embedding_dim=left * width)
+        for place, (rows, left, width) in enumerate(shape.core_shapes, 1)
+    )
+
+
+def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
+    """What lies in memory and in files for ``tables``: themselves, or the cores of those named in ``trains``."""
+    found: list[TableConfig] = []
+    for table in tables:
+        train = trains.get(table.name)
+        found += (table,) if train is None else core_tables(table, train.shape_of(table))
+    return tuple(found)
+
+
+class TensorTrainCores(Storage):
+    """The cores of one table, all on the device. What reads as rows is computed."""
+
+    def __init__(self, shape: TTShape, num_rows: int, state: dict[str, str], device: torch.device) -> None:
+        self.shape, self._num_rows = shape, num_rows
+        self.cores = [
+            DeviceRows(rows, left * width, torch.float32, state, device) for rows, left, width in shape.core_shapes
+        ]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The first core, for its device and type."""
+        return self.cores[0].weight
+
+    @property
+    def state(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """Rows have none: that of their cores lies with these."""
+        return {}
+
+    @property
+    def num_rows(self) -> int:
+        return self._num_rows
+
+    @property
+    def fast_bytes(self) -> int:
+        return sum(core.fast_bytes for core in self.cores)
+
+    def slices(self) -> list[Tensor]:
+        """[n_k, r_{k-1}, m_k * r_k] of each core."""
+        return [core.weight.view(size) for core, size in zip(self.cores, self.shape.core_shapes, strict=True)]
+
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        space.check(bags.ids, bags.offsets)
+        return Lease(bags, space)
+
+    def reset_state(self, state: dict[str, str]) -> None:
+        for core in self.cores:
+            core.reset_state(state)
+
+    def rows_of(self, distinct: Tensor) -> Tensor:
+        """[U, D] the rows at ``distinct`` [U] int64, ascending."""
+        trie = build_trie(distinct, self.shape)
+        return trie.in_order(expand(self.slices(), trie)[-1].view(-1, self.shape.dim))
+
+    def read(self, start: int, stop: int) -> Rows:
+        return Rows(self.rows_of(torch.arange(start, stop, device=self.weight.device)), {})
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
+        distinct, inverse = torch.unique(torch.from_numpy(rows).to(self.weight.device), return_inverse=True)
+        return Rows(self.rows_of(distinct)[inverse], {})
+
+    def write(self, start: int, rows: Rows) -> None:
+        raise ConfigError(
+            "rows of a tensor-train table cannot be replaced one by one: they share its cores. Write the cores "
+            "(EmbeddingTables.stored), or compress a dense table with TTEmbeddingBag.from_dense."
+        )
+
+    def to(self, device: torch.device) -> None:
+        for core in self.cores:
+            core.to(device)
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    """What a lookup computed, for its backward."""
+
+    version: int  # of the cores
+    trie: Trie
+    values: list[Tensor]
+    rows: Tensor  # [U, D] in the last level's order
+    bags: Bags  # places among them
+    space: AddressSpace
+
+
+class CompressedGroup(TableGroup):
+    """One tensor-train table; arguments as for :class:`TableGroup`."""
+
+    storage: TensorTrainCores
+
+    def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
+        [table] = self.tables
+        assert isinstance(self.strategy, TensorTrain)
+        check_cores(optimizer, f"table {table.name!r}")
+        shape = self.strategy.shape_of(table)
+        storage = TensorTrainCores(shape, table.num_embeddings, dict(optimizer.state), device)
+        for place, core in enumerate(storage.cores):
+            fill_core(core.weight, self.seed, table.name, shape, place, table.scale)
+        self.stored = core_tables(table, shape)
+        return storage
+
+    def set_optimizer(self, optimizer: RowOptimizer) -> None:
+        check_cores(optimizer, f"table {self.tables[0].name!r}")
+        super().set_optimizer(optimizer)
+
+    def _expand(self, bags: Bags, space: AddressSpace) -> _Expanded:
+        shape = self.storage.shape
+        wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
+        distinct, inverse = torch.unique(wanted, return_inverse=True)
+        trie = build_trie(distinct, shape)
+        values = expand(self.storage.slices(), trie)
+        places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
+        return _Expanded(
+            version=self.version, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
+            bags=replace(bags, ids=places), space=slot_space(space, len(distinct)),
+        )  # fmt: skip
+
+    def _expanded(self, lease: Lease) -> _Expanded:
+        """As the lookup left it, or anew where the cores have changed since."""
+        if lease.token is None or lease.token.version != self.version:
+            lease.token = self._expand(lease.bags, lease.space)
+        found: _Expanded = lease.token
+        return found
+
+    def _lookup(self, lease: Lease) -> Tensor:
+        if not lease.bags.ids.numel():
+            count = lease.bags.batch_size(len(lease.space.features))
+            return self.storage.weight.new_zeros(count, len(lease.space.features), self.dim)
+        found = self._expanded(lease)
+        return self.backend.lookup(found.rows, found.space, found.bags)
+
+    @spanned("update")
+    def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
+        lease = lease or self.acquire(lookups)
+        assert lease is not None
+        if lookups.bags.ids.numel():
+            self._update(self._expanded(lease), grad)
+        lease.token = None
+        self.tick += 1
+
+    def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The gradient of each core: distinct slices, and theirs."""
+        sums = torch.zeros_like(found.rows)
+        self.backend.update(sums, {}, found.space, found.bags, grad, SUM, _NO_ROUNDING)
+        return gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
+
+    def _update(self, found: _Expanded, grad: Tensor) -> None:
+        slices = self._slices(found, grad)
+        rule = self.optimizer.rule(self.tick)
+        self.version += 1
+        for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
+            update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+
+    def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
+        """The sum of squares of the gradients of the cores."""
+        lease = self.acquire(lookups)
+        assert lease is not None
+        if not lookups.bags.ids.numel():
+            return 0.0
+        return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
+
+    def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
+        lease = lease or self.acquire(lookups)
+        assert lease is not None
+        if not lookups.bags.ids.numel():
+            return grad.new_zeros(0)
+        found = self._expanded(lease)
+        return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
+
+    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
+        """The rows of the table, computed, or by a core's name its slices with their state."""
+        for table, core in zip(self.stored, self.storage.cores, strict=True):
+            if table.name == name:
+                self.backend.synchronize()
+                for start in range(0, table.num_embeddings, chunk_rows):
+                    yield start, core.read(start, min(start + chunk_rows, table.num_embeddings))
+                return
+        yield from super().read(name, chunk_rows)
+
+    def write(self, name: str, start: int, rows: Rows) -> None:
+        """Replace slices of a core, by its name."""
+        for table, core in zip(self.stored, self.storage.cores, strict=True):
+            if table.name == name:
+                if start + len(rows.weight) > table.num_embeddings:
+                    raise IndexError(
+                        f"rows {start} to {start + len(rows.weight)} do not fit core {name!r} of {table.num_embeddings}"
+                    )
+                self.version += 1
+                core.write(start, rows)
+                return
+        super().write(name, start, rows)
+
+
+def check_cores(optimizer: RowOptimizer, what: str) -> None:
+    """Refuse an optimizer that slices of cores cannot have."""
+    if optimizer.cow_clip is not None:
+        raise ConfigError(
+            f"{what} is a tensor train, whose cores have no ids to count, so CowClip cannot clip them. Leave "
+            "cow_clip out, or clip the norm of a slice's gradient with clip_norm.",
+            settings=("row_cow_clip", "tt_rank"),
+        )
+
+
+def update_slices(
+    backend: Backend, weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule
+) -> None:
+    """One optimizer step, in place, on the slices of a core at ``digits`` [n], which are distinct.
+
+    Args:
+        backend: kernels.
+        weight: [n_k, width] the core.
+        state: name -> [n_k, width] or [n_k].
+        digits: [n] int64.
+        grad: [n, width].
+        rule: the step.
+    """
+    if rule.kind == "lamb":
+        update_core(weight, state, digits, grad, rule)
+        return
+    count, width = weight.shape
+    piece = math.gcd(width, _PIECE)
+    whole = rule.kind == "rowwise_adagrad" or rule.clip_norm != math.inf  # needs a slice in one piece
+    if whole or piece < _LEAST:
+        update_rows(weight, state, digits, grad, rule)
+        return
+    # Kernels are compiled for a width, and for that of a slice at great length.
+    pieces = width // piece
+    ids = digits.unsqueeze(1) * pieces + torch.arange(pieces, device=digits.device)
+    space = AddressSpace(names=("core",), rows=(count * pieces,), features=("core",), table_of=(0,))
+    backend.update(
+        weight.view(-1, piece), {name: tensor.view(-1, piece) for name, tensor in state.items()}, space,
+        Bags(ids.view(-1, 1)), grad.reshape(-1, 1, piece), rule, _NO_ROUNDING,
+    )  # fmt: skip

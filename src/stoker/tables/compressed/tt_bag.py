@@ -1,0 +1,414 @@
+"""``TTEmbeddingBag``: ``nn.EmbeddingBag`` over tensor-train cores, for any model.
+
+Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_count
+from stoker.ops import BackendName, get_backend
+from stoker.ops.reference import add_in_order
+from stoker.ops.tt.lookup import build_trie, expand, fill_core, gradients
+from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.svd import decompose
+from stoker.optim import RowOptimizer
+from stoker.tables.autograd.misuse import Remedies, check_export, check_modes
+from stoker.tables.autograd.stepping import RowSteps, new_handle
+from stoker.tables.compressed.tensor_train import check_cores, update_slices
+from stoker.tables.config import TableConfig, TensorTrain
+
+__all__ = ["TTEmbeddingBag"]
+
+
+_REMEDIES = Remedies(
+    step="Make the bag without optimizer: its cores are then parameters like others, for an optimizer of torch's",
+    scaler="",
+    ranks="Make the bag without optimizer: its cores are then parameters, whose gradients are averaged",
+)
+
+
+class _DistinctRows(torch.autograd.Function):
+    """[U, D] rows at distinct ids. Backward gives the cores their gradients, or updates them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, bag: TTEmbeddingBag, distinct: Tensor, anchor: Tensor | None, *cores: Tensor) -> Tensor:
+        ctx.bag, ctx.trie, ctx.tick = bag, build_trie(distinct, bag.shape), bag.tick
+        ctx.trains, ctx.enclosing = bag.training, bag._steps.enclosing()
+        ctx.save_for_backward(*cores)
+        ctx.values = expand(cores, ctx.trie)
+        rows: Tensor = ctx.trie.in_order(ctx.values[-1].view(-1, bag.embedding_dim))
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cores, bag = ctx.saved_tensors, ctx.bag
+        if ctx.tick != bag.tick:
+            raise RuntimeError(
+                "the cores of a TTEmbeddingBag were changed between this forward and its backward, and the gradient "
+                "depends on them as they were: another backward came between. Do the forward again, or join the losses "
+                "in one backward."
+            )
+        slices = gradients(cores, ctx.trie, ctx.values, ctx.trie.from_order(grad.contiguous()))
+        if bag.optimizer is not None:
+            if not ctx.needs_input_grad[2]:
+                pass  # frozen
+            elif ctx.trains:
+                bag._steps.collect(_Slices(slices), ctx.enclosing)
+            else:
+                warnings.warn(
+                    "backward reached a TTEmbeddingBag in eval mode: its cores were not updated. Call train() to train "
+                    "them, or requires_grad_(False) to say that they are not meant to change.",
+                    stacklevel=2,
+                )
+            return (None,) * (3 + len(cores))
+        wanted = []
+        for core, (digits, values) in zip(cores, slices, strict=True):
+            whole = torch.zeros_like(core)
+            whole[digits] = values
+            wanted.append(whole)
+        return None, None, None, *wanted
+
+
+@_disable_dynamo
+def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
+    """A call inside ``torch.compile``: the graph breaks here, because its shapes depend on the ids."""
+    return bag.forward(*given)  # type: ignore[arg-type]
+
+
+class _Slices(NamedTuple):
+    """Gradients of cores: for each, distinct slices and theirs."""
+
+    cores: list[tuple[Tensor, Tensor]]
+
+    def kept(self) -> _Slices:
+        """The same for later."""
+        return self
+
+    def scaled(self, factor: float) -> _Slices:
+        return _Slices([(digits, grad * factor) for digits, grad in self.cores])
+
+
+class TTEmbeddingBag(nn.Module):
+    """Replaces ``nn.EmbeddingBag``: the same arguments, the same call, a fraction of the memory (EL-Rec, SC 2022).
+
+    Rows are products of slices of small cores, so they are not free of each other: the model is another one. Rows of a
+    batch that share a prefix share its product, and gradients are summed per distinct row before they go to the cores.
+
+    Cores are parameters, for any ``torch.optim`` optimizer, clipping and accumulation of gradients. With ``optimizer``
+    they take one step at the end of each backward instead, slice by slice, unless ``requires_grad_(False)`` freezes
+    them, and have no gradient: there is none to clip or, under ``DistributedDataParallel``, to average;
+    :meth:`accumulate` makes one step of several backwards. Loops that would silently mean something else are refused by
+    name, as by :class:`stoker.EmbeddingTables`.
+
+    Args:
+        num_embeddings: N.
+        embedding_dim: D.
+        max_norm, norm_type, scale_grad_by_freq: as in ``nn.EmbeddingBag``, but must be left as they are.
+        mode: "sum" or "mean".
+        sparse: taken for its place in the list; gradients are as large as the cores, which are small.
+        _weight: [N, D] a table to start from, compressed as by :meth:`from_dense`.
+        include_last_offset: whether ``offsets`` ends with the number of ids.
+        padding_idx: an id that counts as absent.
+        device, dtype: of the cores.
+        rank: of the products that a row is a sum of, or one between each two cores.
+        cores: 2 to 4.
+        own: instead of both, numbers that each row keeps for itself, beside one core [own, D] common to all: for rows
+            that have little in common, such as users. D / own times smaller.
+        shape: factors and ranks, instead of those of :func:`stoker.ops.tt.shape.factorize`.
+        std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
+        seed: of the cores; None draws one from torch's generator, so ``torch.manual_seed`` decides and no two tables
+            are alike.
+        optimizer: a row optimizer (:mod:`stoker.optim`) that updates the cores inside backward.
+        backend: kernels of those updates: "auto", "reference", "cpu" (Numba) or "triton".
+
+    Raises:
+        ConfigError: an argument that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        rank: int | tuple[int, ...] = 32,
+        cores: int = 3,
+        own: int | None = None,
+        shape: TTShape | None = None,
+        std: float = 1.0,
+        seed: int | None = None,
+        optimizer: RowOptimizer | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise ConfigError(
+                "TTEmbeddingBag has neither max_norm nor scale_grad_by_freq: rows are computed, and changing one "
+                "changes others. Leave them out; clip gradients instead."
+            )
+        if mode not in ("sum", "mean"):
+            raise ConfigError(f"TTEmbeddingBag pools by 'sum' or 'mean', not {mode!r}.")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ConfigError(f"padding_idx is {padding_idx}, but the table has {num_embeddings:,} rows.")
+            padding_idx %= num_embeddings
+        if not std > 0:
+            raise ConfigError(f"std is {std}; it must be above 0: cores of zeros have no gradient and never learn.")
+        dtype = dtype or (torch.get_default_dtype() if optimizer is None else torch.float32)
+        if optimizer is not None and dtype != torch.float32:
+            raise ConfigError(f"cores that are updated inside backward are float32, not {dtype}.")
+        table = TableConfig(name="tt", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.mode, self.padding_idx, self.include_last_offset = mode, padding_idx, include_last_offset
+        self.shape = TensorTrain(rank=rank, cores=cores, own=own, shape=shape).shape_of(table)
+        if optimizer is not None:
+            check_cores(optimizer, "TTEmbeddingBag")
+        self.optimizer, self.backend, self.std = optimizer, backend, std
+        self._make_steps()
+        self.import_error: float | None = None  # of a table it was made from, relative
+        self.tick = 0  # updates inside backward
+        made = [torch.empty(size, device=device, dtype=dtype) for size in self.shape.core_shapes]
+        self.cores = nn.ParameterList([nn.Parameter(core) for core in made])
+        for place, core in enumerate(made):
+            for name, kind in {} if optimizer is None else optimizer.state.items():
+                size = (len(core), core[0].numel()) if kind == "row" else (len(core),)
+                self.register_buffer(f"state_{place}_{name}", torch.zeros(size, dtype=torch.float32, device=device))
+        if _weight is None:
+            self.reset_parameters(seed)
+        else:
+            self._import(_weight.detach())
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fresh cores, and no optimizer state; ``seed`` as for the constructor."""
+        if seed is None:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        for place, core in enumerate(self.cores):
+            fill_core(core, seed, "tt", self.shape, place, self.std * 3**0.5)
+        for state in self.buffers():
+            state.zero_()
+        self.tick, self.import_error = 0, None
+
+    @torch.no_grad()
+    def _import(self, weight: Tensor) -> None:
+        if weight.shape != (self.num_embeddings, self.embedding_dim):
+            raise ConfigError(
+                f"the table given is {tuple(weight.shape)}, but {self.num_embeddings:,} rows of {self.embedding_dim} "
+                "columns are asked for."
+            )
+        for core, values in zip(self.cores, decompose(weight, self.shape), strict=True):
+            core.copy_(values)
+        off = sum(
+            float((rows - weight[start : start + len(rows)]).double().square().sum()) for start, rows in self.dense()
+        )
+        total = float(weight.double().square().sum())
+        self.import_error = (off / total) ** 0.5 if total else 0.0
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up and pool, as ``nn.EmbeddingBag`` does.
+
+        Args:
+            input: ids [L] with ``offsets``, or [B, n] bags of n; int32 or int64.
+            offsets: [B], or [B + 1] with ``include_last_offset``: where each bag begins.
+            per_sample_weights: like ``input``; only with mode "sum".
+
+        Returns:
+            [B, D].
+
+        Raises:
+            IndexError: an id lies outside the table.
+            ValueError: ids that are no integers, or offsets that do not fit them.
+            ConfigError: the cores are to be updated inside backward, but were turned into another type than float32; or
+                the call is inside torch.export, torch.func or torch.jit.trace.
+        """
+        if torch.compiler.is_compiling():
+            check_export()
+            return _uncompiled(self, input, offsets, per_sample_weights)
+        check_modes()
+        ids = input.reshape(-1).to(torch.int64) if input.dtype == torch.int32 else input.reshape(-1)
+        self._check(ids)
+        padding = None
+        if self.padding_idx is None:
+            distinct, inverse = torch.unique(ids, return_inverse=True)
+            rows = self._rows(distinct)
+        else:  # in a row of its own behind the others: nothing is computed for it, and no slice counts as used
+            real = ids != self.padding_idx
+            distinct, places = torch.unique(ids[real], return_inverse=True)
+            padding = len(distinct)
+            inverse = torch.full_like(ids, padding).masked_scatter(real, places)
+            rows = nn.functional.pad(self._rows(distinct), (0, 0, 0, 1))
+        pooled: Tensor = nn.functional.embedding_bag(
+            inverse.view(input.shape), rows, None if offsets is None else offsets.to(torch.int64), mode=self.mode,
+            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+        return pooled
+
+    def _rows(self, distinct: Tensor) -> Tensor:
+        if self.optimizer is not None and self.cores[0].dtype != torch.float32:
+            raise ConfigError(
+                f"the cores are {self.cores[0].dtype} now, but with an optimizer they are updated inside backward, in "
+                "float32. Turn them back (.float()), or make the bag without optimizer."
+            )
+        trained = self.optimizer is not None and self.cores[0].requires_grad
+        if trained and torch.is_grad_enabled() and self.training:
+            self._steps.check()
+        anchor = self.handle if trained else None
+        rows: Tensor = _DistinctRows.apply(self, distinct, anchor, *self.cores)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _make_steps(self) -> None:
+        # Not registered: it stands for cores that parameters() holds already.
+        object.__setattr__(self, "handle", new_handle("cpu"))
+        self._steps = RowSteps(self, "a TTEmbeddingBag", _REMEDIES)
+        self._steps.keep(self.handle)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """One step of the cores from all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
+        return self._steps.accumulate()
+
+    def step_each_backward(self) -> None:
+        """As :meth:`stoker.EmbeddingTables.step_each_backward`."""
+        self._steps.checked = False
+
+    def exchange(self, gradients: list[_Slices]) -> list[_Slices]:
+        """What ranks would exchange; they are refused."""
+        return gradients
+
+    def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
+        """One step with the sum of ``gradients`` times ``scale``."""
+        slices = self._sum(gradients)
+        if scale != 1.0:
+            slices = _Slices(slices).scaled(scale).cores
+        self._update(slices)
+
+    def gradient_norm(self, gradients: Sequence[_Slices]) -> float:
+        """The Euclidean norm of the gradient of all cores."""
+        return math.sqrt(sum(float(grad.double().square().sum()) for _, grad in self._sum(gradients)))
+
+    def _sum(self, gradients: Sequence[_Slices]) -> list[tuple[Tensor, Tensor]]:
+        """Slices of all gradients, each once, summed in order."""
+        if len(gradients) == 1:
+            return gradients[0].cores
+        found = []
+        for parts in zip(*(each.cores for each in gradients), strict=True):
+            digits, which = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
+            grads = torch.cat([grad for _, grad in parts])
+            found.append((digits, add_in_order(grads.new_zeros(len(digits), *grads.shape[1:]), which, grads)))
+        return found
+
+    def _check(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"ids are {ids.dtype}; they must be int32 or int64.")
+        if ids.numel():
+            low, high = (int(value) for value in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                wrong = low if low < 0 else high
+                raise IndexError(f"id {wrong} lies outside the table of {self.num_embeddings:,} rows.")
+
+    def _update(self, slices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        assert self.optimizer is not None
+        rule = self.optimizer.rule(self.tick)
+        for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices, strict=True)):
+            state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
+            backend = get_backend(self.backend, core.device)
+            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.flatten(1), rule)
+        self.tick += 1
+
+    @classmethod
+    def from_dense(
+        cls, weight: Tensor, *, rank: int | tuple[int, ...] = 32, cores: int = 3, own: int | None = None,
+        shape: TTShape | None = None, **options: Any,
+    ) -> TTEmbeddingBag:  # fmt: skip
+        """Compress a trained table [N, D] by TT-SVD (:func:`stoker.ops.tt.svd.decompose`).
+
+        ``import_error`` of the result is the relative error ``|rows - weight| / |weight|`` (Frobenius). ``options`` are
+        the other arguments of the constructor.
+
+        Raises:
+            ConfigError: an argument that cannot be honoured, or a cut too large to be decomposed.
+        """
+        count, dim = weight.shape
+        options = {"device": weight.device, "dtype": weight.dtype, **options}
+        return cls(count, dim, rank=rank, cores=cores, own=own, shape=shape, _weight=weight, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
+        padding_idx: int | None = None, **options: Any,
+    ) -> TTEmbeddingBag:  # fmt: skip
+        """:meth:`from_dense` with the arguments of ``nn.EmbeddingBag.from_pretrained``; ``freeze``: cores stand still.
+
+        Raises:
+            ConfigError: as for :meth:`from_dense`, or an optimizer for frozen cores.
+        """
+        if freeze and options.get("optimizer") is not None:
+            raise ConfigError("frozen cores take no optimizer. Give freeze=False, or leave the optimizer out.")
+        made = cls.from_dense(
+            embeddings, max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, mode=mode,
+            sparse=sparse, include_last_offset=include_last_offset, padding_idx=padding_idx, **options,
+        )  # fmt: skip
+        if freeze:
+            made.requires_grad_(False)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "a TTEmbeddingBag has no weight: its rows are products of its cores and never exist together. cores "
+                "are its parameters, dense() gives rows in chunks, from_dense and from_pretrained start from a table."
+            )
+        return super().__getattr__(name)
+
+    @torch.no_grad()
+    def dense(self, chunk_rows: int = 2**16) -> Iterator[tuple[int, Tensor]]:
+        """The rows as (first row, [n, D]) chunks, for export."""
+        device = self.cores[0].device
+        for start in range(0, self.num_embeddings, chunk_rows):
+            trie = build_trie(
+                torch.arange(start, min(start + chunk_rows, self.num_embeddings), device=device), self.shape
+            )
+            yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "handle")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_steps()
+
+    def get_extra_state(self) -> Tensor:
+        """Updates done, which drive schedules and the bias correction; a tensor as all else that is saved."""
+        return torch.tensor(self.tick)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.tick = int(state)
+
+    def extra_repr(self) -> str:
+        rows, size = format_count(self.num_embeddings), self.shape.num_parameters
+        return (
+            f"{rows} x {self.embedding_dim}, mode={self.mode!r}, rows {self.shape.rows}, cols {self.shape.cols}, "
+            f"ranks {self.shape.ranks}, {self.num_embeddings * self.embedding_dim / size:.1f} times smaller"
+        )

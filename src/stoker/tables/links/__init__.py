@@ -1,0 +1,1 @@
+"""Transfers between backing stores and devices."""

@@ -1,0 +1,437 @@
+"""Rows between the slots on a GPU and their home, while the GPU computes.
+
+The host only queues work, so every hand-over is an event that the device waits for:
+
+* Rows leave their slots (``outgoing`` stream) after the work that used them: the marks of the leases that gave the
+  slots back. They go by way of page-locked buffers; a thread stores them at home when the copy has arrived.
+* Rows come into slots (``incoming`` stream) after that work, and after the rows that leave were copied off.
+* Work on a batch waits for the ticket of its rows, not for those of later batches.
+* A buffer is used again when what was queued with it is done; memory of the device follows the stream that uses it.
+
+The fence between a writeback and a later fetch of the same row is that of
+:class:`stoker.tables.links.transfer.QueuedLink`: the host waits until the row is home.
+
+Legend: C slots, E rows that leave, F rows that come, n rows in a buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError
+from stoker.tables.links.streams import CudaStreams, Event, Streams
+from stoker.tables.links.transfer import QueuedLink, TransferStats, Writeback
+from stoker.tables.slots.residency import Ints, SlotPlan
+from stoker.tables.storage import Rows
+from stoker.tables.stores.home import Held, Home, MemoryHome
+
+__all__ = ["CudaLink", "Reading", "staging_bytes"]
+
+Reading = Literal["auto", "staged", "direct"]
+_WAYS: tuple[Reading, ...] = ("staged", "direct")
+
+_BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
+_BUFFERS = 4  # each way
+_BULK = 2 * 2**20  # where all changed rows go home: a checkpoint does not make buffers grow that batches leave small
+_NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
+_PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
+_ATTEMPTS = 5
+
+
+def staging_bytes(row_bytes: int, moved: int) -> int:
+    """Bytes of a link's buffers when they have grown, on the device, and as many of page-locked memory on the host.
+
+    Args:
+        row_bytes: of a row with its optimizer state.
+        moved: rows that a plan brings or takes away.
+    """
+    most, bulk = (max(1, size // row_bytes) for size in (_BUFFER, _BULK))
+    arriving = min(most, 2 * moved)  # room doubles
+    return _BUFFERS * (arriving + max(arriving, bulk)) * (row_bytes + _NAMES)
+
+
+class CudaLink(QueuedLink):
+    """Carries plans out on copy streams beside the computation.
+
+    Rows of a home in page-locked memory can be read by the GPU itself. Which way is faster depends on the link, the
+    processor and the width of rows, so both are timed once. Rows that the home does not hold yet are computed by the
+    processor and staged in either case. The choice changes no bit.
+
+    Args:
+        home: all rows.
+        slots: the slots, on the device.
+        stats: what to count in.
+        streams: the device's; None means those of the GPU where the slots lie.
+        reading: "staged": the processor gathers rows into page-locked buffers, which are copied; "direct": the GPU
+            reads the home; "auto": what is faster here.
+        buffer_bytes: of one buffer at most; a single row may exceed it.
+        buffers: in each direction.
+
+    Raises:
+        ConfigError: direct reading of a home that the GPU cannot read.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        slots: Rows,
+        stats: TransferStats,
+        *,
+        streams: Streams | None = None,
+        reading: Reading = "auto",
+        buffer_bytes: int = _BUFFER,
+        buffers: int = _BUFFERS,
+    ) -> None:
+        super().__init__(home, slots, stats)
+        self.streams = streams = CudaStreams(slots.weight.device) if streams is None else streams
+        self._most = max(1, buffer_bytes // home.row_bytes)  # rows in a buffer
+        self._bulk = max(1, min(buffer_bytes, _BULK) // home.row_bytes)
+        self._arriving = _Ring(home, streams, streams.incoming, buffers)
+        self._leaving = _Ring(home, streams, streams.outgoing, buffers)
+        self._users: tuple[Any, ...] = ()  # streams on which leased slots are worked on
+        self._sent: list[Tensor] = []  # since the last ticket
+        # What each stream has yet to wait for. First of all: the memory of the slots may have had another use.
+        made = streams.record(streams.current())
+        self._before: dict[Any, deque[Event]] = {streams.incoming: deque([made]), streams.outgoing: deque([made])}
+        for tensor in (slots.weight, *slots.state.values()):
+            for stream in self._before:
+                streams.lend(tensor, stream)
+        self.reading = _reading(home, streams, reading)
+
+    def run(self, plan: SlotPlan) -> None:
+        super().run(plan)
+        self._follow(self.streams.incoming)
+        self._follow(self.streams.outgoing)
+
+    def write_back(self, number: int, rows: Ints, slots: Ints) -> None:
+        for part in self._parts(len(rows)):
+            # Also after an error: these rows have left their slots.
+            self._post(_Staged(number, rows[part], self._take_off(slots[part])))
+        self._raise()
+
+    def store(self, rows: Ints, slots: Ints) -> None:
+        for part in self._parts(len(rows), self._bulk):
+            job = _Staged(-1, rows[part], self._take_off(slots[part]))
+            try:
+                self.home.store(job.rows, job.arrive())
+            finally:
+                job.done()
+
+    def _take_off(self, slots: Ints) -> _Buffer:
+        """Queue the way of the rows in ``slots`` [n] to the host, in a buffer that is busy from now on."""
+        streams, stream = self.streams, self.streams.outgoing
+        buffer = self._leaving.next()
+        self._until(lambda: not buffer.busy)
+        buffer.hold(slots, most=self._most)
+        self._follow(stream)
+        streams.queue(stream, buffer.gather(self.slots))
+        self._before[streams.incoming].append(streams.record(stream))  # nothing may come into these slots before
+        streams.queue(stream, buffer.download())
+        buffer.end, buffer.busy = streams.record(stream), True
+        return buffer
+
+    def fetch(self, rows: Ints, slots: Ints) -> None:
+        streams, stream = self.streams, self.streams.incoming
+        if self.reading == "direct":
+            assert isinstance(self.home, MemoryHome)
+            held = self.home.held.of(rows)
+            there, places = rows[held], slots[held]
+            for part in self._parts(len(there)):
+                buffer = self._free_buffer()
+                buffer.hold(places[part], there[part], most=self._most)
+                self._follow(stream)
+                streams.queue(stream, buffer.read(self.home.arrays, self.slots))
+                buffer.end = streams.record(stream)
+            rows, slots = rows[~held], slots[~held]
+        for part in self._parts(len(rows)):
+            buffer = self._free_buffer()
+            buffer.hold(slots[part], most=self._most)
+            self.home.fetch(rows[part], buffer.host)
+            streams.queue(stream, buffer.upload())
+            self._follow(stream)  # as late as can be: the copy above touches no slot
+            streams.queue(stream, buffer.scatter(self.slots))
+            buffer.end = streams.record(stream)
+
+    def _free_buffer(self) -> _Buffer:
+        """A buffer for rows that come, with nothing queued."""
+        buffer = self._arriving.next()
+        if buffer.end is not None:
+            buffer.end.synchronize()
+        return buffer
+
+    def _parts(self, count: int, most: int | None = None) -> Iterator[slice]:
+        most = most or self._most
+        for begin in range(0, count, most):
+            yield slice(begin, min(begin + most, count))
+
+    def label(self, labels: Sequence[tuple[Tensor, Ints]], slots: Ints) -> None:
+        stream = self.streams.incoming
+        at = self._copied(torch.from_numpy(slots))
+        self._follow(stream)
+        for tensor, values in labels:
+            self.streams.lend(tensor, stream)
+            self.streams.queue(stream, partial(_scatter, tensor, at, self._copied(torch.from_numpy(values))))
+
+    def send(self, tensor: Tensor) -> Tensor:
+        if tensor.device != torch.device("cpu"):
+            return tensor.to(self.streams.device)
+        copied = self._copied(tensor.detach())
+        self._sent.append(copied)
+        return copied
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on its way to the device."""
+        streams, stream = self.streams, self.streams.incoming
+        held = streams.pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        copied = streams.scratch(stream, tuple(tensor.shape), tensor.dtype)
+        streams.queue(stream, partial(_copy, copied, held))
+        return copied
+
+    def ticket(self) -> _Ticket:
+        sent, self._sent = self._sent, []
+        return _Ticket(self.streams.record(self.streams.incoming), tuple(sent))
+
+    def ready(self, ticket: Any = None) -> None:
+        stream = self.streams.current()
+        if stream not in self._users:
+            self._users = (*self._users, stream)
+        event, sent = self.ticket() if ticket is None else ticket
+        self.streams.wait(stream, event)
+        for tensor in sent:
+            self.streams.lend(tensor, stream)
+
+    def mark(self) -> tuple[Event, ...]:
+        # A lease may end in any thread, also where garbage is collected: the thread's own stream tells nothing.
+        return () if sys.is_finalizing() else tuple(self.streams.record(stream) for stream in self._users)
+
+    def released(self, mark: Any) -> None:
+        for waiting in self._before.values():
+            waiting.extend(mark)
+
+    def finish(self) -> None:
+        for event in self.mark():
+            event.synchronize()
+
+    def _follow(self, stream: Any) -> None:
+        """What is queued on ``stream`` from now on comes after all work on slots that were given up."""
+        waiting = self._before[stream]
+        while waiting:
+            self.streams.wait(stream, waiting.popleft())
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for stream in (self.streams.incoming, self.streams.outgoing):
+                self.streams.record(stream).synchronize()  # the home's memory may go
+
+
+class _Ticket(NamedTuple):
+    event: Event
+    sent: tuple[Tensor, ...]
+
+
+class _Buffer:
+    """Room for n rows on their way, on the host and on the device, with the slots and rows that they are.
+
+    Methods that return a function make work to be queued.
+    """
+
+    def __init__(self, home: Home, streams: Streams, stream: Any) -> None:
+        self._home, self._streams, self._stream = home, streams, stream
+        self._room = 0  # rows
+        self.end: Event | None = None  # of what was queued with it
+        self.busy = False  # a writeback has yet to store what it holds
+
+    def hold(self, slots: Ints, rows: Ints | None = None, *, most: int) -> None:
+        """Make room for the rows that go to or come from ``slots`` [n]; ``rows`` [n] are their addresses.
+
+        Nothing that was queued with the buffer may be left. It grows to ``most`` rows by doubling.
+        """
+        streams, stream, count = self._streams, self._stream, len(slots)
+        if count > self._room:
+            self._room = min(most, max(count, 2 * self._room))
+            self._host = self._rows(streams.pinned)
+            self._device = self._rows(lambda shape, dtype: streams.scratch(stream, shape, dtype))
+            self._host_names = streams.pinned((2, self._room), torch.int64)
+            self._device_names = streams.scratch(stream, (2, self._room), torch.int64)
+        self.host, self.device = _head(self._host, count), _head(self._device, count)
+        named = self._host_names[:, :count], self._device_names[:, :count]
+        self.names = [(host, device) for host, device in zip(*named, strict=True)]  # slots, addresses
+        for (host, _), numbers in zip(self.names, (slots, rows), strict=True):
+            if numbers is not None:
+                host.copy_(torch.from_numpy(numbers))
+
+    def _rows(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Rows:
+        return _empty(self._home, self._room, make)
+
+    def upload(self) -> Callable[[], None]:
+        """Host to device."""
+        host, device, (at, device_at) = self.host, self.device, self.names[0]
+
+        def work() -> None:
+            _copy(device_at, at)
+            _copy_rows(device, host)
+
+        return work
+
+    def scatter(self, slots: Rows) -> Callable[[], None]:
+        """Into their slots, after :meth:`upload`."""
+        device, (_, at) = self.device, self.names[0]
+
+        def work() -> None:
+            _scatter(slots.weight, at, device.weight)
+            for name, tensor in device.state.items():
+                _scatter(slots.state[name], at, tensor)
+
+        return work
+
+    def gather(self, slots: Rows) -> Callable[[], None]:
+        """Out of their slots."""
+        device, (at, device_at) = self.device, self.names[0]
+
+        def work() -> None:
+            _copy(device_at, at)
+            torch.index_select(slots.weight, 0, device_at, out=device.weight)
+            for name, tensor in device.state.items():
+                torch.index_select(slots.state[name], 0, device_at, out=tensor)
+
+        return work
+
+    def download(self) -> Callable[[], None]:
+        """Device to host, after :meth:`gather`."""
+        host, device = self.host, self.device
+        return lambda: _copy_rows(host, device)
+
+    def read(self, arrays: Rows, slots: Rows) -> Callable[[], None]:
+        """Out of the page-locked ``arrays`` of a home into their slots."""
+        streams, ((slot, device_slot), (row, device_row)) = self._streams, self.names
+
+        def work() -> None:
+            _copy(device_slot, slot)
+            _copy(device_row, row)
+            streams.copy_rows(arrays.weight, device_row, slots.weight, device_slot)
+            for name, tensor in arrays.state.items():
+                streams.copy_rows(tensor, device_row, slots.state[name], device_slot)
+
+        return work
+
+
+class _Ring:
+    """Buffers that take turns."""
+
+    def __init__(self, home: Home, streams: Streams, stream: Any, count: int) -> None:
+        self._buffers = deque(_Buffer(home, streams, stream) for _ in range(count))
+
+    def next(self) -> _Buffer:
+        """The buffer that was used longest ago."""
+        self._buffers.rotate(-1)
+        return self._buffers[-1]
+
+
+class _Staged(Writeback):
+    """A writeback in a buffer."""
+
+    def __init__(self, number: int, rows: Ints, buffer: _Buffer) -> None:
+        assert buffer.end is not None
+        super().__init__(number, rows, buffer.host)
+        self.end = buffer.end
+        self._buffer: _Buffer | None = buffer
+        self._lost: BaseException | None = None
+
+    def arrive(self) -> Rows:
+        if self._lost is not None:
+            raise self._lost
+        self.end.synchronize()
+        return self.values
+
+    def keep(self) -> None:
+        if self._buffer is None:
+            return
+        try:
+            held = self.arrive()
+            self.values = Rows(held.weight.clone(), {name: tensor.clone() for name, tensor in held.state.items()})
+        except BaseException as error:  # the device failed: there is nothing that could be stored later
+            self._lost = error
+        self.done()
+
+    def done(self) -> None:
+        if self._buffer is not None:
+            self._buffer.busy, self._buffer = False, None
+
+
+def _empty(home: Home, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Rows:
+    """``count`` rows as those of ``home``."""
+    shapes = {name: (count, home.dim) if kind == "row" else (count,) for name, kind in home.state.items()}
+    return Rows(make((count, home.dim), home.dtype), {n: make(shape, torch.float32) for n, shape in shapes.items()})
+
+
+def _head(rows: Rows, count: int) -> Rows:
+    return Rows(rows.weight[:count], {name: tensor[:count] for name, tensor in rows.state.items()})
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _scatter(target: Tensor, at: Tensor, source: Tensor) -> None:
+    target.index_copy_(0, at, source)
+
+
+def _copy_rows(target: Rows, source: Rows) -> None:
+    _copy(target.weight, source.weight)
+    for name, tensor in target.state.items():
+        _copy(tensor, source.state[name])
+
+
+def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
+    """How to read ``home``."""
+    can = isinstance(home, MemoryHome) and home.pinned and streams.reads_host
+    if wanted == "direct" and not can:
+        raise ConfigError(
+            f"{home!r} cannot be read by the GPU itself. Use a home in memory with pin=True and install Triton, "
+            "or leave reading='staged'."
+        )
+    if wanted != "auto":
+        return wanted
+    if not can:
+        return "staged"
+    try:
+        seconds = _times(home, streams)
+    except Exception as error:
+        warnings.warn(f"the GPU cannot read {home!r} itself ({error}); rows are staged, which is slower.", stacklevel=2)
+        return "staged"
+    return min(seconds, key=lambda way: seconds[way])
+
+
+def _times(home: Home, streams: Streams) -> dict[Reading, float]:
+    """Seconds that each way of reading takes for a few MiB of rows from all over ``home``."""
+    held = copy.copy(home)
+    held.held = Held(home.num_rows, home.native)  # how long rows take that were never stored is not what is asked
+    held.held.words.fill(-1)
+    count = min(home.num_rows, max(1, _PROBE // home.row_bytes))
+    rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))
+    slots = np.arange(count, dtype=np.int64)
+    target = _empty(home, count, partial(streams.scratch, streams.incoming))
+    seconds: dict[Reading, float] = {}
+    for way in _WAYS:
+        link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)
+        times = []
+        for _ in range(_ATTEMPTS):  # the first compiles kernels and makes buffers
+            begin = time.perf_counter()
+            link.fetch(rows, slots)
+            streams.record(streams.incoming).synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds[way] = min(times)
+    return seconds

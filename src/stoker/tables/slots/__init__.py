@@ -1,0 +1,1 @@
+"""Rows in slots: which are resident, which leave."""

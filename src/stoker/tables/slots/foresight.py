@@ -1,0 +1,199 @@
+"""Next uses beyond the window: the ids of an epoch are read once before its first step.
+
+The order of an epoch is a formula, so it can be read twice. Forward, the distinct rows of every batch go to a temporary
+file, in the very order in which :meth:`SlottedRows.announce` will see them; backward, each is replaced by the number of
+batches until the row's next use. With these a residency decides as one that knows the whole epoch: by Belady's rule
+(1966), which no other misses less than.
+
+On disk 4 bytes for every distinct row of every batch, and 4 a row of the table while the epoch is gone through
+backward; in memory 8 bytes a batch, and what is worked on. The mapped pages are the page cache's: the system takes them
+back when memory is asked for.
+
+Legend: T batches of the rest of an epoch, U distinct rows of a batch, N rows of a group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base import spool
+from stoker.base.errors import HomeError
+from stoker.base.spool import Spool
+from stoker.dataset.batch import Batch
+from stoker.tables.slots.residency import Ints
+
+__all__ = ["EpochBatches", "Foresight", "Recording", "Rereadable"]
+
+Progress = Callable[[str, int, int], None]  # (what is being done, batches done, batches in all)
+_OFTEN = 0.1  # seconds between two reports
+_NARROW = 2**31  # rows whose addresses are 32 bits wide
+
+
+class EpochBatches(Protocol):
+    """Batches of which it is known how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+@runtime_checkable
+class Rereadable(Protocol):
+    """A stream whose epochs can be read beforehand, such as :class:`stoker.dataset.reading.reader.BatchStream`."""
+
+    def rest_of_epoch(self, step: int, *, ids_only: bool) -> EpochBatches:
+        """The batches from number ``step`` to the end of its epoch as the stream will give them, which stays where it
+        is; ``ids_only``: with ids and offsets at least."""
+        ...
+
+
+@contextmanager
+def _disk(directory: Path | None) -> Iterator[None]:
+    """Failures of temporary files, with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise HomeError(
+            f"next uses cannot be recorded in {directory or 'the temporary directory'}: {error.strerror or error}. "
+            "Free space there, name another directory (the environment's TMPDIR; of a home in a file: home_path), or "
+            "leave foresight out."
+        ) from error
+
+
+class Recording:
+    """The next uses of one group's rows in batches one after the other: ``add`` them all, ``link``, then ``take``.
+
+    Args:
+        num_rows: N.
+        directory: of the temporary files; None means the system's temporary directory.
+    """
+
+    def __init__(self, num_rows: int, directory: Path | None = None) -> None:
+        self._num_rows, self._directory = num_rows, directory
+        self._begins = [0]
+        with _disk(directory):
+            self._spool = Spool(np.int32 if num_rows <= _NARROW else np.int64, directory)
+
+    def add(self, rows: Ints) -> None:
+        """The distinct addresses [U] of the next batch."""
+        with _disk(self._directory):
+            self._spool.add(rows)
+        self._begins.append(self._begins[-1] + len(rows))
+
+    def link(self, advance: Callable[[int], None] = lambda done: None) -> None:
+        """Replace rows by the batches until their next use; ``advance`` is called with the batches done."""
+        begins = np.array(self._begins, np.int64)
+        total = len(begins) - 1
+        with _disk(self._directory), Spool(np.int32, self._directory) as file:
+            file.reserve(self._num_rows)
+            soonest = file.mapped()  # [N] number of the batch of the next use, from 1 on; 0: none
+            for first, last in reversed(list(spool.stretches(begins))):
+                values = self._spool.read(self._begins[first], self._begins[last])
+                for number in range(last, first, -1):
+                    places = slice(begins[number - 1] - begins[first], begins[number] - begins[first])
+                    rows = values[places]
+                    following = soonest[rows]
+                    soonest[rows] = number
+                    values[places] = np.where(following > 0, following - number, 0)
+                self._spool.write(self._begins[first], values)
+                advance(total - first)
+
+    def take(self, number: int) -> npt.NDArray[np.int32]:
+        """[U] batches from batch ``number`` (counted from 0) until the next use of its rows; 0: none known."""
+        with _disk(self._directory):
+            values = self._spool.read(self._begins[number], self._begins[number + 1])
+        return values.astype(np.int32, copy=False)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._spool.close()
+
+
+class Foresight:
+    """The next uses of the rows of each batch of a stream, recorded an epoch at a time; known ones end with the epoch.
+
+    Args:
+        stream: the batches.
+        groups: of each group that wants to know: its distinct rows of a batch, how many rows it has, and where to put
+            temporary files (None: the system's directory).
+        progress: called while an epoch is recorded.
+        hurry: asked while an epoch is recorded; when it says yes the recording is given up, and of that epoch no next
+            use is known.
+    """
+
+    def __init__(
+        self,
+        stream: Rereadable,
+        groups: Sequence[tuple[Callable[[Batch], Ints], int, Path | None]],
+        progress: Progress | None,
+        hurry: Callable[[], bool],
+    ) -> None:
+        self.seconds = 0.0  # spent recording
+        self._stream, self._groups = stream, groups
+        self._progress, self._hurry = progress or _quiet, hurry
+        self._begin = self._end = -1  # steps of the batches recorded
+        self._recordings: list[Recording] = []
+
+    def upcoming(self, batch: Batch) -> list[npt.NDArray[np.int32] | None]:
+        """For each group [U]: batches until the next use of the batch's distinct rows; None: nothing is known.
+
+        The first batch of an epoch, or after a gap, has the rest of its epoch recorded.
+
+        Raises:
+            HomeError: the disk of the temporary files is full or fails.
+        """
+        if not self._begin <= batch.step < self._end:
+            start = time.perf_counter()
+            self._record(batch.step)
+            self.seconds += time.perf_counter() - start
+        if not self._recordings:
+            return [None] * len(self._groups)
+        return [recording.take(batch.step - self._begin) for recording in self._recordings]
+
+    def _record(self, step: int) -> None:
+        self.close()
+        batches = self._stream.rest_of_epoch(step, ids_only=True)
+        total = len(batches)
+        self._begin, self._end = step, step + total
+        if not total:
+            return
+        with ExitStack() as unfinished:
+            made = []
+            for _, num_rows, directory in self._groups:
+                made.append(Recording(num_rows, directory))
+                unfinished.callback(made[-1].close)
+            for batch in self._reported("reading ids of the epoch", batches, total):
+                if self._hurry():
+                    return
+                for recording, (rows, _, _) in zip(made, self._groups, strict=True):
+                    recording.add(rows(batch))
+            for recording in made:
+                recording.link(lambda done: self._progress("linking next uses", done, total))
+            unfinished.pop_all()
+            self._recordings = made
+
+    def _reported(self, what: str, batches: Iterable[Batch], total: int) -> Iterator[Batch]:
+        last = -_OFTEN
+        for done, batch in enumerate(batches):
+            if (now := time.monotonic()) - last >= _OFTEN:
+                last = now
+                self._progress(what, done, total)
+            yield batch
+        self._progress(what, total, total)
+
+    def close(self) -> None:
+        """Remove the files; the epoch is recorded again if one of its batches comes."""
+        for recording in self._recordings:
+            recording.close()
+        self._recordings = []
+        self._begin = self._end = -1
+
+
+def _quiet(what: str, done: int, total: int) -> None: ...

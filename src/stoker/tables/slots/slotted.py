@@ -1,0 +1,567 @@
+"""N rows at home, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
+
+The first slots belong to hot rows, each to one for ever: their slot is found by an addition, no plan knows of them, and
+they have no other copy. The others, in transit, are given and taken by plans.
+
+Legend: N rows at home, C slots, H of them for hot rows, U distinct rows of a batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.device import available_memory, total_memory
+from stoker.base.errors import ConfigError, StokerError
+from stoker.base.timeline import span, spanned
+from stoker.ops import AddressSpace, Bags
+from stoker.ops.distinct import Distinct, split_rows
+from stoker.ops.fixed_rows import FixedRows
+from stoker.ops.space import SlotSpace, slot_space
+from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
+from stoker.tables.lease import Lease
+from stoker.tables.links.cuda_link import CudaLink
+from stoker.tables.links.transfer import DirectLink, Link, QueuedLink, TransferStats
+from stoker.tables.slots.fastest import make_residency
+from stoker.tables.slots.residency import ENOUGH, Hints, Ints, SlotPlan
+from stoker.tables.storage import Rows, Storage, allocate
+from stoker.tables.stores.file_home import FileHome
+from stoker.tables.stores.home import Home, Initial, MemoryHome
+from stoker.tables.stores.log_home import LogHome, index_bytes
+
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_slotted"]
+
+_STORED = 2**20  # rows written home together when all changed ones are
+_INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
+
+
+class TooFewSlots(StokerError):
+    """A batch needs more rows at once than there are slots to give.
+
+    Args:
+        needed: distinct rows.
+        slots: those that other work leaves free.
+        hot: rows with slots of their own.
+        spill: whether such batches are worked on in parts already, so that one example alone does not fit.
+    """
+
+    def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
+        beside = f" in addition to the {hot:,} hot rows" if hot else ""
+        remedies = ["Give more memory (--device-memory)"]
+        if hot:
+            remedies.append("make fewer rows hot")
+        if not spill:
+            remedies += ["make the batch smaller", "choose spill='parts'"]
+        super().__init__(
+            f"{'one example' if spill else 'a batch'} needs {needed:,} distinct rows in fast memory at once{beside}, "
+            f"but {slots:,} slots are there for them. {', '.join(remedies[:-1])}"
+            f"{', or ' if len(remedies) > 1 else ''}{remedies[-1]}."
+        )
+        self.needed, self.slots, self.hot = needed, slots, hot
+
+    def of_one_example(self) -> TooFewSlots:
+        """The same where the batch was worked on in parts already, down to one example or row."""
+        return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A batch that waits for its slots."""
+
+    bags: Bags
+    space: AddressSpace
+    wanted: Distinct
+    upcoming: Hints | None
+
+
+class SlottedRows(Storage):
+    """Rows at home, some of them in slots.
+
+    Threads may call it: plans are made and carried out one at a time, releases wait for nobody.
+
+    Args:
+        home: all rows.
+        space: of the group's tables.
+        slots: C.
+        device: where the slots lie.
+        hot: [T] rows of each table that stay in slots of their own; () means none.
+        transient: every other row leaves after its last use in flight.
+        link: makes what carries out plans; None means the fastest for ``device`` and ``home``.
+        fast: plan with Numba or in plain Python; None means what is installed.
+
+    Raises:
+        ConfigError: hot rows take every slot, and other rows are left.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        space: AddressSpace,
+        *,
+        slots: int,
+        device: torch.device,
+        hot: Sequence[int] = (),
+        transient: bool = False,
+        link: Callable[[Home, Rows, TransferStats], Link] | None = None,
+        fast: bool | None = None,
+    ) -> None:
+        self.home, self.space = home, space
+        self.num_slots = slots = max(1, min(slots, space.num_rows))
+        self.hot = FixedRows(space, hot)
+        self.num_hot = held = len(self.hot)
+        if held > slots or held == slots < space.num_rows:
+            raise ConfigError(
+                f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch, in transit. Give more "
+                "memory (slots=, fraction= or memory= count hot rows and transit together), or make fewer rows hot."
+            )
+        self.weight = allocate((slots, home.dim), home.dtype, device, fill=None)
+        self.state = {
+            name: allocate((slots, home.dim) if kind == "row" else (slots,), torch.float32, device, fill=None)
+            for name, kind in home.state.items()
+        }
+        # Slots in transit, as plans and links know them: counted from 0 behind the hot ones.
+        self.transit = Rows(self.weight[held:], {name: tensor[held:] for name, tensor in self.state.items()})
+        self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
+        self.stats = TransferStats()
+        self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
+        self._lock = threading.RLock()
+        self._broken: BaseException | None = None
+        self._returned: deque[tuple[Ints, bool, Any]] = deque()  # slots given back, not yet entered, and their mark
+        self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last one
+        self._leases: dict[int, weakref.ref[Lease]] = {}  # not over, by number of their plan, in order
+        rounded = home.dtype == torch.bfloat16
+        self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
+        self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
+        self._labels = [labels for labels in (self._table_in_slot, self._row_in_slot) if labels is not None]
+        self._fill_hot()
+        self._link = (link or DirectLink)(home, self.transit, self.stats)
+
+    def _fill_hot(self) -> None:
+        """Bring the hot rows into their slots."""
+        addresses = self.hot.addresses()
+        for begin in range(0, self.num_hot, _STORED):
+            rows = addresses[begin : begin + _STORED]
+            self.home.fetch(rows, _part(Rows(self.weight, self.state), begin, begin + len(rows)))
+            for labels, values in zip(self._labels, self._names(rows), strict=False):
+                labels[begin : begin + len(rows)] = torch.from_numpy(values)
+
+    def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
+        """Table and row within it of each of the addresses [n]."""
+        table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
+        return table, addresses - self.space.first_row[table]
+
+    @property
+    def num_rows(self) -> int:
+        return self.space.num_rows
+
+    @property
+    def available(self) -> int:
+        """Slots that a batch could have now."""
+        with self._lock:
+            self._enter_returned()
+            return self.residency.free
+
+    @property
+    def staged(self) -> int:
+        """Batches that are resident and not handed out yet."""
+        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
+
+    def queue(self) -> Queue:
+        """A queue of upcoming batches for one stage."""
+        return Queue(self)
+
+    @spanned("stall")
+    def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
+        begin = time.perf_counter()
+        with span("plan"):
+            wanted = self.distinct(bags, space)
+        with self._lock:
+            with span("plan"):
+                self._enter_returned()
+                plan = self.residency.plan_now(wanted.rows)
+            while plan is None and self._revoke_one():
+                self._enter_returned()
+                plan = self.residency.plan_now(wanted.rows)
+            if plan is None:
+                raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
+            self.stats.plan_seconds += time.perf_counter() - begin
+            lease = self._carry_out(plan, bags, space, wanted)
+            self._link.ready(lease.ticket)
+            self.stats.stall_seconds += time.perf_counter() - begin
+            return lease
+
+    def _revoke_one(self) -> bool:
+        """Take the slots of one batch that nobody works on: those of kept graphs first, then of batches staged last.
+
+        Whoever holds the lease brings the rows again when it needs them.
+        """
+        held = [lease for found in list(self._leases.values()) if (lease := found()) is not None]
+        graphs = [lease for lease in held if not lease.staged]
+        staged = [lease for lease in reversed(held) if lease.staged]
+        return any(lease.revoke() for lease in (*graphs, *staged))
+
+    def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
+        """The distinct rows that are not hot, in an order that is the same for the same bags.
+
+        Raises:
+            IndexError: an id lies outside its table.
+            ValueError: offsets that do not rise from 0 to the number of ids.
+        """
+        return split_rows(_on_cpu(bags), space or self.space, self.hot)
+
+    def hand_out(self, lease: Lease) -> None:
+        """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
+        # Without the storage's lock: a batch whose rows are in place must not wait while those of later ones come.
+        ticket, staged = lease.ticket, lease.staged
+        lease.ticket, lease.staged = None, False
+        if staged and not lease.over:
+            self._link.ready(ticket)
+
+    def forget(self) -> None:
+        """Drop every batch that is announced, or resident and not worked on."""
+        with self._lock:
+            for queue in list(self._queues):
+                queue.close()
+            while self._revoke_one():
+                pass
+            if self._broken is None:
+                self._enter_returned()
+
+    def _enter_returned(self) -> None:
+        """Let the residency know which slots were given back.
+
+        Raises:
+            StokerError: rows could not be moved earlier.
+        """
+        if self._broken is not None:
+            raise StokerError(
+                f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
+                "Remove the cause and resume from the last checkpoint."
+            ) from self._broken
+        while self._returned:
+            slots, changed, mark = self._returned.popleft()
+            self.residency.release(slots, changed=changed)
+            self._link.released(mark)
+
+    @spanned("plan")
+    def _carry_out(self, plan: SlotPlan, bags: Bags, space: AddressSpace, wanted: Distinct) -> Lease:
+        """The lease of a batch, with the link's ticket for what it needs."""
+        link = self._link
+        try:
+            link.run(plan)
+            self.stats.rows += wanted.placed
+            self.stats.hits += wanted.placed
+            if self._labels and len(plan.fetch_rows):
+                labels = [each[self.num_hot :] for each in self._labels]
+                link.label(list(zip(labels, self._names(plan.fetch_rows), strict=True)), plan.fetch_slots)
+            ids = link.send(self._slots(plan, wanted))
+            offsets = None if bags.offsets is None else link.send(bags.offsets)
+            weights = None if bags.weights is None else link.send(bags.weights)
+            ticket = link.ticket()
+        except BaseException as error:
+            # The rows of this plan may not be in their slots: nothing may be computed from them, or written home.
+            self._broken = error
+            raise
+        if space not in self._slot_spaces:
+            self._slot_spaces[space] = slot_space(space, self.num_slots)
+        lease = Lease(
+            Bags(ids, offsets, weights, bags.mean),
+            self._slot_spaces[space],
+            tables=self._table_in_slot,
+            rows=self._row_in_slot,
+            give_back=self._take_back,
+            token=(plan.number, plan.slots),
+            ticket=ticket,
+        )
+        self._leases[plan.number] = weakref.ref(lease)
+        return lease
+
+    def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
+        """The slot of each id, int32."""
+        which = wanted.which.numpy()
+        if not len(plan.slots):
+            return torch.from_numpy(np.invert(which))  # -1 - place
+        slots = (plan.slots + self.num_hot).astype(np.int32)
+        if not wanted.placed:
+            return torch.from_numpy(slots.take(which))
+        return torch.from_numpy(np.where(which < 0, np.invert(which), slots.take(which, mode="clip")))
+
+    def _take_back(self, token: tuple[int, Ints], changed: bool) -> None:
+        number, slots = token
+        self._leases.pop(number, None)
+        self._returned.append((slots, changed, self._link.mark()))
+
+    def reset_state(self, state: dict[str, str]) -> None:
+        raise StokerError(
+            "the optimizer of rows behind a cache cannot be exchanged for one of another kind; "
+            "build the model with it, or place the tables on the device first."
+        )
+
+    def flush(self) -> None:
+        """Bring home every changed row that is not hot; they stay in their slots."""
+        with self._lock:
+            self._enter_returned()
+            self._link.drain()
+            slots = self.residency.take_changed()
+            for begin in range(0, len(slots), _STORED):  # sorting takes memory
+                some = slots[begin : begin + _STORED]
+                try:
+                    self._link.store(self.residency.row_in_slot[some], some)
+                except BaseException:
+                    self.residency.mark_changed(slots[begin:])
+                    raise
+
+    def read(self, start: int, stop: int) -> Rows:
+        with self._lock:
+            self.flush()
+            if not self.num_hot:
+                return self.home.read(start, stop)
+            self._link.finish()
+            found = self.home.empty(stop - start)
+            for begin, end, slot in self.hot.runs(start, stop):
+                part = _part(found, begin - start, end - start)
+                if slot < 0:
+                    self.home.fetch(np.arange(begin, end), part)
+                else:
+                    _copy(part, _part(Rows(self.weight, self.state), slot, slot + end - begin))
+            return found
+
+    def gather(self, rows: Ints) -> Rows:
+        with self._lock:
+            self._enter_returned()
+            self._link.ready()
+            slots = self._slots_of(rows)
+            away = np.flatnonzero(slots < 0)
+            at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
+            found = Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+            self._link.released(self._link.mark())  # nothing may come into those slots before they are read
+            if len(away):
+                self._link.drain()
+                self.home.fetch(rows[away], found, away)
+            return found
+
+    def _slots_of(self, rows: Ints) -> Ints:
+        """The slot of each of the addresses ``rows`` [n]; -1 where it lies in none."""
+        own = self.hot.places(rows)
+        unique, which = np.unique(rows, return_inverse=True)
+        slots = np.full(len(unique), -1, np.int64)
+        if len(unique):
+            held = self.residency.row_in_slot
+            at = np.minimum(np.searchsorted(unique, held), len(unique) - 1)
+            found = np.flatnonzero(unique[at] == held)
+            slots[at[found]] = found + self.num_hot
+        return np.where(own >= 0, own, slots[which])
+
+    def write(self, start: int, rows: Rows) -> None:
+        with self._lock:
+            self.flush()
+            self._link.finish()
+            for begin, end, slot in self.hot.runs(start, start + len(rows.weight)):
+                part = _part(rows, begin - start, end - start)
+                if slot < 0:
+                    self.home.write(begin, part)
+                else:
+                    _copy(_part(Rows(self.weight, self.state), slot, slot + end - begin), part)
+            slots = self.residency.resident(start, start + len(rows.weight))
+            if len(slots):
+                self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
+                self._link.fetch(self.residency.row_in_slot[slots], slots)
+                self._link.ready()
+
+    def to(self, device: torch.device) -> None:
+        if device != self.weight.device:
+            raise StokerError(
+                "rows placed behind a cache stay on the device they were placed for; build the model on the new one."
+            )
+
+    def close(self) -> None:
+        """Write everything home and let go of threads and files."""
+        with self._lock:
+            self.forget()
+            try:
+                if self._broken is None:
+                    self.flush()
+                    self._link.close()
+            finally:
+                self.home.close()
+
+
+class Queue:
+    """The upcoming batches of one stage, in order.
+
+    Any number of queues may be open over one storage. The residency knows the batches of the queue that was opened
+    last; batches of the others get slots all the same, with less known about when their rows are used again. When a
+    queue is closed, the one before it takes its place.
+    """
+
+    def __init__(self, storage: SlottedRows) -> None:
+        self._storage = storage
+        self._waiting: deque[_Request] = deque()
+        self._known = 0  # of them, those that the residency knows: the first ones, or none
+        with storage._lock:
+            for other in storage._queues:
+                other._known = 0
+            storage.residency.cancel()
+            storage._queues.append(self)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is pointless to look further ahead: every slot is wanted, or nobody would know."""
+        storage = self._storage
+        return not self._decides or storage.residency.wanted >= ENOUGH * storage.num_slots
+
+    @property
+    def _decides(self) -> bool:
+        return bool(self._storage._queues) and self._storage._queues[-1] is self
+
+    @spanned("plan")
+    def announce(self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None) -> None:
+        """Append a batch; :meth:`stage` takes batches in this order.
+
+        Args:
+            bags: its lookups.
+            space: what they address; None means the storage's own.
+            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
+
+        Raises:
+            IndexError: an id lies outside its table.
+        """
+        storage, begin = self._storage, time.perf_counter()
+        space = space or storage.space
+        wanted = storage.distinct(bags, space)
+        with storage._lock:
+            self._waiting.append(_Request(bags, space, wanted, upcoming))
+            self._tell()
+            storage.stats.plan_seconds += time.perf_counter() - begin
+
+    def _tell(self) -> None:
+        """Announce to the residency what it does not know yet."""
+        if self._decides:
+            while self._known < len(self._waiting):
+                request = self._waiting[self._known]
+                self._storage.residency.announce(request.wanted.rows, request.upcoming)
+                self._known += 1
+
+    def stage(self) -> Lease | None:
+        """Make the first batch resident; None if rows in flight leave too few slots for now."""
+        storage, begin = self._storage, time.perf_counter()
+        with storage._lock:
+            with span("plan"):
+                storage._enter_returned()
+                self._tell()
+                request = self._waiting[0]
+                residency = storage.residency
+                plan = residency.plan() if self._known else residency.plan_now(request.wanted.rows)
+            storage.stats.plan_seconds += time.perf_counter() - begin
+            if plan is None:
+                return None
+            self._waiting.popleft()
+            self._known = max(0, self._known - 1)
+            # Offsets and weights are those that the lookup will bring.
+            lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
+            lease.staged = True
+            return lease
+
+    def skip(self) -> None:
+        """Drop the first batch: it does not fit while others are in flight, and is fetched on demand."""
+        with self._storage._lock:
+            if self._known:
+                self._storage.residency.skip()
+                self._known -= 1
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Forget the batches that wait. Further calls do nothing."""
+        storage = self._storage
+        with storage._lock:
+            if self not in storage._queues:
+                return
+            if self._decides:
+                storage.residency.cancel()
+            storage._queues.remove(self)
+            self._waiting.clear()
+            self._known = 0
+
+
+def _on_cpu(bags: Bags) -> Bags:
+    """The ids and offsets where plans are made."""
+    if bags.ids.device.type == "cpu":
+        return bags
+    return Bags(bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu(), None, bags.mean)
+
+
+def _part(rows: Rows, start: int, stop: int) -> Rows:
+    return Rows(rows.weight[start:stop], {name: tensor[start:stop] for name, tensor in rows.state.items()})
+
+
+def _copy(target: Rows, source: Rows) -> None:
+    target.weight.copy_(source.weight.detach())
+    for name, tensor in target.state.items():
+        tensor.copy_(source.state[name].detach())
+
+
+def make_slotted(
+    strategy: Slotted,
+    tables: Sequence[TableConfig],
+    space: AddressSpace,
+    seed: int,
+    state: dict[str, str],
+    device: torch.device,
+) -> SlottedRows:
+    """The storage of a group under ``strategy``.
+
+    Args:
+        seed: of the initial rows.
+        state: optimizer state, name -> "row" or "scalar".
+
+    Raises:
+        ConfigError: hot rows that a table does not have, or that leave no slot for others.
+    """
+    initial = Initial.of(tables, seed)
+    gpu = device.type == "cuda"
+    if strategy.home == "file":
+        make = LogHome if appends(strategy, initial.num_rows) else FileHome
+        home: Home = make(initial, state, directory=strategy.path, direct=strategy.direct)
+    elif strategy.pin is None:
+        home = _maybe_pinned(initial, state) if gpu else MemoryHome(initial, state)
+    else:
+        home = MemoryHome(initial, state, pin=strategy.pin)
+    return SlottedRows(
+        home,
+        space,
+        slots=strategy.count_slots(space.num_rows, home.row_bytes),
+        device=device,
+        hot=strategy.count_hot(tables) if isinstance(strategy, HotCold) else (),
+        transient=isinstance(strategy, HostPipelined | HotCold),
+        link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
+    )
+
+
+def appends(strategy: Slotted, num_rows: int) -> bool:
+    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.stores.log_home.LogHome`)."""
+    if strategy.home != "file":
+        return False
+    if strategy.writes is None:
+        return index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
+    return strategy.writes == "append"
+
+
+def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
+    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
+    home = MemoryHome(initial, state)  # takes no memory yet
+    if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
+        return home
+    home.close()
+    try:
+        return MemoryHome(initial, state, pin=True)
+    except ConfigError:
+        return MemoryHome(initial, state)

@@ -1,0 +1,460 @@
+"""Homes: slow memory that holds every row of a table group, with its optimizer state.
+
+A row nobody has stored yet is a function of (seed, table name, row), so it is computed when it is fetched and takes no
+memory: a home of 100 GB costs a bit a row until rows come home. :class:`stoker.tables.stores.file_home.FileHome` and
+:class:`stoker.tables.stores.log_home.LogHome` are the homes in files.
+
+A home is asked from several threads at once, but never twice at the same time for one row unless both only fetch:
+keeping a fetch behind a pending store of its row is the caller's fence.
+
+Legend: N rows at home, n rows of one call, D columns, T tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import mmap
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.base.device import total_memory
+from stoker.base.errors import ConfigError, HomeError
+from stoker.base.units import format_size
+from stoker.ops.reference import counter_bits, derive_key
+from stoker.tables.config import DTYPES, TableConfig
+from stoker.tables.storage import Rows, allocate
+
+__all__ = ["Held", "Home", "Initial", "MemoryHome"]
+
+_CPU = torch.device("cpu")
+_LINE = 64  # bytes of a cache line
+_LANES = 16  # float32 elements in one
+_PAGE = mmap.PAGESIZE  # bytes that are page-locked together
+_PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister: locked for every GPU, at an address that it can read
+_CHUNK = 2**20  # elements computed at a time by Initial.rows
+_KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
+NO_INDEX = np.empty(0, dtype=np.int64)
+_NO_STATE = np.zeros(1, dtype=np.float32)
+
+
+def has_numba() -> bool:
+    """Whether kernels can be compiled here."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Initial:
+    """The rows of a group before any update: those that :class:`stoker.tables.group.TableGroup` starts from.
+
+    Uniform in [-scale, scale) by table, drawn by counter (:func:`stoker.ops.reference.init_rows`), so a row does not
+    depend on when, where or with which others it is made.
+    """
+
+    keys: np.ndarray  # [T] int64, one key of random bits a table
+    scales: np.ndarray  # [T] float32, half-width of each table's distribution
+    first_row: np.ndarray  # [T + 1] int64, first address of each table; the last is N
+    dim: int  # D
+    dtype: torch.dtype  # of the weights
+
+    @classmethod
+    def of(cls, tables: Sequence[TableConfig], seed: int) -> Initial:
+        """The initial rows of ``tables`` laid end to end, as in their group's address space."""
+        first = np.zeros(len(tables) + 1, dtype=np.int64)
+        np.cumsum([table.num_embeddings for table in tables], out=first[1:])
+        return cls(
+            keys=np.array([derive_key(seed, "init", table.name) for table in tables], dtype=np.int64),
+            scales=np.array([table.scale for table in tables], dtype=np.float32),
+            first_row=first,
+            dim=tables[0].embedding_dim,
+            dtype=DTYPES[tables[0].dtype],
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return int(self.first_row[-1])
+
+    def rows(self, addresses: np.ndarray) -> Tensor:
+        """Initial weights [n, D] of the rows at ``addresses`` [n] int64: the definition, in plain PyTorch."""
+        out = torch.empty(len(addresses), self.dim, dtype=self.dtype)
+        column = torch.arange(self.dim)
+        step = max(1, _CHUNK // self.dim)
+        for start in range(0, len(addresses), step):
+            part = addresses[start : start + step]
+            table = np.searchsorted(self.first_row, part, side="right") - 1
+            counter = torch.from_numpy((part - self.first_row[table]) * self.dim).unsqueeze(1) + column
+            top = (counter_bits(torch.from_numpy(self.keys[table]).unsqueeze(1), counter) >> 40) & 0xFFFFFF
+            unit = top.to(torch.float32) * 2.0**-23 - 1.0
+            out[start : start + step] = (unit * torch.from_numpy(self.scales[table]).unsqueeze(1)).to(self.dtype)
+        return out
+
+
+class Held:
+    """One bit a row: whether the home holds it. Memory is taken as bits are set.
+
+    Raises:
+        ConfigError: there is no memory for the bits.
+    """
+
+    def __init__(self, num_rows: int, native: bool) -> None:
+        try:
+            self.words = np.zeros(-(-num_rows // 64), dtype=np.int64)
+        except MemoryError as error:
+            raise ConfigError(
+                f"a bit for each of {num_rows:,} rows needs {format_size(num_rows / 8)} of memory, which this machine "
+                "does not give. Make the tables smaller."
+            ) from error
+        self._native = native
+        self._lock = threading.Lock()
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Whether each of ``rows`` [n] int64 is held: [n] bool."""
+        held: np.ndarray = ((self.words[rows >> 6] >> (rows & 63)) & 1).astype(bool)
+        return held
+
+    def mark(self, rows: np.ndarray) -> None:
+        """``rows`` [n] int64 are held from now on."""
+        if self._native:
+            from stoker.tables.stores.home_kernels import mark
+
+            mark(self.words, rows)  # atomic: 64 rows share a word, and threads store different rows at once
+            return
+        with self._lock:
+            np.bitwise_or.at(self.words, rows >> 6, np.left_shift(np.int64(1), rows & 63))
+
+
+class Home(ABC):
+    """N rows of one group at home: weights [N, D] and optimizer state, row by row.
+
+    Args:
+        initial: what the rows are before they are first stored.
+        state: name of each state tensor -> "row" ([N, D] float32) or "scalar" ([N] float32); it starts at zero.
+    """
+
+    kind: ClassVar[str]  # "memory" or "file"
+    pinned = False  # whether a GPU can read the rows where they lie
+
+    def __init__(self, initial: Initial, state: Mapping[str, str]) -> None:
+        unknown = {name: kind for name, kind in state.items() if kind not in ("row", "scalar")}
+        if unknown:
+            raise ConfigError(f"state kinds {unknown} are unknown. Choose 'row' or 'scalar'.")
+        self.initial = initial
+        self.state = dict(state)
+        self.num_rows = initial.num_rows
+        self.dim = initial.dim
+        self.dtype = initial.dtype
+        self.native = has_numba() and len(state) <= _KERNEL_STATES
+        self.widths = tuple(self.dim if kind == "row" else 1 for kind in state.values())  # float32 elements a row
+        self.held = Held(self.num_rows, self.native)
+        self._open = True
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: weights and state."""
+        return self.dim * self.dtype.itemsize + 4 * sum(self.widths)
+
+    def fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None = None) -> None:
+        """Copy rows out: weights and state of ``rows[i]`` go to row ``places[i]`` of ``target``.
+
+        Args:
+            rows: [n] int64 addresses, in any order.
+            target: at least n rows, on any device.
+            places: [n] int64, distinct; None means i.
+
+        Raises:
+            HomeError: the home failed; ``target`` may hold some of the rows. Or it is closed.
+            IndexError: a row or a place that does not exist.
+            ValueError: ``target`` has another width, type or state.
+        """
+        rows, places = self._check(rows, target, places)
+        if len(rows) == 0:
+            return
+        if _plain_memory(target):
+            self._fetch(rows, target, places)
+            return
+        local = self.empty(len(rows))
+        self._fetch(rows, local, None)
+        device = target.weight.device
+        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(device)
+        target.weight[index] = local.weight.to(device)
+        for name, tensor in local.state.items():
+            target.state[name][index] = tensor.to(device)
+
+    def store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None = None) -> None:
+        """Take rows home: row ``places[i]`` of ``source`` becomes ``rows[i]``, with its state, and is held.
+
+        Args:
+            rows: [n] int64 addresses, distinct, in any order.
+            source: at least n rows, on any device.
+            places: [n] int64; None means i.
+
+        Raises:
+            HomeError: the home failed. Some of the rows may be home, others not; storing all of them again is safe.
+            IndexError: a row or a place that does not exist.
+            ValueError: ``source`` has another width, type or state.
+        """
+        rows, places = self._check(rows, source, places)
+        if len(rows) == 0:
+            return
+        if not _plain_memory(source):
+            index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(source.weight.device)
+            state = {name: source.state[name][index].cpu().contiguous() for name in self.state}
+            source, places = Rows(source.weight[index].cpu().contiguous(), state), None
+        self._store(rows, source, places)
+
+    def read(self, start: int, stop: int) -> Rows:
+        """A copy of the rows ``start..stop`` in canonical order."""
+        rows = self.empty(stop - start)
+        self.fetch(np.arange(start, stop, dtype=np.int64), rows)
+        return rows
+
+    def write(self, start: int, rows: Rows) -> None:
+        """Replace the rows from ``start`` on; ``rows`` may have another float type."""
+        state = {name: rows.state[name].detach().to(torch.float32) for name in self.state}
+        count = len(rows.weight)
+        self.store(np.arange(start, start + count, dtype=np.int64), Rows(rows.weight.detach().to(self.dtype), state))
+
+    def empty(self, count: int) -> Rows:
+        """Uninitialised rows on the CPU, of this home's width, type and state."""
+        state = {
+            name: torch.empty((count, self.dim) if kind == "row" else (count,)) for name, kind in self.state.items()
+        }
+        return Rows(torch.empty(count, self.dim, dtype=self.dtype), state)
+
+    def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
+        """Make sure that what was stored has arrived.
+
+        Raises:
+            HomeError: something stored earlier did not arrive.
+        """
+
+    def close(self) -> None:
+        """Give the memory or the file back; no call may be under way, and none may follow."""
+        self._open = False
+
+    @abstractmethod
+    def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
+        """``fetch`` after the checks, into contiguous CPU tensors."""
+
+    @abstractmethod
+    def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
+        """``store`` after the checks, from contiguous CPU tensors."""
+
+    def _check(self, rows: np.ndarray, side: Rows, places: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """The indices as contiguous int64; kernels trust them with raw memory."""
+        if not self._open:
+            raise HomeError(f"{self!r} is closed. Make a new home, or close it after the last use.")
+        weight = side.weight
+        wanted = {
+            name: (len(weight), self.dim) if kind == "row" else (len(weight),) for name, kind in self.state.items()
+        }
+        given = {name: tuple(side.state[name].shape) for name in self.state if name in side.state}
+        if weight.dim() != 2 or weight.shape[1] != self.dim or weight.dtype != self.dtype or given != wanted:
+            raise ValueError(
+                f"rows {tuple(weight.shape)} {weight.dtype} with state {given} do not fit {self!r}, "
+                f"which needs [n, {self.dim}] {self.dtype} with state {wanted}."
+            )
+        if any(side.state[name].dtype != torch.float32 for name in self.state):
+            raise ValueError("optimizer state must be float32.")
+        rows = np.ascontiguousarray(rows, dtype=np.int64)
+        if places is not None:
+            places = np.ascontiguousarray(places, dtype=np.int64)
+        count = len(rows) if places is None else len(places)
+        if rows.ndim != 1 or count != len(rows):
+            raise ValueError(f"{rows.shape} rows and {count} places; there must be one place a row.")
+        if count:
+            if rows.min() < 0 or rows.max() >= self.num_rows:
+                bad = rows[(rows < 0) | (rows >= self.num_rows)][0]
+                raise IndexError(f"row {bad:,} is not in {self!r}; its rows are 0 to {self.num_rows - 1:,}.")
+            low, high = (0, count - 1) if places is None else (int(places.min()), int(places.max()))
+            if low < 0 or high >= len(weight):
+                raise IndexError(f"places {low:,} to {high:,} do not lie in the {len(weight):,} rows given.")
+        return rows, places
+
+    def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
+        """Weights and two states as flat arrays, for the kernels."""
+        states = [flat(rows.state[name]) for name in self.state]
+        return (flat(rows.weight), *states, *([_NO_STATE] * (_KERNEL_STATES - len(states))))
+
+    def _kernel_widths(self) -> tuple[int, ...]:
+        """What kernels are told: D, and elements a row of either state."""
+        return (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
+
+    def _specialised(self) -> tuple[int, ...]:
+        """What the kernels of memory are made for: widths of whole cache lines, or zeros.
+
+        A kernel takes a second to compile and saves some ns a row, so all other widths share one.
+        """
+        dim, *states = self._kernel_widths() if self.dim % _LANES == 0 else (0, 0, 0)
+        return (dim, self.dtype.itemsize, *states)
+
+    def __repr__(self) -> str:
+        state = "".join(f" + {name}" for name in self.state)
+        kind = str(self.dtype).removeprefix("torch.")
+        size = format_size(self.num_rows * self.row_bytes)
+        return f"{type(self).__name__}({self.num_rows:,} rows x {self.dim} {kind}{state}, {size}{self._details()})"
+
+    def _details(self) -> str:
+        return ""
+
+
+class MemoryHome(Home):
+    """Rows in main memory, as :attr:`arrays`: weights [N, D] and each state [N, D] or [N].
+
+    Memory is taken as rows are stored (by whole huge pages, where the system has them), so count on all of it.
+
+    Args:
+        initial: what the rows are before they are first stored.
+        state: as for :class:`Home`.
+        pin: page-lock the arrays, so that a GPU reads and copies them at full speed. Takes all memory at once.
+        threads: threads of a fetch or store; None means as many as torch uses.
+
+    Raises:
+        ConfigError: the memory cannot be had, or ``pin`` without a GPU.
+    """
+
+    kind = "memory"
+
+    def __init__(
+        self, initial: Initial, state: Mapping[str, str], *, pin: bool = False, threads: int | None = None
+    ) -> None:
+        super().__init__(initial, state)
+        if pin and not torch.cuda.is_available():
+            raise ConfigError(
+                f"MemoryHome(pin=True) was asked for, but torch {torch.__version__} sees no GPU here. "
+                "Leave pin=False, or install a CUDA build of torch."
+            )
+        self.pinned = pin
+        self.threads = threads
+        unit = _PAGE if pin else _LINE
+        try:
+            self.arrays = Rows(
+                _aligned((self.num_rows, self.dim), self.dtype, unit),
+                {
+                    name: _aligned(
+                        (self.num_rows, self.dim) if kind == "row" else (self.num_rows,), torch.float32, unit
+                    )
+                    for name, kind in self.state.items()
+                },
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"a home of {self.num_rows:,} rows in memory needs {format_size(self.num_rows * self.row_bytes)}; this "
+                f"machine has {format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
+            ) from error
+        everything = (self.arrays.weight, *self.arrays.state.values())
+        self._locks = [_page_lock(self, tensor) for tensor in everything] if pin else []
+
+    def close(self) -> None:
+        super().close()
+        if self._locks:
+            torch.cuda.synchronize()  # the device may be reading yet
+        for unlock in self._locks:
+            unlock()
+        self._locks = []
+        self.arrays = self.empty(0)
+
+    def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
+        if self.native:
+            from stoker.tables.stores.home_kernels import fetch_kernel
+
+            initial = self.initial
+            self._run(
+                fetch_kernel(*self._specialised()),
+                (rows, NO_INDEX if places is None else places, self.held.words),
+                (*self._columns(self.arrays), *self._columns(target), initial.first_row, initial.keys, initial.scales),
+            )
+            return
+        source = torch.from_numpy(rows)
+        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
+        weight = self.arrays.weight[source]
+        fresh = ~self.held.of(rows)
+        if fresh.any():
+            weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
+        target.weight[index] = weight
+        for name, tensor in self.arrays.state.items():
+            target.state[name][index] = tensor[source]  # zero where the row is not held
+
+    def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
+        if self.native:
+            from stoker.tables.stores.home_kernels import store_kernel
+
+            self._run(
+                store_kernel(*self._specialised()),
+                (rows, NO_INDEX if places is None else places, self.held.words),
+                (*self._columns(self.arrays), *self._columns(source)),
+            )
+            return
+        target = torch.from_numpy(rows)
+        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
+        self.arrays.weight[target] = source.weight[index]
+        for name, tensor in self.arrays.state.items():
+            tensor[target] = source.state[name][index]
+        self.held.mark(rows)
+
+    def _run(self, kernel: Any, indices: tuple[np.ndarray, ...], columns: tuple[np.ndarray, ...]) -> None:
+        threads = torch.get_num_threads() if self.threads is None else self.threads
+        count = len(indices[0])
+        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
+        block = min(512, max(64, count // (4 * threads)))
+        threads = min(threads, -(-count // block))
+        kernel.run(*indices, *columns, *self._kernel_widths(), np.zeros(1, dtype=np.int64), block, threads=threads)
+
+    def _details(self) -> str:
+        return ", pinned" if self.pinned else ""
+
+
+def flat(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: np.ndarray = tensor.reshape(-1).numpy()
+    return array
+
+
+def _plain_memory(rows: Rows) -> bool:
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in (rows.weight, *rows.state.values()))
+
+
+def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
+    """Zeroed lazy memory that shares no ``unit`` bytes, a power of two, with anything else.
+
+    A row of whole cache lines then touches no other row's line, and page-locked pages belong to one tensor.
+    """
+    count = int(np.prod(shape, dtype=np.int64))
+    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype, _CPU, fill=None)
+    skip = -memory.data_ptr() % unit // dtype.itemsize
+    return memory[skip : skip + count].view(shape)
+
+
+def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
+    """Page-lock the memory of ``tensor`` until ``owner`` is gone or the result is called.
+
+    Registered in place: torch's own pinned allocator rounds up to a power of two, which no large table can afford.
+    """
+    cudart: Any = torch.cuda.cudart()
+    size = -(-tensor.nbytes // _PAGE) * _PAGE
+    code = int(cudart.cudaHostRegister(tensor.data_ptr(), size, _PORTABLE | _MAPPED))
+    if code != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next launch of a kernel would report the error as its own
+        raise ConfigError(
+            f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
+            "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."
+        )
+    return weakref.finalize(owner, _page_unlock, tensor)
+
+
+def _page_unlock(tensor: Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(tensor.data_ptr())

@@ -1,0 +1,242 @@
+"""Rows in a file that is appended to, whatever row comes home.
+
+Where rows have fixed places, a row of 264 bytes that comes home costs a page of 4 KiB to read, unless the system still
+has it, and the same page to write. Appended, it costs its own bytes, at the speed of a sequential write, and a disk
+wears as little. What a log costs instead: an index in main memory, 4 bytes a row; a quarter more disk; and reading all
+rows in their canonical order jumps about in the file.
+
+The file is cut into *segments*, written from end to end one at a time. A row stored anew leaves its old record dead;
+when segments hold too many of those, the one with the fewest live rows is read as a whole, its live rows are appended
+again, and the segment is used afresh (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File
+System", SOSP 1991, section 3). Each record ends with its row, and lives where the index says that this row is there.
+
+Legend: N rows at home, P positions, S segments, n rows of one call.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from stoker.base.errors import ConfigError, HomeError
+from stoker.base.units import format_size
+from stoker.tables.storage import Rows
+from stoker.tables.stores.file_home import FileHome, page_aligned
+from stoker.tables.stores.file_layout import Layout
+from stoker.tables.stores.home import Held, Initial
+
+__all__ = ["LogHome", "index_bytes"]
+
+_SEGMENT = 2**20  # bytes; in files of fewer than _SEGMENTS such ones, a segment is that part of the file
+_SEGMENTS = 32
+_ROOM = 1.25  # times the segments that live rows fill may be in use
+_LEAST = 2  # segments in use that are never cleaned: the one that is written and one more
+_SPARE = 4  # segments for rows on their way out of one that is cleaned, and for those that a fetch still reads
+_OWNER = 8  # bytes at the end of a record: its row
+
+
+def index_bytes(num_rows: int) -> int:
+    """Main memory for the index of N rows."""
+    return num_rows * _index_type(num_rows).itemsize
+
+
+def _index_type(num_rows: int) -> np.dtype[Any]:
+    return np.dtype(np.uint32 if num_rows < 2**31 else np.int64)
+
+
+class LogHome(FileHome):
+    """As :class:`FileHome`, with its arguments, warnings and errors, but rows are appended, not written in place.
+
+    Raises:
+        ConfigError: there is no memory for the index.
+    """
+
+    def __init__(self, initial: Initial, state: Mapping[str, str], **options: Any) -> None:
+        num_rows = initial.num_rows
+        try:
+            self.index = np.zeros(num_rows, _index_type(num_rows))  # position + 1; 0: never stored
+        except MemoryError as error:
+            raise ConfigError(
+                f"the index of a log of {num_rows:,} rows needs {format_size(index_bytes(num_rows))} of memory, which "
+                "this machine does not give. Choose writes='in-place'."
+            ) from error
+        super().__init__(initial, state, **options)
+        self.held = _Indexed(self.index)
+        self._live = np.zeros(self.layout.num_records // self._per_segment, np.int64)  # rows of each segment
+        self._stored = 0  # rows in the file
+        self._used = 0  # segments that were ever written
+        self._free: list[int] = []
+        self._next = self._end = 0  # position that is written next, and the end of its segment
+        self._tail = (-1, np.zeros(self.layout.block, np.uint8))  # the block that was written last, and what it holds
+        self._append_lock = threading.Lock()
+        self._writer, self._cleaner = page_aligned((self._chunk() + 1) * self.layout.block), page_aligned(self._span)
+        # A fetch reads at positions that it looked up before. So a segment that was cleaned is not written again before
+        # every fetch that had begun until then has ended.
+        self._changed = threading.Condition()
+        self._epoch = 0  # segments cleaned
+        self._readers: Counter[int] = Counter()  # fetches under way, by the epoch in which they began
+        self._cleaned: deque[tuple[int, int]] = deque()  # epochs, and the segments cleaned in them
+
+    def _lay_out(self) -> Layout:
+        record = self.row_bytes + -self.row_bytes % 4 + _OWNER
+        one = Layout.of(1, record)
+        blocks = -(-self.num_rows // one.per_block)
+        self._per_segment = one.per_block * max(1, min(_SEGMENT // one.block, blocks // _SEGMENTS))
+        return Layout.of((self._allowed(self.num_rows) + _SPARE) * self._per_segment, record)
+
+    def _allowed(self, rows: int) -> int:
+        """Segments that may be in use for so many live rows."""
+        return math.ceil(_ROOM * rows / self._per_segment) + _LEAST
+
+    def _where(self, rows: np.ndarray) -> np.ndarray:
+        at: np.ndarray = self.index[rows].astype(np.int64) - 1
+        at[at < 0] = self._nowhere
+        return at
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._changed:
+            epoch = self._epoch
+            self._readers[epoch] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers[epoch] -= 1
+                self._readers += Counter()  # without those that are zero
+                self._changed.notify_all()
+
+    def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
+        self._check_length("writing")
+        places = np.arange(len(rows), dtype=np.int64) if places is None else places
+        step = self._chunk() * self.layout.per_block
+        with self._append_lock:
+            for begin in range(0, len(rows), step):
+                some = rows[begin : begin + step]
+                records = self._records(source, places[begin : begin + step])
+                records[:, -_OWNER:] = some.view(np.uint8).reshape(-1, _OWNER)
+                self._append(some, records, clean=True)
+
+    def _chunk(self) -> int:
+        """Blocks that are read or written by one system call."""
+        return max(1, self._span // self.layout.block)
+
+    def _append(self, rows: np.ndarray, records: np.ndarray, *, clean: bool) -> None:
+        done = 0
+        while done < len(rows):
+            if self._next == self._end and clean:
+                self._make_room()
+            if self._next == self._end:  # cleaning may have begun a segment
+                first = self._take() * self._per_segment
+                self._next, self._end = first, first + self._per_segment
+            count = min(len(rows) - done, self._end - self._next, self._chunk() * self.layout.per_block)
+            self._put(rows[done : done + count], records[done : done + count])
+            done += count
+
+    def _put(self, rows: np.ndarray, records: np.ndarray) -> None:
+        """Write records at the next positions, which lie in one segment.
+
+        Whole blocks are written, so the system reads none of them before. An error or an interrupt at any line leaves
+        every row where the index says: a position is not given twice, and rows are entered last.
+        """
+        layout, first, count = self.layout, self._next, len(rows)
+        block = first // layout.per_block
+        at = np.arange(first, first + count)
+        blocks = int(at[-1]) // layout.per_block - block + 1
+        buffer = self._writer
+        if self._tail[0] == block:
+            buffer[: layout.block] = self._tail[1]
+        _as_records(buffer, blocks, layout)[at // layout.per_block - block, at % layout.per_block] = records
+        self._next = first + count
+        try:
+            self._write_from(buffer, block * layout.block, (block + blocks) * layout.block, rows, at)
+            self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
+        except BaseException:
+            self._next = first
+            raise
+        self._tail = (block + blocks - 1, buffer[(blocks - 1) * layout.block : blocks * layout.block].copy())
+        old = self.index[rows].astype(np.int64)
+        old = old[old > 0]
+        np.subtract.at(self._live, (old - 1) // self._per_segment, 1)
+        self._live[first // self._per_segment] += count
+        self._stored += count - len(old)
+        self.index[rows] = at + 1
+
+    def _make_room(self) -> None:
+        """Clean segments until as few are in use as the live rows may take."""
+        while self._used - len(self._free) - len(self._cleaned) >= self._allowed(self._stored):
+            live = self._live[: self._used].copy()
+            unfit = [*self._free, *(segment for _, segment in self._cleaned), self._end // self._per_segment - 1]
+            live[unfit] = self._per_segment
+            victim = int(live.argmin())
+            if live[victim] >= self._per_segment:
+                break
+            self._clean(victim)
+
+    def _clean(self, segment: int) -> None:
+        """Append the live rows of a segment again, so that it can be used afresh."""
+        layout = self.layout
+        nothing = np.empty(0, np.int64)
+        stop = (segment + 1) * self._per_segment
+        for first in range(segment * self._per_segment, stop, self._chunk() * layout.per_block):
+            at = np.arange(first, min(stop, first + self._chunk() * layout.per_block))
+            blocks = len(at) // layout.per_block
+            base = first // layout.per_block * layout.block
+            self._read_into(self._cleaner, base, base + blocks * layout.block, nothing, nothing)
+            records = _as_records(self._cleaner, blocks, layout)
+            rows = np.ascontiguousarray(records[:, :, -_OWNER:]).view(np.int64).reshape(-1)
+            known = np.flatnonzero((rows >= 0) & (rows < self.num_rows))  # a block's end may hold anything
+            live = known[self.index[rows[known]].astype(np.int64) == at[known] + 1]
+            kept = records[live // layout.per_block, live % layout.per_block]
+            self._append(rows[live], kept, clean=False)
+        with self._changed:
+            self._cleaned.append((self._epoch, segment))
+            self._epoch += 1
+
+    def _take(self) -> int:
+        """A segment to write: one that was cleaned, if no fetch may still be reading there, or a new one."""
+        with self._changed:
+            while True:
+                oldest = min(self._readers, default=self._epoch)
+                while self._cleaned and self._cleaned[0][0] < oldest:
+                    self._free.append(self._cleaned.popleft()[1])
+                if self._free:
+                    return self._free.pop()
+                if self._used < len(self._live):
+                    self._used += 1
+                    return self._used - 1
+                if not self._cleaned:
+                    raise HomeError(f"home file {self.path} has no room left. Resume from the last checkpoint.")
+                self._changed.wait()
+
+    def _place_of(self, row: int, action: str) -> str:
+        if action == "writing":
+            return f"{self.layout.record} B"
+        return f"{self.layout.record} B at byte {self.layout.offset(int(self._where(np.array([row]))[0])):,}"
+
+    def _lost(self, length: int) -> str:
+        lost = np.count_nonzero(self.index > length // self.layout.block * self.layout.per_block)
+        return f" {lost:,} rows are lost."
+
+
+class _Indexed(Held):
+    """Rows that the index knows; they are marked by being entered there."""
+
+    def __init__(self, index: np.ndarray) -> None:
+        self._index = index
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        known: np.ndarray = self._index[rows] > 0
+        return known
+
+
+def _as_records(buffer: np.ndarray, blocks: int, layout: Layout) -> np.ndarray:
+    """The records [blocks, records of a block, bytes] in ``buffer``, as a view."""
+    shape, strides = (blocks, layout.per_block, layout.record), (layout.block, layout.record, 1)
+    return np.lib.stride_tricks.as_strided(buffer, shape, strides)

@@ -1,0 +1,1 @@
+"""Files of a run: checkpoints, logs, the run directory."""

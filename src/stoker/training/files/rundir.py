@@ -1,0 +1,376 @@
+"""A run directory: where its files are, which checkpoints it holds, which may go.
+
+::
+
+    RUN/config.json           dataset and settings
+    RUN/checkpoints/step_000001000/
+    RUN/checkpoints/step_000002000.damaged/   found so when the run went on
+    RUN/metrics.jsonl         one JSON object per line
+    RUN/tensorboard/
+    RUN/report.json           final metrics, written at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.files import atomic_file
+from stoker.base.units import quoted
+from stoker.dataset.dataset import Dataset
+from stoker.models import MODELS
+from stoker.training.files import checkpoint as ckpt
+from stoker.training.scores.metrics import merit
+
+__all__ = [
+    "INTERIM",
+    "LOST",
+    "RunDirectory",
+    "find_checkpoint",
+    "find_dataset",
+    "open_dataset",
+    "own_dataset",
+    "settings_around",
+    "unknown_model",
+    "whole_beside",
+]
+
+#: What the manifest of a checkpoint says, in ``extra``, that was written between two that are due by the step.
+INTERIM: dict[str, Any] = {"interim": True}
+_STEP = re.compile(r"step_(\d{9,})")
+#: The remedy where no checkpoint of a run is whole.
+LOST = "Put a checkpoint back from a copy, or train a new run."
+
+
+class RunDirectory:
+    """Paths and bookkeeping of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any]) -> RunDirectory:
+        """A new run. Of one that cannot be made, for want of room, nothing stays.
+
+        Raises:
+            ConfigError: the directory exists and is not empty.
+            DataError: the disk has no room.
+        """
+        run = cls(path)
+        run.check_new()
+        made: list[Path] = []
+        try:
+            for folder in (*reversed(run.path.parents), run.path):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    made.append(folder)
+            try:
+                run.checkpoints.mkdir()  # of two processes only one can
+            except FileExistsError as error:
+                raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
+            made.append(run.checkpoints)
+            run.write("config.json", config)
+        except BaseException:
+            for folder in reversed(made):
+                with suppress(OSError):  # not empty: another process's
+                    folder.rmdir()
+            raise
+        return run
+
+    def check_new(self) -> None:
+        """Refuse a directory that :meth:`create` could not make.
+
+        Raises:
+            ConfigError: it exists and is not empty, or its place is not writable.
+        """
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            known = (self.path / "config.json").exists()
+            hint = f"Continue it with --resume {quoted(self.path)}, or choose" if known else "Choose"
+            raise ConfigError(f"{self.path} exists and is not empty. {hint} another --out.")
+        place = next(p for p in (self.path.absolute(), *self.path.absolute().parents) if p.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise ConfigError(f"{self.path} cannot be made: {place} is no writable directory. Choose another --out.")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes out of the run; a killed one lets go by itself.
+
+        Raises:
+            ConfigError: another process trains here, or nothing may be written.
+        """
+        if sys.platform == "win32":
+            yield
+            return
+        import fcntl
+
+        try:
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written to ({error.strerror}), but training puts its checkpoints there. Get "
+                "the right to write, or continue a copy of the directory."
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"another process is training in {self.path}. Wait for it, or stop it first."
+                ) from error
+            yield
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write one JSON file atomically."""
+        with atomic_file(self.path / name) as file:
+            file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+    def config(self) -> dict[str, Any]:
+        """Return ``config.json``, whose model is known here.
+
+        Raises:
+            ConfigError: there is no run, or its model is one that was not imported.
+        """
+        values = self.read("config.json")
+        model = values["settings"].get("model")
+        if model is not None and model not in MODELS:
+            raise ConfigError(f"{self.path} trains a model {model!r}, unknown here. {unknown_model(self.path, model)}")
+        return values
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One JSON file of the run.
+
+        Raises:
+            ConfigError: there is no run, or the file is garbled.
+        """
+        try:
+            values: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            found = _what(self.path)
+            is_what = f"is {found}, not a run directory" if found else f"is no run directory: it has no {name}"
+            raise ConfigError(f"{self.path} {is_what}. Name the directory that stoker train --out made.") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path / name} is garbled ({error}). Put it back from a copy. Without it the run cannot go on, "
+                "but its checkpoints can be scored: stoker evaluate CHECKPOINT --data DATASET --device-memory all."
+            ) from error
+        return values
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies."""
+        return self.checkpoints / f"step_{step:09d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, whole or damaged, rising."""
+        if not self.checkpoints.is_dir():
+            return []
+        # One that lost its manifest counts: a checkpoint has its name only once it is whole, so it is damaged since.
+        matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _is_interim(self, step: int) -> bool:
+        try:
+            return bool(ckpt.read_manifest(self.checkpoint(step))["extra"].get("interim"))
+        except CheckpointError:
+            return False
+
+    def newest_whole(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
+        problems = []
+        for step in reversed(self.steps()):
+            try:
+                ckpt.verify(self.checkpoint(step))
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                return self.checkpoint(step), problems
+        return None, problems
+
+    def evaluated(self, metric: str) -> list[dict[str, Any]]:
+        """The evaluations that the run's checkpoints were written after, best first: ``{"step", "valid"}``."""
+        found = []
+        for step in self.steps():
+            with suppress(CheckpointError):
+                latest = ckpt.read_manifest(self.checkpoint(step))["extra"].get("progress", {}).get("latest")
+                if latest is not None and latest["step"] == step:
+                    found.append(latest)
+        return sorted(found, key=lambda record: merit(record["valid"], metric), reverse=True)
+
+    def best(self) -> Path | None:
+        """The run's best checkpoint; where that is gone, the best of the others; None without an evaluated one."""
+        steps = self.steps()
+        for step in reversed(steps):
+            with suppress(CheckpointError):
+                extra = ckpt.read_manifest(self.checkpoint(step))["extra"]
+                best = extra.get("best")
+                if best is not None and best["step"] not in steps:
+                    best = next(iter(self.evaluated(extra.get("settings", {}).get("metric", "auc"))), None)
+                return None if best is None else self.checkpoint(int(best["step"]))
+        return None
+
+    def prune(self, keep_last: int, best: int | None) -> None:
+        """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes.
+
+        An interim checkpoint goes as soon as there is a newer one: a run ends with the same checkpoints whenever it was
+        interrupted.
+        """
+        steps = self.steps()
+        interim = [step for step in steps[:-1] if self._is_interim(step)]
+        last = [step for step in steps if step not in interim][-keep_last:]
+        for step in steps:
+            if step not in last and step != best:
+                ckpt.discard(self.checkpoint(step))
+        for entry in self.checkpoints.glob("step_*.tmp*"):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint directory as it is; of a run directory its best checkpoint, else its newest whole one.
+
+    Raises:
+        CheckpointError: neither a checkpoint nor a run with one.
+    """
+    path = Path(path)
+    if _what(path) == "a dataset":
+        raise CheckpointError(
+            f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {quoted(path)}."
+        )
+    if (path / "manifest.json").is_file():
+        return path
+    run = RunDirectory(path)
+    if not path.exists():
+        if (kept := ckpt.left_by_a_kill(path)) is not None:
+            return kept
+        raise CheckpointError(f"{path} does not exist.")
+    if _STEP.fullmatch(path.name) and (path.parent.parent / "config.json").is_file():
+        raise CheckpointError(f"{path} is damaged: it has no manifest.json. {whole_beside(path)}")
+    if not (path / "config.json").is_file() and not run.steps():
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run directory. Name the directory that stoker train --out made."
+        )
+    if best := run.best():
+        return best
+    newest, problems = run.newest_whole()
+    if newest is None:
+        if not problems:
+            raise CheckpointError(
+                f"{path} has no checkpoint yet. Continue it with: stoker train --resume {quoted(path)}"
+            )
+        raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
+    return newest
+
+
+def unknown_model(place: Path, name: str) -> str:
+    """Say how to make the model ``name`` of a run or checkpoint known, for the end of a message."""
+    run, path = RunDirectory(place), None
+    if not (place / "config.json").is_file():
+        run = _run_around(place) or run
+    with suppress(ConfigError):
+        path = run.read("config.json").get("model_class")
+    if path is None:
+        return (
+            f"Give --import package.module:Class, the class whose name is {name!r}; in Python call "
+            "stoker.models.import_model('package.module:Class') first."
+        )
+    return (
+        f"This run was trained with {path}: give --import {path}, in the directory from which it can be imported; in "
+        f"Python call stoker.models.import_model({path!r}) first."
+    )
+
+
+def whole_beside(checkpoint: Path) -> str:
+    """What else of a run can be taken where one of its checkpoints is damaged, for the end of a message."""
+    run = RunDirectory(checkpoint.parent.parent)
+    if checkpoint.parent.name != run.checkpoints.name:
+        return "Take another checkpoint."
+    whole = []
+    for step in run.steps():
+        with suppress(CheckpointError):
+            ckpt.verify(run.checkpoint(step))
+            whole.append(str(run.checkpoint(step)))
+    if not whole:
+        return f"No other checkpoint of {run.path} is whole. {LOST}"
+    if len(whole) == 1:
+        return f"Another checkpoint of the run is whole: give {whole[0]} in place of the run."
+    return f"Other checkpoints of the run are whole: give one of {', '.join(whole)} in place of the run."
+
+
+def find_dataset(checkpoint: Path) -> Path:
+    """The dataset of the run that a checkpoint lies in.
+
+    Raises:
+        ConfigError: the checkpoint lies in no run.
+        DataError: the dataset is no longer where it was.
+    """
+    run = _run_around(checkpoint)
+    if run is None:
+        raise ConfigError(f"{checkpoint} lies in no run directory, so its dataset is not known. Pass --data.")
+    return Path(own_dataset(run.read("config.json"), "Name it with --data DATASET."))
+
+
+def settings_around(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that a checkpoint lies in; none where it lies in no run.
+
+    Raises:
+        ConfigError: they are garbled.
+    """
+    run = _run_around(checkpoint)
+    return {} if run is None else dict(run.read("config.json")["settings"])
+
+
+def _run_around(checkpoint: Path) -> RunDirectory | None:
+    run = checkpoint.resolve().parent.parent
+    return RunDirectory(run) if (run / "config.json").is_file() else None
+
+
+def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
+    """The path of a run's dataset, from its config.json.
+
+    Raises:
+        DataError: nothing is there any more; ``remedy`` says how to name its new place.
+    """
+    path = str(config["dataset"])
+    if not Path(path).is_dir():
+        raise DataError(f"the dataset of the run is no longer at {path}. If it was moved: {remedy}")
+    return path
+
+
+def open_dataset(dataset: Dataset | str | Path) -> Dataset:
+    """A dataset by its path.
+
+    Raises:
+        ConfigError: the path is that of a run.
+        DataError: as for :class:`Dataset`.
+    """
+    if isinstance(dataset, Dataset):
+        return dataset
+    if _what(Path(dataset)) == "a run":
+        own = ""
+        with suppress(ConfigError, KeyError):
+            own = f" (its own is {RunDirectory(dataset).read('config.json')['dataset']})"
+        raise ConfigError(
+            f"{dataset} is a run, not a dataset. Name the directory that stoker prepare wrote{own}; to continue the "
+            f"run: stoker train --resume {quoted(dataset)}"
+        )
+    return Dataset(dataset)
+
+
+def _what(path: Path) -> str | None:
+    """What lies there, in words; None: nothing of ours."""
+    if (path / "config.json").is_file() and (path / "checkpoints").is_dir():
+        return "a run"
+    try:
+        kind = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("kind", "dataset")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return f"a {kind}" if kind in ("dataset", "checkpoint") else None

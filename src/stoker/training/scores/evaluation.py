@@ -1,0 +1,322 @@
+"""Metrics and scores of a trained model over a split, in file order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.files import atomic_file, check_target
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.manifest import canonical_json
+from stoker.models import RecModel
+from stoker.tables import stage
+from stoker.tables.config import Slotted
+from stoker.training.scores.metrics import StreamingMetrics
+from stoker.training.scores.ranking import RankingMetrics
+
+if TYPE_CHECKING:
+    from stoker.dataset.split import Split
+
+__all__ = [
+    "SCORED",
+    "Scores",
+    "check_dataset",
+    "check_scores_file",
+    "dataset_identity",
+    "evaluate",
+    "finite",
+    "predict",
+    "write_scores",
+]
+
+_Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
+SCORED = 8192  # examples at a time
+_REMEDY = (
+    "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
+    "named), or train a model on this one."
+)
+
+
+def dataset_identity(dataset: Dataset) -> dict[str, str]:
+    """What must agree for a model's rows to mean the same ids: the schema and the vocabularies."""
+    files = dataset.manifest.get("files", {})
+    vocabulary = {name: entry["sha256"] for name, entry in files.items() if name.startswith("vocab/")}
+    return {
+        "schema_hash": dataset.schema_hash,
+        "vocabulary_hash": hashlib.sha256(canonical_json(vocabulary).encode()).hexdigest(),
+    }
+
+
+def check_dataset(dataset: Dataset, model: RecModel, trained_on: dict[str, str] | None) -> None:
+    """Refuse a dataset whose ids mean something else than those the model was trained on.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    mine, theirs = model.spec.to_dict(), dataset.schema.to_dict()
+    for what in ("dense", "features", "num_embeddings"):
+        if canonical_json(mine[what]) != canonical_json(theirs[what]):
+            raise ConfigError(
+                f"{dataset.path} does not fit the model: its {what.replace('_', ' ')} are "
+                f"{_short(theirs[what])}, the model was trained with {_short(mine[what])}. {_REMEDY}"
+            )
+    if trained_on is not None and trained_on != dataset_identity(dataset):
+        raise ConfigError(
+            f"{dataset.path} was prepared with another schema or vocabulary than the model's dataset, so "
+            f"its ids stand for other values and the scores would mean nothing. {_REMEDY}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+@contextmanager
+def _scoring(model: RecModel) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    # To refuse a batch is to keep training fast; scores are worked out in parts where batches are larger than that.
+    refusing = [
+        (group, group.strategy)
+        for group in model.embeddings.groups
+        if isinstance(group.strategy, Slotted) and group.strategy.spill == "refuse"
+    ]
+    for group, strategy in refusing:
+        group.strategy = replace(strategy, spill="parts")
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        for group, strategy in refusing:
+            group.strategy = strategy
+
+
+def evaluate(
+    model: RecModel,
+    split: Split,
+    *,
+    batch_size: int = SCORED,
+    rows: int | None = None,
+    stop: Callable[[], bool] | None = None,
+    lookahead: int | None = None,
+    k: int = 10,
+) -> dict[str, float]:
+    """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
+    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.ranking.RankingMetrics`).
+
+    Args:
+        model: the model; nothing of it changes.
+        split: for example ``dataset.valid``.
+        batch_size: examples at a time.
+        rows: the first so many rows only; None means all.
+        stop: asked before every batch; when it says yes, metrics of the rows so far are returned.
+        lookahead: batches looked ahead where rows come and go (:func:`stoker.stage`), which is faster and gives the
+            same numbers; None fetches rows on demand, as there must be one stage at a time.
+        k: places of a list that nDCG and hit rate look at.
+
+    Raises:
+        ConfigError: k below 1. DataError: damaged rows or groups.
+    """
+    metrics = StreamingMetrics()
+    ranking = None if split.groups is None else RankingMetrics(k=k)
+    done = 0
+    with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead)) as batches:
+        for batch in batches:
+            if stop is not None and stop():
+                break
+            assert batch.labels is not None
+            logits = model(batch)
+            metrics.update(logits, batch.labels)
+            if ranking is not None:
+                assert split.groups is not None
+                ranking.update(logits, batch.labels, split.groups[done : done + len(batch)])
+            done += len(batch)
+    return metrics.compute() | ({} if ranking is None else ranking.compute())
+
+
+def _batches(
+    model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None, *, reuse: bool = True
+) -> Generator[Batch, None, None]:
+    ahead = lookahead is not None and any(isinstance(group.strategy, Slotted) for group in model.embeddings.groups)
+    stream = split.batches(batch_size, limit=rows, reuse=reuse and not ahead)
+    yield from stage(stream, model, lookahead=lookahead or 0) if ahead else stream
+
+
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """The same with None for undefined values, which JSON can hold."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``."""
+
+    scores: npt.NDArray[np.float32]  # [n], the probability of label 1
+    labels: npt.NDArray[np.float32] | None  # [n], None where the split has none
+    groups: npt.NDArray[np.int32] | None  # [n], None where the split has none
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """Positions in the split, [n]."""
+        return np.arange(len(self.scores))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.scores, dtype) if copy else np.asarray(self.scores, dtype)
+
+
+def predict(
+    model: RecModel,
+    split: Split,
+    out: str | Path | None = None,
+    *,
+    batch_size: int = SCORED,
+    rows: int | None = None,
+    lookahead: int | None = None,
+) -> Scores:
+    """Return a score for every row of a split, and write them to a file if one is named.
+
+    ::
+
+        found = stoker.predict(model, data.test)
+        found.scores, found.labels, found.groups     # one number per row
+
+    Args:
+        model: the model.
+        split: for example ``dataset.test``.
+        out: a file to write, too (:func:`write_scores`).
+        batch_size: examples at a time.
+        rows: the first so many rows only; None means all.
+        lookahead: as for :func:`evaluate`.
+
+    Raises:
+        ConfigError: ``out`` exists, or its name ends in neither .parquet nor .csv.
+        DependencyError: ``out`` is given and pyarrow is not installed.
+    """
+    kept: list[_Piece] = []
+    if out is not None:
+        write_scores(model, split, out, batch_size=batch_size, rows=rows, lookahead=lookahead, keep=kept.append)
+    else:
+        with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
+            kept += (_score(model, batch) for batch in batches)
+    labels = [label for label, _ in kept if label is not None]
+    found = torch.cat([score for _, score in kept]).numpy() if kept else np.empty(0, np.float32)
+    return Scores(
+        scores=found,
+        labels=torch.cat(labels).numpy() if labels else None,
+        groups=None if split.groups is None else np.asarray(split.groups[: len(found)]),
+    )
+
+
+def write_scores(
+    model: RecModel,
+    split: Split,
+    out: str | Path,
+    *,
+    batch_size: int = SCORED,
+    rows: int | None = None,
+    lookahead: int | None = None,
+    keep: Callable[[_Piece], None] | None = None,
+) -> int:
+    """Write scores to a file: row (int64, position in the split), label (float32), score (float32); where the split has
+    groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
+
+    The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
+    Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which decides the format, and ``keep``
+    is called with the labels and scores of each batch.
+
+    Returns:
+        The number of rows.
+    """
+    out = Path(out)
+    check_scores_file(out)
+    import pyarrow as pa
+
+    columns = [("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())]
+    schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
+    done = 0
+
+    def table(batches: list[_Piece], start: int) -> Any:
+        scores = torch.cat([score for _, score in batches]).numpy()
+        labels = [label for label, _ in batches if label is not None]
+        values = {
+            "row": pa.array(range(start, start + len(scores)), pa.int64()),
+            "label": pa.array(torch.cat(labels).numpy()) if labels else pa.nulls(len(scores), pa.float32()),
+            "score": pa.array(scores),
+        }
+        if split.groups is not None:
+            values["group"] = pa.array(split.groups[start : start + len(scores)])
+        return pa.table(values, schema=schema)
+
+    with (
+        atomic_file(out) as file,
+        _writer(file, out.suffix, schema) as writer,
+        _scoring(model),
+        closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
+    ):
+        pending: list[_Piece] = []
+        held = 0
+        for batch in batches:
+            pending.append(_score(model, batch))
+            if keep is not None:
+                keep(pending[-1])
+            held += len(batch)
+            if held >= 2**17:  # one row group
+                writer.write_table(table(pending, done))
+                done, held, pending = done + held, 0, []
+        if pending or not done:
+            writer.write_table(table(pending, done) if pending else schema.empty_table())
+    return done + held
+
+
+def check_scores_file(out: Path) -> None:
+    """Refuse a file that :func:`predict` cannot write, before a model is read.
+
+    Raises:
+        ConfigError: it exists, cannot be written, or its name does not say a format.
+        DependencyError: pyarrow is not installed.
+    """
+    if out.suffix not in (".parquet", ".csv"):
+        raise ConfigError(
+            f"{out} ends in neither .parquet nor .csv, which says the format of the scores. Choose for example "
+            f"{out.with_suffix('.parquet')}."
+        )
+    if out.exists():
+        raise ConfigError(f"{out} exists. Choose another name, or delete it first.")
+    check_target(out)
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(
+            "writing scores needs pyarrow, which is not installed. Run: pip install pyarrow"
+        ) from error
+
+
+def _writer(file: Any, suffix: str, schema: Any) -> Any:
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    if suffix == ".csv":
+        return pyarrow.csv.CSVWriter(file, schema)
+    return pyarrow.parquet.ParquetWriter(file, schema, compression="zstd")
+
+
+def _score(model: RecModel, batch: Batch) -> _Piece:
+    # The labels of a staged batch are on the model's device.
+    return None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()

@@ -1,0 +1,1 @@
+"""How large batches and tables may be."""

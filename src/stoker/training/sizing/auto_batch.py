@@ -1,0 +1,128 @@
+"""The batch size that trains fastest: doubled until it no longer pays, or memory would not allow it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from stoker.base.device import device_memory, peak_memory, resolve_device
+from stoker.base.errors import ConfigError, StokerError
+from stoker.base.units import format_count, format_size
+from stoker.dataset.dataset import Dataset
+from stoker.training.config import TrainConfig
+from stoker.training.sizing.throwaway import throwaway
+
+__all__ = ["BatchChoice", "choose_batch_size"]
+
+_GAIN = 1.05  # of throughput that a doubling must bring
+_WARM = 2  # steps before times count: kernels compile, memory is taken
+_SECONDS, _FEWEST, _MOST = 1.5, 5, 40  # of measuring, and its steps
+_BATCHES = 10  # an epoch has at least so many
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchChoice:
+    """What was measured, and what followed from it."""
+
+    batch_size: int
+    reason: str  # why not twice as many
+    throughput: dict[int, float]  # batch size -> examples/s of whole training steps
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{size:,}: {format_count(rate)}/s" for size, rate in self.throughput.items())
+        return f"batch size {self.batch_size:,} was chosen: {self.reason} (examples a second: {measured})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def choose_batch_size(
+    data: Dataset, config: TrainConfig, progress: Callable[[str], None] = lambda text: None
+) -> BatchChoice:
+    """Measure whole training steps of a model to throw away, from ``config.base_batch_size`` on.
+
+    Twice the batch is taken as long as it trains over 5 % more examples a second, its memory is there, and an epoch
+    keeps ten batches. The choice depends on the machine: a run stores it and does not choose again.
+
+    Args:
+        data: the dataset.
+        config: the run's settings; their ``batch_size`` does not count.
+        progress: told what is measured.
+
+    Raises:
+        ConfigError: not even ``base_batch_size`` can be trained with.
+    """
+    size = min(config.base_batch_size, max(1, len(data.train) // _BATCHES))
+    rates: dict[int, float] = {}
+    progress(f"measuring batches of {size:,}")
+    rates[size], grown = _measure(data, config.replace(batch_size=size))
+    while True:
+        double = 2 * size
+        if double * _BATCHES > len(data.train):
+            reason = f"an epoch of {len(data.train):,} examples would have fewer than {_BATCHES} batches"
+            break
+        free = device_memory(resolve_device(config.device))[0]
+        if free and 2 * grown > free:
+            reason = f"twice that would take about {format_size(2 * grown)}, {format_size(free)} are free"
+            break
+        progress(f"measuring batches of {double:,}")
+        try:
+            rates[double], more = _measure(data, config.replace(batch_size=double))
+        except (StokerError, RuntimeError, MemoryError) as error:
+            if not _of_memory(error):
+                raise
+            reason = f"twice that does not fit ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
+            break
+        grown = max(2 * grown, more)
+        if rates[double] < _GAIN * rates[size]:
+            reason = f"twice that gains {100 * (rates[double] / rates[size] - 1):+.1f} %"
+            break
+        size = double
+    return BatchChoice(batch_size=size, reason=reason, throughput=rates)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether a step failed for want of memory: on the device, of the machine, or of slots."""
+    text = str(error).lower()
+    return isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError) or any(
+        words in text for words in ("can't allocate memory", "out of memory", "distinct rows in fast memory")
+    )
+
+
+def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
+    """Examples a second of a step, the median, and bytes that stepping took at most beyond the model."""
+    with throwaway(data, config, _WARM + _MOST) as model:
+        gpu = model.model.device.type == "cuda"
+        before = _peak(model.model.device, begin=True)
+
+        def step() -> float:
+            begin = time.perf_counter()
+            model.step()
+            if gpu:
+                torch.cuda.synchronize(model.model.device)
+            return time.perf_counter() - begin
+
+        for _ in range(_WARM):
+            step()
+        times: list[float] = []
+        while len(times) < _MOST and (len(times) < _FEWEST or sum(times) < _SECONDS):
+            times.append(step())
+        grown = _peak(model.model.device) - before
+    # The last batch of an epoch may be short, so the median; a whole one counts all its examples.
+    return config.batch_size / statistics.median(times), max(0, grown)
+
+
+def _peak(device: torch.device, *, begin: bool = False) -> int:
+    """Most bytes in use so far; on the CPU by the whole process since its start."""
+    if device.type == "cuda":
+        if begin:
+            torch.cuda.reset_peak_memory_stats(device)
+            return int(torch.cuda.memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device))
+    return peak_memory() or 0

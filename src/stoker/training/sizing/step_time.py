@@ -1,0 +1,175 @@
+"""How long a training step takes: measured for the model, added up for its placement.
+
+Legend: B examples, F features, L ids in all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.spec import FeatureSpec
+from stoker.models import MODELS
+from stoker.ops.reference import bag_lengths
+from stoker.optim import Constant
+from stoker.placement.placement import Placement, row_bytes
+from stoker.tables import HotCold, Strategy, TableConfig
+from stoker.tables.config import Slotted
+from stoker.tables.slots.slotted import SlottedRows
+from stoker.training.config import TrainConfig
+
+__all__ = ["StepTime", "measure_step"]
+
+_ROWS = 128 * 2**20  # bytes of the rows that are made for it
+_IDS = 2**22  # ids in all batches that are trained on, about
+_BATCHES = 32  # at most: so many that their rows do not all stay in a processor's caches
+_FEWEST = 4
+_UNTIMED = 2
+_SECONDS = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step."""
+
+    read: float  # to read the batch
+    train: float  # forward, backward and both optimizers, with all rows on the device
+    slotted: float  # the same with tables in the groups of a placement, but for planning and moving rows
+
+    @property
+    def resident(self) -> float:
+        """The whole step with all rows on the device."""
+        return self.read + self.train
+
+    def placed(self, placement: Placement) -> float:
+        """The whole step under a placement.
+
+        With a GPU, reading, planning and moving run beside training. On a CPU they want the same cores, and only
+        waiting for the disk is hidden.
+        """
+        beside = self.read + placement.seconds
+        if placement.workload.device.type == "cuda":
+            return max(self.slotted, beside)
+        return max(self.slotted + beside - placement.disk_seconds, beside)
+
+
+def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None = None) -> StepTime:
+    """Train a few steps on real batches, with tables cut down to 128 MiB; takes about 2 seconds, and 2 more where
+    tables lie behind slots.
+
+    Ids beyond the end of a table that was cut down are taken modulo its rows.
+
+    Args:
+        config: the run.
+        data: what it trains on.
+        placement: in which groups its tables lie; None: all together, on the device.
+    """
+    tables = config.tables(data.schema)
+    spec = _cut(data.schema, _row_bytes(config, tables), frozenset(config.tensor_trains(data.schema)))
+    whole = replace(config, device_memory=None)
+    if MODELS[config.model].mixed_dims:  # a table that is cut keeps its columns
+        dims = {table.name: table.embedding_dim for table in tables}
+        whole = replace(whole, model_options={**config.model_options, "dims": dims})
+    trained = [_Trained(whole, spec, None)]
+    if placement is not None and not placement.resident:
+        trained.append(_Trained(whole, spec, _roomy(placement, spec)))
+    device = trained[0].model.device
+    stream = data.train.batches(config.batch_size, seed=config.seed, shuffle_memory=config.shuffle_memory)
+    limits = torch.tensor([spec.num_embeddings[feature.table] for feature in spec.features])
+    batches: list[Batch] = []
+    reads: list[float] = []
+    begin, ids = time.perf_counter(), 0
+    for batch in itertools.islice(stream, _BATCHES):
+        reads.append(time.perf_counter() - begin)
+        batches.append(_inside(batch, limits).to(device))
+        ids += batch.ids.numel()
+        if ids >= _IDS and len(batches) >= _FEWEST:
+            break
+        begin = time.perf_counter()
+    # Before the first batch shards are checked and kernels compiled, which happens once.
+    read = float(np.median(reads[_UNTIMED:] or reads))
+    started = time.perf_counter()
+    for number, batch in enumerate(itertools.cycle(batches)):
+        for each in trained:  # by turns: whatever else the machine does slows both
+            each.step(batch)
+        if number >= _UNTIMED and time.perf_counter() - started > _SECONDS * len(trained):
+            break
+    seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
+    for each in trained:
+        each.model.embeddings.close()
+    return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
+
+
+class _Trained:
+    """A model and how long its steps take, less planning and moving rows."""
+
+    def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
+        self.model = config.make_model(spec, config.make_row_optimizer(Constant()), strategies)
+        self.dense = config.make_dense_optimizer(self.model)
+        if config.compile:
+            self.model.compile_dense()
+        self.model.train()
+        self.seconds: list[float] = []
+
+    def step(self, batch: Batch) -> None:
+        moved, begin = self._moved(), time.perf_counter()
+        loss = self.model.loss(batch)
+        loss.backward()
+        self.dense.step()
+        self.dense.zero_grad()
+        loss.item()  # waits for the GPU
+        self.seconds.append(time.perf_counter() - begin - (self._moved() - moved))
+
+    def _moved(self) -> float:
+        """Seconds of planning and moving so far."""
+        storages = [group.storage for group in self.model.embeddings.groups]
+        stats = [each.stats for each in storages if isinstance(each, SlottedRows)]
+        return sum(each.plan_seconds + each.fetch_seconds + each.write_seconds for each in stats)
+
+
+def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
+    """The same groups with a slot for every row, at home in memory."""
+    found: dict[str, Strategy] = {}
+    for name, strategy in placement.items():
+        if isinstance(strategy, HotCold):
+            hot = {table: min(rows, spec.num_embeddings[table]) for table, rows in strategy.hot_rows.items()}
+            strategy = replace(strategy, hot=tuple(hot.items()))
+        if isinstance(strategy, Slotted):
+            strategy = replace(
+                strategy, slots=None, memory=None, fraction=1.0, home="memory", path=None, direct=False, writes=None,
+            )  # fmt: skip
+        found[name] = strategy
+    return found
+
+
+def _row_bytes(config: TrainConfig, tables: Sequence[TableConfig]) -> int:
+    """Bytes of the widest row with its state."""
+    state = config.make_row_optimizer(Constant()).state
+    return max(row_bytes(table, state) for table in tables)
+
+
+def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:
+    """The same columns with the largest tables cut so that all but the compressed ones take :data:`_ROWS` bytes."""
+    given = spec.num_embeddings
+    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.float64)
+    low, high = 1.0, float(rows.max(initial=1.0))
+    while high - low > 1:
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(rows, middle).sum() * size <= _ROWS else (low, middle)
+    most = int(high if np.minimum(rows, high).sum() * size <= _ROWS else low)
+    cut = {name: count if name in compressed else min(count, most) for name, count in given.items()}
+    return replace(spec, num_embeddings=cut)
+
+
+def _inside(batch: Batch, limits: torch.Tensor) -> Batch:
+    if batch.offsets is None:
+        return replace(batch, ids=(batch.ids % limits).to(batch.ids.dtype))
+    per_id = torch.repeat_interleave(limits.repeat(len(batch)), bag_lengths(batch.offsets))
+    return replace(batch, ids=(batch.ids % per_id).to(batch.ids.dtype))

@@ -1,0 +1,232 @@
+"""What is seen of a run while it goes: a progress bar, plain lines, JSON lines, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+from stoker.base.units import format_count, format_duration, format_size, plural
+
+__all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
+
+_REFRESH = 0.1  # seconds between two movements of the bar
+_LONG = 2.0  # seconds of work before the steps that nobody need be told of
+_SCHEDULE_LINES = 10  # about the schedule, an epoch; all swaps are in metrics.jsonl
+_MIB = 2**20
+
+Mode = Literal["auto", "rich", "plain", "json", "quiet"]
+Unit = Literal["bytes", "batches"]
+
+
+class Display:
+    """Shows nothing. Subclasses show more."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        """Training begins at ``step`` of ``total``; ``facts`` describe the run in a line."""
+
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        """Work before the steps, or between two of them; may come from any thread."""
+
+    def step(self, done: int) -> None:
+        """One more step is done. Called after every step: must cost next to nothing."""
+
+    def record(self, values: dict[str, Any]) -> None:
+        """One record of metrics.jsonl."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+
+def _amount(done: int, total: int, unit: Unit) -> str:
+    if unit == "bytes":
+        return f"{format_size(done)} of {format_size(total)}"
+    return f"{done:,} of {total:,} {unit}"
+
+
+class _Lines:
+    """The line of each record that is not one of training; of the schedule at most ten lines an epoch."""
+
+    def __init__(self) -> None:
+        self._epoch, self._shown, self._left_out = -1, 0, 0
+
+    def line(self, values: dict[str, Any]) -> str | None:
+        """Return the line of a record, or None if it is left out."""
+        if values["kind"] != "schedule":
+            return f"step {values['step']:,}  {values['kind']}  {_metrics(values)}"
+        epoch = math.ceil(values["epoch"]) - 1  # a record at 1.0 is the last of epoch 0
+        if epoch != self._epoch:
+            self._epoch, self._shown = epoch, 0
+        if self._shown >= min(_SCHEDULE_LINES, 1 + _SCHEDULE_LINES * (values["epoch"] - epoch)):
+            self._left_out += 1
+            return None
+        more = f" ({plural(self._left_out, 'swap')} before it not shown)" if self._left_out else ""
+        self._shown, self._left_out = self._shown + 1, 0
+        return f"step {values['step']:,}  schedule  {_decided(values)}{more}"
+
+
+def _decided(values: dict[str, Any]) -> str:
+    loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f}"
+    rates = dict.fromkeys(f"R({values[name]:.4g})" for name in ("rate_before", "rate_after"))
+    return f"test loss {loss} after {values['after']} batches; {' to '.join(rates)}: {values['why']}"
+
+
+def _metrics(values: dict[str, Any]) -> str:
+    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
+    k = values.get("ranking_k")
+    words = {name: name for name in names} | {
+        "mrr": "mrr",
+        "ndcg": f"ndcg@{k}",
+        "hr": f"hr@{k}",
+        "group_auc": "group_auc",
+    }
+    return "  ".join(f"{word} {values[name]:.4f}" for name, word in words.items() if values.get(name) is not None)
+
+
+class JsonLines(Display):
+    """Every record as one JSON object on a line of standard output."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stdout if file is None else file
+
+    def record(self, values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=self._file, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class PlainLines(Display):
+    """Lines for log files: every evaluation, and how training goes at most every ``seconds``."""
+
+    def __init__(self, file: TextIO | None = None, seconds: float = 15.0) -> None:
+        self._file = sys.stderr if file is None else file
+        self._seconds = seconds
+        self._last = time.monotonic()
+        self._total = 0
+        self._lines = _Lines()
+        self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        self._total = total
+        self.note(facts)
+
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        now = time.monotonic()
+        if what != self._what:
+            self._what, self._begun, self._said = what, now, False
+        if not self._said and done < total and now - self._begun > _LONG:
+            self._said = True
+            self.note(f"{what}: {_amount(done, total, unit)} so far")
+        if done >= total:
+            self._what = ""
+
+    def record(self, values: dict[str, Any]) -> None:
+        if values["kind"] == "train":
+            if time.monotonic() - self._last < self._seconds:
+                return
+            self._last = time.monotonic()
+            rate = values["samples_per_second"]
+            self.note(
+                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
+            )
+        elif (line := self._lines.line(values)) is not None:
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+
+class ProgressBar(Display):
+    """A Rich progress bar on standard error: loss, AUC, samples/s, time left."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._lines = _Lines()
+        self._task: Any = None
+        self._works: dict[str, Any] = {}
+        self._total = 0
+        self._next = 0.0  # when the bar moves again
+        self._auc = ""
+        self._status = ""
+        self._seconds_per_step = 0.0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, step: int, total: int, facts: str) -> None:
+        self._total = total
+        self._console.print(facts, highlight=False)
+        self._task = self._bar.add_task("training", total=total, completed=step, status="")
+        self._bar.start()
+
+    def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
+        if what not in self._works:
+            self._works[what] = self._bar.add_task(what, status="")
+        one, words = (_MIB, f"MiB, {format_size(total)} in all") if unit == "bytes" else (1, unit)
+        self._bar.update(
+            self._works[what], completed=done // one, total=total // one, visible=done < total, status=words
+        )
+
+    def step(self, done: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _REFRESH
+            self._move(done)
+
+    def _move(self, done: int) -> None:
+        left = (self._total - done) * self._seconds_per_step
+        status = f"{self._status}  {format_duration(left)} left" if self._status else ""
+        self._bar.update(self._task, completed=done, status=status)
+
+    def record(self, values: dict[str, Any]) -> None:
+        if values["kind"] != "train":
+            if values.get("auc") is not None:
+                self._auc = f"  AUC {values['auc']:.4f}"
+            if (line := self._lines.line(values)) is not None:
+                self.note(line)
+            return
+        rate = format_count(values["samples_per_second"])
+        self._status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s"
+        self._seconds_per_step = values["seconds_per_step"]
+        self._move(values["step"])
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+
+def make_display(mode: Mode) -> Display:
+    """The display of that name; "auto" takes the bar on a terminal and plain lines elsewhere."""
+    if mode == "auto":
+        mode = "rich" if sys.stderr.isatty() else "plain"
+    if mode == "rich":
+        try:
+            return ProgressBar()
+        except ImportError:
+            return PlainLines()
+    kinds: dict[str, type[Display]] = {"plain": PlainLines, "json": JsonLines, "quiet": Display}
+    return kinds[mode]()

@@ -1,0 +1,162 @@
+"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.base.errors import StokerError
+from stoker.models import RecModel
+from stoker.optim import Schedule
+from stoker.training.config import TrainConfig
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.scores.metrics import merit
+
+__all__ = ["Clock", "Diverged", "Progress", "SaveTimer", "explain"]
+
+_SAVING = 0.03  # share of the time that checkpoints by the clock may take
+
+
+@dataclass
+class Progress:
+    """What the loop itself has to remember over a restart."""
+
+    step: int = 0
+    evaluated: int = 0  # step of the last evaluation
+    latest: dict[str, Any] | None = None  # the last evaluation: {"step", "valid"}
+    best: dict[str, Any] | None = None  # the best one
+    stale: int = 0  # evaluations since the best one
+    loss_sum: float = 0.0  # over the steps since the last training record
+    loss_count: int = 0
+    # (step, loss) on the way: reading one waits for the GPU
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def read_losses(self) -> None:
+        """Add the losses collected so far to the sum.
+
+        Raises:
+            Diverged: one of them is not finite.
+        """
+        if not self.unread:
+            return
+        steps = [step for step, _ in self.unread]
+        losses = torch.stack([loss for _, loss in self.unread]).tolist()
+        self.unread.clear()
+        for step, loss in zip(steps, losses, strict=True):
+            if not math.isfinite(loss):
+                raise Diverged(step, loss)
+            self.loss_sum += loss
+            self.loss_count += 1
+
+    def judge(self, metrics: dict[str, float | None], metric: str) -> bool:
+        """Note an evaluation; whether it is the best so far."""
+        self.evaluated = self.step
+        self.latest = {"step": self.step, "valid": metrics}
+        better = merit(metrics, metric) > (-math.inf if self.best is None else merit(self.best["valid"], metric))
+        if better:
+            self.best, self.stale = self.latest, 0
+        else:
+            self.stale += 1
+        return better
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the losses must have been read."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+
+_KEPT = ("step", "evaluated", "latest", "best", "stale", "loss_sum", "loss_count")
+
+
+class Diverged(Exception):
+    """The loss of a step is not finite."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"the loss is {loss}")
+        self.step = step
+
+
+@dataclass
+class Clock:
+    """Seconds and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
+
+    seconds: float = 0.0
+    examples: int = 0
+    meter: Callable[[], dict[str, float]] = dict  # readings that only rise
+    counted: dict[str, float] = field(default_factory=dict)
+    _started: float = field(default_factory=time.perf_counter)
+    _read: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._read = self.meter()
+
+    def go(self) -> None:
+        """Training goes on."""
+        self._started = time.perf_counter()
+        self._read = self.meter()
+
+    def since(self, before: Clock) -> Clock:
+        """What was added to ``before``, a copy of this clock."""
+        counted = {name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()}
+        return Clock(seconds=self.seconds - before.seconds, examples=self.examples - before.examples, counted=counted)
+
+    def pause(self) -> None:
+        """Training waits; what was trained so far is in ``seconds`` and ``counted``."""
+        now, read = time.perf_counter(), self.meter()
+        self.seconds, self._started = self.seconds + now - self._started, now
+        self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
+        self._read = read
+
+
+@dataclass
+class SaveTimer:
+    """When a checkpoint is due by the clock, between those that are due by the step.
+
+    Writing takes at most 3 % of the time: a checkpoint that takes long comes less often.
+
+    Args:
+        minutes: between two checkpoints at least; 0: none is due by the clock.
+        now: the clock, in seconds.
+    """
+
+    minutes: float
+    now: Callable[[], float] = time.monotonic
+    _next: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saved(0.0)
+
+    @property
+    def due(self) -> bool:
+        """Return True if a checkpoint is due now."""
+        return self.minutes > 0 and self.now() >= self._next
+
+    def saved(self, seconds: float) -> None:
+        """Count the interval from now, after a checkpoint that took ``seconds`` to write."""
+        self._next = self.now() + max(60.0 * self.minutes, seconds / _SAVING)
+
+
+def explain(
+    what: str,
+    step: int,
+    model: RecModel,
+    dense: torch.optim.Optimizer,
+    schedule: Schedule,
+    config: TrainConfig,
+    run: RunDirectory,
+) -> StokerError:
+    """The error for the user: where, with which learning rates, what is left, what to do."""
+    steps = run.steps()
+    kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
+    row_lr = model.embeddings.optimizer.lr * schedule.factor(step)
+    dense_lr = dense.param_groups[0]["initial_lr"] * config.dense_factor(schedule, step)
+    return StokerError(
+        f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
+        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
+        "infinite values in the dense columns."
+    )

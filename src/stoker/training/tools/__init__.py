@@ -1,0 +1,1 @@
+"""Tools around training: verify, trace, compare, find-lr."""

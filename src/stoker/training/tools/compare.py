@@ -1,0 +1,421 @@
+"""``stoker.compare``: runs side by side: their figures, the settings and data they differ in, their curves.
+
+Reads what runs leave (config.json, metrics.jsonl, report.json) and the manifests of their datasets; needs no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.picture import blank, check_plot, write_png
+from stoker.base.units import plural
+from stoker.dataset.dataset import Dataset
+from stoker.training.config import TrainConfig
+from stoker.training.files import checkpoint
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.scores.evaluation import dataset_identity
+from stoker.training.scores.metrics import DECIDING, merit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "MARKS",
+    "Comparison",
+    "DatasetFacts",
+    "RunFacts",
+    "compare",
+    "curves",
+    "draw_comparison",
+    "plot_comparison",
+    "text_plot",
+]
+
+Metrics = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """What of a run's dataset is compared."""
+
+    path: str
+    columns: tuple[str, ...]  # dense columns and features that the model sees
+    tables: Mapping[str, int]  # rows of every table
+    rows: Mapping[str, tuple[int, int]]  # split -> rows, and those with label 1
+    groups: str | None  # column whose equal rows are one list
+    hashes: Mapping[str, str]  # of the schema, of the vocabularies, of the rows of every split
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a run has left so far."""
+
+    path: Path
+    name: str  # as short as tells it from the others
+    settings: Mapping[
+        str, Any
+    ]  # all of them, those of older versions filled up; options of the model by "model_options.x"
+    metric: str  # by which it chooses its best checkpoint
+    finished: bool
+    step: int  # the last one that is recorded
+    best_step: int | None
+    valid: Metrics  # of the best checkpoint; empty without an evaluation
+    test: Metrics  # empty where the test rows were not reached
+    samples_per_second: float | None
+    curve: tuple[Mapping[str, Any], ...]  # validation records, each with step and epoch
+    losses: tuple[Mapping[str, Any], ...]  # training records
+    dataset: DatasetFacts | None  # None: it cannot be read any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side."""
+
+    runs: tuple[RunFacts, ...]
+    metric: str  # of the curves
+    settings: Mapping[str, tuple[Any, ...]]  # those that differ: a value for each run
+    data: tuple[str, ...]  # differences of the datasets, in words
+    notes: tuple[str, ...]  # what keeps figures from being comparable, in words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        runs = [{**asdict(run), "path": str(run.path)} for run in self.runs]
+        return {
+            "runs": runs, "metric": self.metric, "settings": {name: list(v) for name, v in self.settings.items()},
+            "data": list(self.data), "notes": list(self.notes),
+        }  # fmt: skip
+
+    def plot(self, path: str | Path) -> None:
+        """Write the curves as a PNG: training loss and the metric on the validation rows, by epoch.
+
+        Raises:
+            ConfigError: the name does not end in .png. DependencyError: matplotlib is not installed.
+            DataError: the disk has no room.
+        """
+        plot_comparison(self, Path(path))
+
+
+def compare(*runs: str | Path, metric: str | None = None) -> Comparison:
+    """Set runs side by side.
+
+    Args:
+        runs: run directories, at least two; unfinished ones too.
+        metric: of the curves, such as "auc" or "mrr"; None: the one by which all of them choose their best checkpoint,
+            else one that all of them have.
+
+    Raises:
+        ConfigError: fewer than two runs, the same one twice, no run there, or no such metric.
+    """
+    paths = [Path(run) for run in runs]
+    if len(paths) < 2:
+        raise ConfigError(f"{plural(len(paths), 'run')} given; name at least two to compare.")
+    resolved = [path.resolve() for path in paths]
+    if twice := [path for path, at in zip(paths, resolved, strict=True) if resolved.count(at) > 1]:
+        raise ConfigError(f"{twice[0]} is named twice. Name runs that differ.")
+    if metric is not None and metric not in DECIDING:
+        raise ConfigError(f"metric {metric!r} is unknown. Choose one of {', '.join(DECIDING)}.", settings=("metric",))
+    notes: list[str] = []
+    found = tuple(_read(path, name, notes) for path, name in zip(paths, _names(paths), strict=True))
+    chosen = _metric(found, metric, notes)
+    differ = _differing(found)
+    data = _data(found, notes)
+    return Comparison(runs=found, metric=chosen, settings=differ, data=tuple(data), notes=tuple(notes))
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as it takes."""
+    parts = [path.resolve().parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
+    directory = RunDirectory(path)
+    config = directory.read("config.json")
+    settings = TrainConfig().to_dict() | config["settings"]
+    options = settings.pop("model_options") or {}
+    settings |= {f"model_options.{key}": value for key, value in options.items()}
+    records = _records(directory)
+    of_kind: Callable[[str], list[dict[str, Any]]] = lambda kind: [r for r in records if r["kind"] == kind]  # noqa: E731
+    valid, metric = of_kind("valid"), str(settings["metric"])
+    step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=None)
+    report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
+    if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
+        raise DataError(f"{path / 'report.json'} is not what a run writes. Put it back from a copy, or delete it.")
+    if step is None:  # nothing is recorded (any more)
+        step = 0 if report is None else int(report["step"])
+    finished = report is not None and report["step"] >= step
+    if report is None:
+        notes.append(f"{name} is not finished (step {step:,}): it has no test figures yet")
+    elif not finished:
+        notes.append(
+            f"{name} goes on (step {step:,}): its test figures are of when it ended before, at step {report['step']:,}"
+        )
+    best = max(valid, key=lambda record: merit(record, metric), default=None)
+    if finished and report is not None and report["valid"]:
+        best = {"step": report["best_step"], **report["valid"]}
+    if best is None:
+        notes.append(f"{name} was not evaluated on validation rows")
+    elif not valid:
+        notes.append(f"{directory.metrics} holds no evaluation: the figures of {name} are its report's, without curves")
+    return RunFacts(
+        path=path, name=name, settings=settings, metric=metric, finished=finished, step=step,
+        best_step=None if best is None else int(best["step"]), valid=_metrics(best or {}),
+        test=_metrics(report["test"] if report is not None else {}),
+        samples_per_second=_rate(report, of_kind("train")), curve=tuple(valid), losses=tuple(of_kind("train")),
+        dataset=_dataset(directory, str(config["dataset"]), name, notes),
+    )  # fmt: skip
+
+
+def _records(directory: RunDirectory) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without one that a killed run broke off."""
+    records = []
+    with suppress(FileNotFoundError), directory.metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and {"kind", "step"} <= set(record):
+                    records.append(record)
+    return records
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: value for name, value in record.items() if name not in ("kind", "step", "epoch", "time")}
+
+
+def _rate(report: Mapping[str, Any] | None, train: Sequence[Mapping[str, Any]]) -> float | None:
+    """Samples a second, of a finished run in all, else as last recorded."""
+    if report is not None and report.get("samples_per_second"):
+        return float(report["samples_per_second"])
+    return float(train[-1]["samples_per_second"]) if train else None
+
+
+def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) -> DatasetFacts | None:
+    try:
+        data = Dataset(path)
+        identity = dataset_identity(data)
+    except DataError as error:
+        notes.append(f"the dataset of {name} cannot be read, so its columns are not compared: {error}")
+        return None
+    for step in reversed(directory.steps()):
+        with suppress(CheckpointError):
+            trained_on = checkpoint.read_manifest(directory.checkpoint(step))["extra"].get("dataset")
+            if trained_on is not None and trained_on != identity:
+                notes.append(
+                    f"{path} was prepared otherwise when {name} was trained: what is told of its data is of now"
+                )
+            break
+    groups = data.groups
+    return DatasetFacts(
+        path=path,
+        columns=(*data.schema.dense, *(feature.name for feature in data.schema.features)),
+        tables=dict(data.schema.num_embeddings),
+        rows={split: (len(found), found.positives) for split, found in data.splits.items()},
+        groups=None if groups is None else str(groups["column"]),
+        hashes={**identity, **{split: found.data_hash for split, found in data.splits.items()}},
+    )
+
+
+def _metric(runs: Sequence[RunFacts], asked: str | None, notes: list[str]) -> str:
+    """The metric of the curves."""
+    chosen = {run.metric for run in runs}
+    if len(chosen) > 1:
+        by = "; ".join(f"{run.name} by {run.metric}" for run in runs)
+        notes.append(f"best checkpoints are chosen by different metrics: {by}")
+    has = {
+        run.name: {name for record in run.curve for name in DECIDING if record.get(name) is not None} for run in runs
+    }
+    common = set.intersection(*(found for found in has.values() if found), set(DECIDING))
+    order = [asked] if asked is not None else [*(run.metric for run in runs if len(chosen) == 1), *DECIDING]
+    metric = next((name for name in order if name in common), order[0])
+    without = [name for name, found in has.items() if found and metric not in found]
+    if without:
+        notes.append(f"no {metric} was recorded for {', '.join(without)}, so there is no curve")
+    return metric
+
+
+def _differing(runs: Sequence[RunFacts]) -> dict[str, tuple[Any, ...]]:
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    values = {name: tuple(run.settings.get(name) for run in runs) for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _data(runs: Sequence[RunFacts], notes: list[str]) -> list[str]:
+    """How the datasets differ from the first one's, and whether figures can be held against each other."""
+    known = [(run.name, run.dataset) for run in runs if run.dataset is not None]
+    if not known:
+        return []
+    (first, base), told = known[0], []
+    for name, data in known[1:]:
+        if data.hashes == base.hashes:
+            continue
+        differences = _between(first, base, name, data)
+        told.append(f"{name} ({_here(data.path)}) against {first} ({_here(base.path)}): {'; '.join(differences)}")
+        for split, words in (("valid", "validation"), ("test", "test")):
+            rows, others = data.rows.get(split, (0, 0)), base.rows.get(split, (0, 0))
+            if rows != others:
+                notes.append(
+                    f"{words} figures of {first} and {name} are not of the same rows: {_rows(others)} and {_rows(rows)}"
+                )
+            elif data.hashes.get(split) != base.hashes.get(split) and _labels(data, split) != _labels(base, split):
+                notes.append(
+                    f"{words} rows of {first} and {name} are as many, with as many positives, but not in the same "
+                    "order: figures compare if both come from the same lines of the log"
+                )
+    return told
+
+
+def _here(path: str) -> str:
+    """The path as one would name it from here."""
+    found = Path(path)
+    return str(found.relative_to(Path.cwd())) if found.is_relative_to(Path.cwd()) else path
+
+
+def _labels(data: DatasetFacts, split: str) -> str | None:
+    """What tells whether two splits are of the same lines: the labels, in the order of the file."""
+    digest = hashlib.sha256()
+    try:
+        for shard in Dataset(data.path).split(split).shards:
+            digest.update(shard.labels.tobytes())
+            shard.release()
+    except DataError:
+        return None
+    return digest.hexdigest()
+
+
+def _rows(found: tuple[int, int]) -> str:
+    return f"{plural(found[0], 'row')} with {found[1]:,} positive"
+
+
+def _between(first: str, base: DatasetFacts, name: str, data: DatasetFacts) -> list[str]:
+    said = []
+    for words, one, other in ((f"only {name} has", data, base), (f"only {first} has", base, data)):
+        if columns := [column for column in one.columns if column not in other.columns]:
+            said.append(f"{words} {_listed(columns)}")
+    sizes = [
+        f"{table} {base.tables[table]:,} and {rows:,}"
+        for table, rows in data.tables.items()
+        if base.tables.get(table, rows) != rows
+    ]
+    if sizes:
+        said.append(f"rows of tables: {_listed(sizes)}")
+    if data.groups != base.groups:
+        said.append(f"groups by {base.groups or 'nothing'} and by {data.groups or 'nothing'}")
+    train, others = data.rows.get("train", (0, 0)), base.rows.get("train", (0, 0))
+    if train != others:
+        said.append(f"training rows: {others[0]:,} and {train[0]:,}")
+    return said or ["the same columns, prepared otherwise"]
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+MARKS = "abcdefghijklmnopqrstuvwxyz"
+
+Points = list[tuple[float, float]]  # (epoch, value), by rising epoch
+
+
+def curves(comparison: Comparison) -> dict[str, Points]:
+    """Of every run with such records the metric on the validation rows, by epoch."""
+    found = {
+        run.name: [
+            (float(record["epoch"]), float(record[comparison.metric]))
+            for record in run.curve
+            if record.get(comparison.metric) is not None and "epoch" in record
+        ]
+        for run in comparison.runs
+    }
+    return {name: points for name, points in found.items() if points}
+
+
+def text_plot(points: Mapping[str, Points], marks: Mapping[str, str], *, width: int = 60, height: int = 12) -> str:
+    """Curves in characters, a mark for each; "*" where several meet.
+
+    Args:
+        points: name -> its points; at least one in all.
+        marks: name -> the character that stands for it.
+        width: columns between the axis and the right edge.
+        height: lines above the axis.
+    """
+    every = [point for each in points.values() for point in each]
+    left, right = min(x for x, _ in every), max(x for x, _ in every)
+    low, high = min(y for _, y in every), max(y for _, y in every)
+    cells = [[" "] * width for _ in range(height)]
+
+    def place(x: float, y: float, mark: str) -> None:
+        column = round((x - left) / (right - left) * (width - 1)) if right > left else 0
+        row = height - 1 - (round((y - low) / (high - low) * (height - 1)) if high > low else height // 2)
+        cells[row][column] = mark if cells[row][column] in (" ", mark) else "*"
+
+    for name, each in points.items():
+        for x, y in _filled(each, (right - left) / max(1, width - 1)):
+            place(x, y, marks[name])
+    digits = 4 if high - low >= 0.001 or high == low else min(9, 3 - math.floor(math.log10(high - low)))
+    labels = (
+        {0: f"{high:.{digits}f}", height - 1: f"{low:.{digits}f}"} if high > low else {height // 2 - 1: f"{low:.4f}"}
+    )
+    room = max(map(len, labels.values()))
+    lines = [f"{labels.get(row, ''):>{room}} |{''.join(cells[row])}".rstrip() for row in range(height)]
+    ends = f"{left:g}", f"{right:g}"
+    middle = "epoch".center(max(0, width - sum(map(len, ends))))
+    return "\n".join([*lines, f"{'':>{room}} +{'-' * width}", f"{'':>{room}}  {ends[0]}{middle}{ends[1]}"])
+
+
+def _filled(points: Points, step: float) -> Points:
+    """The points, and those on the straight lines between them that are ``step`` apart."""
+    made = [points[0]]
+    for (x, y), (to, value) in pairwise(points):
+        parts = max(1, math.ceil((to - x) / step)) if step > 0 else 1
+        made += [(x + (to - x) * k / parts, y + (value - y) * k / parts) for k in range(1, parts + 1)]
+    return made
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Write the curves as a PNG.
+
+    Raises:
+        ConfigError: the name does not end in .png. DependencyError: matplotlib is not installed.
+        DataError: the disk has no room.
+    """
+    check_plot(path)
+    write_png(draw_comparison(comparison), path)
+
+
+def draw_comparison(comparison: Comparison) -> Figure:
+    """The picture itself: training loss and the metric on the validation rows, by epoch."""
+    figure = blank(9, 3.6)
+    losses, metric = figure.subplots(1, 2)
+    measured = curves(comparison)
+    for number, run in enumerate(comparison.runs):
+        color = f"C{number % 10}"
+        train = [(record["epoch"], record["loss"]) for record in run.losses if record.get("loss") is not None]
+        if train:
+            losses.plot(*_columns(train), color=color, linewidth=1, label=run.name)
+        if run.name in measured:
+            metric.plot(*_columns(measured[run.name]), color=color, marker="o", markersize=3, label=run.name)
+    losses.set(xlabel="epoch", ylabel="training loss")
+    metric.set(xlabel="epoch", ylabel=f"{comparison.metric} on validation rows")
+    for axes in (losses, metric):
+        if axes.get_lines():
+            axes.legend()
+        else:
+            axes.set(xticks=[], yticks=[])
+            axes.text(0.5, 0.5, "none was recorded", ha="center", va="center", transform=axes.transAxes)
+    return figure
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

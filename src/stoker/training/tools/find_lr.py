@@ -1,0 +1,316 @@
+"""A range test for learning rates (Smith 2017): they rise step by step, and the loss shows which of them learn.
+
+Where the loss falls fastest says what learns fastest in the first steps, which is mostly the base rate of the labels;
+it does not say what is best for a run. So the rates that the test finds are tried against those of the settings, each
+with a fresh model over the same batches, and only those that do better on held-out rows are suggested.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import ConfigError
+from stoker.base.picture import blank, check_plot, write_png
+from stoker.dataset.dataset import Dataset
+from stoker.optim import Constant, Schedule
+from stoker.training.config import TrainConfig
+from stoker.training.files.rundir import open_dataset
+from stoker.training.scores.evaluation import predict
+from stoker.training.settings import TrainSettings
+from stoker.training.sizing.throwaway import throwaway
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Finding", "Trial", "draw_finding", "find_lr", "plot_finding"]
+
+Which = Literal["both", "rows", "dense"]
+_DIVERGED = 4.0  # times the least smoothed loss: no use in going on
+_PASSES = 3.0  # over the training rows, from which on a warning is due
+_TRIAL = 5  # times the steps of the range test: those of each trial at most
+_HELD_OUT = 2**16  # validation rows that trials are judged by
+_HELD_OUT_SHARE = 0.1  # without any: batches behind those of a trial, as a share of them
+_LEAST = 2.0**-24  # probability that a score may give to what happened
+_SURE = 2.0  # standard errors that a trial must be better by
+_SKIPPED = 0.05  # of the steps at the beginning, where the smoothed loss has not settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rising(Schedule):
+    """From ``low`` to ``high``, each step the same factor."""
+
+    kind: ClassVar[str] = "rising"
+    low: float
+    high: float
+    steps: int
+
+    def decay(self, step: int) -> float:
+        return float(self.low * (self.high / self.low) ** (step / (self.steps - 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What training at a constant factor on the rates of the settings came to, on rows that it had not seen."""
+
+    rule: str  # "settings", "steepest" or "minimum / 10"
+    factor: float
+    loss: float  # mean log loss of the held-out rows
+    change: float  # of that loss against the trial of the settings
+    error: float  # standard error of the change, over the rows
+
+    @property
+    def better(self) -> bool:
+        """Return True if the loss is lower than that of the settings by more than chance among the rows."""
+        return self.change < -_SURE * self.error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What :func:`find_lr` saw. Rates are ``factors`` times those of the settings, for what was varied."""
+
+    which: Which
+    batch_size: int
+    row_lr: float  # that the factors multiply, scaled to the batch size
+    dense_lr: float
+    factors: tuple[float, ...]  # of each step
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    diverged: bool  # the loss rose so far that the test ended early
+    epochs: float = 0.0  # passes over the training rows
+    trials: tuple[Trial, ...] = ()  # first that of the settings
+    trial_steps: int = 0  # batches of each
+    held_out: int = 0  # rows that trials are judged by
+
+    @property
+    def minimum(self) -> int | None:
+        """The step with the least smoothed loss; None if it was the first that counts, and so nothing was learnt."""
+        begin = self._begin
+        at = min(range(begin, len(self.smoothed)), key=self.smoothed.__getitem__, default=begin)
+        return at if at > begin else None
+
+    @property
+    def steepest(self) -> int | None:
+        """The step where the smoothed loss falls fastest by the logarithm of the rate, before its minimum."""
+        if (end := self.minimum) is None:
+            return None
+        begin, reach = self._begin, max(2, len(self.smoothed) // 20)
+
+        def slope(at: int) -> float:
+            low, high = max(begin, at - reach), min(end, at + reach)
+            return (self.smoothed[high] - self.smoothed[low]) / math.log(self.factors[high] / self.factors[low])
+
+        return min(range(begin, end), key=slope)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What makes the suggestions doubtful, in words."""
+        said = []
+        if self.epochs > _PASSES:
+            said.append(
+                f"the test passed over the training rows {self.epochs:.0f} times, so the loss also falls by what is "
+                "learnt by heart: take smaller batches, fewer steps, or rates from the left end of the slope"
+            )
+        if self.minimum is not None and not self.diverged and self.minimum >= 0.98 * (len(self.factors) - 1):
+            said.append(
+                "the loss still fell at the highest rates, so its minimum is not known: raise the highest factor"
+            )
+        return tuple(said)
+
+    @property
+    def _begin(self) -> int:
+        return min(int(_SKIPPED * len(self.factors)), max(0, len(self.smoothed) - 1))
+
+    @property
+    def candidates(self) -> dict[str, float]:
+        """Factors that the curve points to, by rule: ``steepest`` and ``minimum / 10``."""
+        if self.minimum is None or self.steepest is None:
+            return {}
+        return {"steepest": self.factors[self.steepest], "minimum / 10": self.factors[self.minimum] / 10}
+
+    @property
+    def suggestions(self) -> dict[str, dict[str, float]]:
+        """By rule the ``row_lr`` and ``dense_lr`` that beat those of the settings, the best first; empty: none did."""
+        found = sorted((trial for trial in self.trials if trial.better), key=lambda trial: trial.loss)
+        return {trial.rule: self.rates(trial.factor) for trial in found}
+
+    def rates(self, factor: float) -> dict[str, float]:
+        """The rates at a factor, those that were varied."""
+        found = {} if self.which == "dense" else {"row_lr": self.row_lr * factor}
+        return found if self.which == "rows" else {**found, "dense_lr": self.dense_lr * factor}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed")}
+        return {
+            "which": self.which, "batch_size": self.batch_size, "row_lr": self.row_lr, "dense_lr": self.dense_lr,
+            "diverged": self.diverged, "epochs": self.epochs, "suggestions": self.suggestions,
+            "trials": [{**asdict(trial), **self.rates(trial.factor), "better": trial.better} for trial in self.trials],
+            "trial_steps": self.trial_steps, "held_out": self.held_out, "warnings": list(self.warnings), **lists,
+        }  # fmt: skip
+
+    def plot(self, path: str | Path) -> None:
+        """Write loss and smoothed loss by rate as a PNG.
+
+        Raises:
+            ConfigError: the name does not end in .png.
+            DependencyError: matplotlib is not installed.
+        """
+        plot_finding(self, Path(path))
+
+
+def find_lr(
+    dataset: Dataset | str | Path,
+    config: TrainConfig | None = None,
+    *,
+    lr_steps: int = 200,
+    low: float = 1e-3,
+    high: float = 1e3,
+    which: Which = "both",
+    smoothing: float = 0.9,
+    trial_steps: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    **settings: Unpack[TrainSettings],
+) -> Finding:
+    """Train a model that is thrown away with rates that rise from step to step, see what its loss does, and try what
+    that points to against the rates of the settings.
+
+    Args:
+        dataset: what ``stoker prepare`` wrote.
+        config: settings of the run that is to come; keyword settings go on top. Its schedule does not count.
+        lr_steps: batches; epochs follow each other where one has too few.
+        low: first factor on the rates of the settings.
+        high: last factor.
+        which: what rises, "rows", "dense" or "both" with their ratio as in the settings.
+        smoothing: weight of the past in the smoothed loss, in [0, 1); its bias is corrected.
+        trial_steps: batches of each trial, of which there are three at most; None: those of the run that is to come, at
+            most five times ``lr_steps``.
+        progress: called with (steps done, all steps).
+        settings: fields of :class:`TrainConfig`.
+
+    Raises:
+        ConfigError: settings that cannot work, or rates of 0, which nothing multiplies.
+        DataError: no such dataset, or a damaged one.
+    """
+    if lr_steps < 20:
+        raise ConfigError(f"{lr_steps} steps are too few to see a loss fall and rise. Give at least 20.")
+    if not 0 < low < high < math.inf:
+        raise ConfigError(f"rates rise from factor {low:g} to {high:g}: low must be above 0, and high above low.")
+    if which not in ("both", "rows", "dense"):
+        raise ConfigError(f"which is {which!r}. Choose 'both', 'rows' or 'dense'.")
+    if not 0 <= smoothing < 1:
+        raise ConfigError(f"smoothing is {smoothing}; it is the weight of the past, in [0, 1).")
+    if trial_steps is not None and trial_steps < 1:
+        raise ConfigError(f"trials of {trial_steps} steps show nothing. Give at least 1.")
+    data = open_dataset(dataset)
+    config = (config or TrainConfig()).replace(**settings)
+    if not len(data.train):
+        raise ConfigError(f"{data.path} has no training rows.")
+    epoch = -(-len(data.train) // config.batch_size)
+    trial_steps = trial_steps or min(config.total_steps(epoch), _TRIAL * lr_steps)
+    total = lr_steps + 3 * trial_steps
+    rising = _Rising(low=low, high=high, steps=lr_steps)
+    losses: list[float] = []
+    smoothed: list[float] = []
+    average, diverged = 0.0, False
+    rows = Constant() if which == "dense" else rising
+    with throwaway(data, config, lr_steps, rising, rows) as model:
+        row_lr, dense_lr = model.model.embeddings.optimizer.lr, float(model.dense.param_groups[0]["lr"])
+        if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
+            raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
+        while len(losses) < lr_steps:
+            loss = float(model.step(vary_dense=which != "rows"))
+            if not math.isfinite(loss):
+                diverged = True
+                break
+            losses.append(loss)
+            average = smoothing * average + (1.0 - smoothing) * loss
+            smoothed.append(average / (1.0 - smoothing ** len(losses)))
+            if progress is not None:
+                progress(len(losses), total)
+            if len(losses) > _SKIPPED * lr_steps and smoothed[-1] > _DIVERGED * min(smoothed):
+                diverged = True
+                break
+    found = Finding(
+        which=which, batch_size=config.batch_size, row_lr=row_lr, dense_lr=dense_lr,
+        factors=tuple(rising.factor(step) for step in range(len(losses))), losses=tuple(losses),
+        smoothed=tuple(smoothed), diverged=diverged, epochs=len(losses) * config.batch_size / len(data.train),
+    )  # fmt: skip
+    if not found.candidates:
+        return found
+    held_out: list[npt.NDArray[np.float64]] = []
+    factors = {"settings": 1.0, **found.candidates}
+    for number, factor in enumerate(factors.values()):
+
+        def report(done: int, before: int = lr_steps + number * trial_steps) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        held_out.append(_try(data, config, which, factor, trial_steps, report))
+    trials = tuple(
+        Trial(
+            rule=rule, factor=factor, loss=float(loss.mean()), change=float((loss - held_out[0]).mean()),
+            error=float((loss - held_out[0]).std() / math.sqrt(len(loss))),
+        )
+        for (rule, factor), loss in zip(factors.items(), held_out, strict=True)
+    )  # fmt: skip
+    return replace(found, trials=trials, trial_steps=trial_steps, held_out=len(held_out[0]))
+
+
+def _try(
+    data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[int], None]
+) -> npt.NDArray[np.float64]:
+    """Return the log loss of every held-out row [n] after some steps at a constant factor."""
+    fixed = _Rising(low=factor, high=factor, steps=2)
+    valid = data.splits.get("valid")
+    more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
+    with throwaway(data, config, steps + more, fixed, Constant() if which == "dense" else fixed) as model:
+        for step in range(steps):
+            if not math.isfinite(float(model.step(vary_dense=which != "rows"))):
+                break
+            report(step + 1)
+        if valid:
+            found = predict(model.model, valid, rows=min(_HELD_OUT, len(valid)))
+            labels, scores = found.labels, found.scores
+        else:
+            labels, scores = model.score(more)
+    assert labels is not None
+    right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
+    return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # of a model that diverged every row is wrong
+
+
+def plot_finding(finding: Finding, path: Path) -> None:
+    """Write the picture as a PNG.
+
+    Raises:
+        ConfigError: the name does not end in .png.
+        DependencyError: matplotlib is not installed.
+        DataError: the disk has no room.
+    """
+    check_plot(path)
+    write_png(draw_finding(finding), path)
+
+
+def draw_finding(finding: Finding) -> Figure:
+    """The picture itself."""
+    figure = blank(7, 4)
+    axes = figure.subplots()
+    name = "row_lr" if finding.which == "rows" else "dense_lr"
+    base = finding.row_lr if finding.which == "rows" else finding.dense_lr
+    rates = [base * factor for factor in finding.factors]
+    axes.plot(rates, finding.losses, linewidth=0.6, color="lightgray", label="loss")
+    axes.plot(rates, finding.smoothed, label="smoothed")
+    for (rule, factor), style in zip(finding.candidates.items(), ("-", "--"), strict=False):
+        found = finding.rates(factor)
+        words = ", ".join(f"{key} {value:.2g}" for key, value in found.items())
+        axes.axvline(found[name], linestyle=style, linewidth=1, color="gray", label=f"{rule}: {words}")
+    low, high = min(finding.smoothed), max(finding.smoothed[: max(1, len(finding.smoothed) // 4)])
+    axes.set(xscale="log", xlabel=name, ylabel="loss", ylim=(low - 0.1 * (high - low + 1e-9), high + high - low + 1e-9))
+    axes.legend()
+    return figure

@@ -1,0 +1,271 @@
+"""``stoker.trace``: where the time of a run's steps goes, as a table and as a timeline of all threads.
+
+The timeline is a Chrome trace (https://ui.perfetto.dev opens it). Steps of the run are replayed with its placement; the
+run directory is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Unpack
+
+from stoker.base.errors import ConfigError
+from stoker.base.files import atomic_file
+from stoker.base.timeline import Recorder, Span, span
+from stoker.dataset.dataset import Dataset
+from stoker.optim import Constant
+from stoker.training.placing import place_run, slotted
+from stoker.training.process import process_settings
+from stoker.training.settings import MachineSettings
+from stoker.training.tools.rerun import Rerun, find_section
+from stoker.training.totals import STAGES
+
+__all__ = ["StageTime", "Trace", "trace"]
+
+_WARM = 5  # steps before the recording: kernels compile, batches are staged
+_STAGING = "stoker-stage"  # the thread that training waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """One stage of all recorded steps."""
+
+    name: str  # one of STAGES, or a span of the model's own
+    seconds: float  # of its own, without stages inside it, over all threads
+    share: float  # of the time on the clock; work beside training makes the sum of all exceed 1
+    stall_seconds: float  # of it, or beside it, training waited for rows or batches
+    count: int  # times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What :func:`trace` measured."""
+
+    run: Path
+    checkpoint: Path | None  # begun from; None: from the start of the run
+    begin: int  # first recorded step, counted from 0
+    steps: int  # recorded
+    seconds: float  # on the clock
+    examples: int
+    stall_seconds: float  # training waited for rows or batches
+    stages: tuple[StageTime, ...]  # in the order of STAGES; those that occurred
+    spans: tuple[Span, ...]
+    threads: tuple[str, ...]  # names, by Span.thread
+    out: Path | None  # the file, where one was asked for
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurements as plain values for JSON, without the spans."""
+        paths = {"run": str(self.run), "checkpoint": self.checkpoint and str(self.checkpoint)}
+        values = {name: getattr(self, name) for name in ("begin", "steps", "seconds", "examples", "stall_seconds")}
+        stages = {stage.name: {k: v for k, v in asdict(stage).items() if k != "name"} for stage in self.stages}
+        return {**paths, **values, "stages": stages, "out": self.out and str(self.out)}
+
+
+def trace(
+    run: str | Path,
+    *,
+    steps: int = 30,
+    out: str | Path | None = None,
+    begin: int | Literal["start"] | None = None,
+    data: Dataset | str | Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **settings: Unpack[MachineSettings],
+) -> Trace:
+    """Replay steps of a run and record what each thread does.
+
+    A few more steps go before, unrecorded. On a GPU every stage of training ends with a synchronisation, so that its
+    time is its own; a step takes longer than in training.
+
+    Args:
+        run: the run directory.
+        steps: to record; fewer where the run has fewer.
+        out: a file for the timeline, in Chrome's trace-event format; it is replaced.
+        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint that has so many steps
+            before it, else the start.
+        data: the dataset; None means the run's own.
+        progress: called with (what, done, total).
+        settings: ``device_memory``, ``host_memory``, ``home_path``, ``strategy``, ``lookahead``, ``foresight``,
+            ``in_flight``, ``spill``, ``device``, ``backend`` or ``threads`` instead of the run's.
+
+    Raises:
+        ConfigError: no run there, ``steps`` below 1, ``out`` cannot be written, or a budget that cannot work.
+        CheckpointError: no whole checkpoint at ``begin``.
+    """
+    if steps < 1:
+        raise ConfigError(f"steps is {steps}; give at least 1.")
+    if out is not None:
+        _check_writable(Path(out))
+    section = find_section(run, steps=steps + _WARM, begin=begin, data=data, settings=settings)
+    warm = min(_WARM, section.steps - 1)
+    recorded = min(steps, section.steps - warm)
+    recorder = Recorder()
+    examples = 0
+    with process_settings(section.config):
+        placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
+        rerun = Rerun(section, placement, wait=True, endless=True)
+        try:
+            with closing(_each(rerun)) as batches:
+                for _ in range(warm):
+                    rerun.step(next(batches))
+                start = time.perf_counter_ns()
+                with recorder:
+                    for number in range(recorded):
+                        with span("step", section.begin + warm + number):
+                            batch = next(batches)
+                            rerun.step(batch)
+                        examples += len(batch)
+                        if progress is not None:
+                            progress("steps", number + 1, recorded)
+                    end = time.perf_counter_ns()
+        finally:
+            rerun.close()
+    main = next(one.thread for one in recorder.spans if one.name == "step")
+    spans = tuple(one for one in recorder.spans if one.start >= start and one.end <= end)
+    if out is not None:
+        with atomic_file(Path(out)) as file:
+            file.write(json.dumps(chrome_events(spans, recorder.threads, start)).encode())
+    stages, stalled = stage_times(spans, recorder.threads, main, end - start)
+    return Trace(
+        run=section.run.path, checkpoint=section.checkpoint, begin=section.begin + warm, steps=recorded,
+        seconds=(end - start) / 1e9, examples=examples, stall_seconds=stalled, stages=stages, spans=spans,
+        threads=tuple(recorder.threads), out=None if out is None else Path(out),
+    )  # fmt: skip
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before the steps whether the timeline can be written after them."""
+    there = out.exists()
+    try:
+        with out.open("ab"):
+            pass
+        if not there:
+            out.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written: {error.strerror or error}. Choose another file with --out."
+        ) from error
+
+
+def _each(rerun: Rerun) -> Any:
+    """The batches; where nobody stages them, training waits until each is read."""
+    if slotted(rerun.model):
+        yield from rerun.feed
+        return
+    source = iter(rerun.feed)
+    while True:
+        with span("stall"), span("read"):
+            batch = next(source, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def chrome_events(spans: Sequence[Span], threads: Sequence[str], start: int) -> dict[str, Any]:
+    """The timeline in Chrome's trace-event format: complete events, times in microseconds since ``start`` (ns)."""
+
+    def named(kind: str, thread: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": 1, "tid": thread, "args": {"name": name}}
+
+    events = [named("process_name", 0, "stoker")]
+    events += [
+        named("thread_name", number, "training" if name == "MainThread" else name)
+        for number, name in enumerate(threads)
+    ]
+    for one in sorted(spans, key=lambda one: (one.start, -one.end)):
+        event: dict[str, Any] = {
+            "ph": "X", "name": one.name, "cat": "stoker", "pid": 1, "tid": one.thread,
+            "ts": (one.start - start) / 1000, "dur": (one.end - one.start) / 1000,
+        }  # fmt: skip
+        if one.step is not None:
+            event["args"] = {"step": one.step}
+        events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class _Piece(NamedTuple):
+    """Time that a thread spent in a span and in none inside it."""
+
+    name: str
+    start: int
+    end: int
+    waiting: bool  # inside a stall
+
+
+def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
+    """The spans of one thread, cut so that no two overlap, in order of time."""
+    stack: list[Span] = []
+    now = 0
+
+    def until(moment: float) -> Iterator[_Piece]:
+        nonlocal now
+        while stack:
+            top = stack[-1]
+            stop = min(top.end, moment)
+            if stop > now:
+                yield _Piece(top.name, now, int(stop), any(one.name == "stall" for one in stack))
+                now = int(stop)
+            if top.end > moment:
+                return
+            stack.pop()
+
+    for one in sorted(spans, key=lambda one: (one.start, -one.end)):
+        yield from until(one.start)
+        now = one.start
+        stack.append(one)
+    yield from until(math.inf)
+
+
+def stage_times(
+    spans: Sequence[Span], threads: Sequence[str], main: int, wall: int
+) -> tuple[tuple[StageTime, ...], float]:
+    """Seconds by stage, and those that training waited.
+
+    What training waited for is what it did itself inside a stall, or what the staging thread did meanwhile.
+
+    Args:
+        spans: of all threads.
+        threads: their names.
+        main: the training thread.
+        wall: nanoseconds on the clock.
+    """
+    pieces = {thread: list(_pieces(one for one in spans if one.thread == thread)) for thread in range(len(threads))}
+    seconds: dict[str, int] = defaultdict(int)
+    stalls: dict[str, int] = defaultdict(int)
+    for piece in (piece for found in pieces.values() for piece in found):
+        seconds[piece.name] += piece.end - piece.start
+    beside = sorted(
+        (piece for thread, found in pieces.items() if threads[thread] == _STAGING for piece in found),
+        key=lambda piece: piece.start,
+    )
+    at = 0
+    for piece in pieces[main]:
+        if not piece.waiting:
+            continue
+        left = piece.end - piece.start
+        if piece.name == "stall":
+            while at < len(beside) and beside[at].end <= piece.start:
+                at += 1
+            for other in beside[at:]:
+                if other.start >= piece.end:
+                    break
+                both = min(piece.end, other.end) - max(piece.start, other.start)
+                stalls[other.name] += both
+                left -= both
+        stalls[piece.name] += left
+    counts = Counter(one.name for one in spans)
+    stages = tuple(
+        StageTime(
+            name=name, seconds=seconds[name] / 1e9, share=seconds[name] / wall, stall_seconds=stalls[name] / 1e9,
+            count=counts[name],
+        )
+        for name in (*STAGES, *sorted(counts.keys() - STAGES))
+        if counts[name]
+    )  # fmt: skip
+    return stages, sum(stalls.values()) / 1e9
