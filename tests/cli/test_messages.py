@@ -254,7 +254,7 @@ def settings_with(run: Path, **changes: Any) -> None:
 def test_scores_are_worked_out_where_the_run_had_its_rows(
     run: Path, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import stoker.training.files.checkpoint as checkpoints
+    import stoker.training.files.loading as checkpoints
 
     placed = Path(shutil.copytree(run, tmp_path / "run"))
     settings_with(placed, device_memory="600", host_memory="100", home_path=str(tmp_path / "home"))

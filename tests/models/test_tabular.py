@@ -24,7 +24,7 @@ from stoker.models import DLRM, RecModel, Tabular
 from stoker.models.tabular import fastai_columns
 from stoker.optim import SGD
 from stoker.testing import make_dataset
-from stoker.training.files import checkpoint
+from stoker.training.files import loading
 
 SPEC = FeatureSpec.from_sizes(3, [30, 7, 1000])
 DROPPED = {"dropout": (0.25, 0.5), "embedding_dropout": 0.1}
@@ -201,7 +201,7 @@ def test_resumed_runs_are_the_same_to_the_bit(data: stoker.Dataset, whole: Path,
 
 
 def test_checkpoints_keep_the_running_moments(data: stoker.Dataset, whole: Path) -> None:
-    loaded = checkpoint.load(whole)
+    loaded = loading.load(whole)
     model: RecModel = loaded.model
     moments = dict(model.named_buffers())
     # The last batch of an epoch of 41 has one row.
@@ -215,7 +215,7 @@ def test_checkpoints_keep_the_running_moments(data: stoker.Dataset, whole: Path)
 def test_placed_runs_with_tables_of_different_widths_are_the_same(
     data: stoker.Dataset, whole: Path, tmp_path: Path, strategy: str
 ) -> None:
-    size = sum(t.num_embeddings * (4 * t.embedding_dim + 4) for t in checkpoint.load(whole).model.tables)
+    size = sum(t.num_embeddings * (4 * t.embedding_dim + 4) for t in loading.load(whole).model.tables)
     stoker.train(data, out=tmp_path / "a", **RUN, device_memory=str(size // 2), strategy=strategy)
     assert_same_run(whole, tmp_path / "a")
     found = stoker.verify(whole, steps=12)

@@ -192,7 +192,7 @@ def test_tables_alone_and_a_single_optimizer(tmp_path: Path) -> None:
 def test_rows_do_not_go_through_the_state_of_the_module(tmp_path: Path) -> None:
     net = Net()
     stoker.save(tmp_path / "a", net)
-    with stoker.training.files.checkpoint.safe_open(tmp_path / "a" / "dense.safetensors", framework="pt") as file:
+    with stoker.training.files.loading.safe_open(tmp_path / "a" / "dense.safetensors", framework="pt") as file:
         names = {name.removeprefix("model.") for name in file.keys()}  # noqa: SIM118
     assert not [name for name in names if name.startswith(("tables.", "deep.", "same."))]  # handles neither
     rows = [name for name in net.state_dict() if name.startswith(("tables.", "deep.", "same."))]

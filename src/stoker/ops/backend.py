@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from stoker.ops import reference
+from stoker.ops import lamb, reference
 from stoker.ops.bags import Bags, Rounding
-from stoker.ops.lamb import direct, move, squares
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
@@ -68,8 +67,8 @@ class Backend(ABC):
     ) -> tuple[Tensor, list[int]]:
         """:func:`stoker.ops.lamb.direct`, and the sum of squares of the directions of each of T tables; ``grad`` may be
         used up."""
-        directions = direct(weight, state, rows, grad, rule, counts)
-        return directions, squares(directions, table, tables)
+        directions = lamb.direct(weight, state, rows, grad, rule, counts)
+        return directions, lamb.squares(directions, table, tables)
 
     def lamb_move(
         self,
@@ -87,7 +86,7 @@ class Backend(ABC):
         def random(some: Tensor) -> Tensor:
             return rounding.bits(some, weight.shape[1], space)
 
-        return move(weight, rows, table, directions, ratios, rule, random)
+        return lamb.move(weight, rows, table, directions, ratios, rule, random)
 
     def synchronize(self) -> None:
         """Raise what a device found out late, such as an id outside its table; where nothing is late, nothing."""
