@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from stoker.prep.fit.dense_fit import fit_dense
 from stoker.prep.fit.dense_kernels import values_of
 from stoker.prep.fit.transforms import compact, dense_values
-from stoker.prep.fit.value_counts import ValueCounts
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import frame_block
 from stoker.prep.schema import DenseColumn
@@ -90,48 +88,6 @@ def test_they_teach_and_give_the_same(made: tuple[list[DenseColumn], list[np.nda
     assert ours == theirs
     for mine, other in zip(values, expected, strict=True):
         np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
-
-
-@pytest.mark.parametrize("rows", ["all", "stretches", "scattered"])
-def test_counts_of_many_rows(rows: str) -> None:
-    """Several stretches of rows and tiles, a part narrower than the other, on two threads."""
-    draw = np.random.default_rng(5)
-    n = 2**17 + 77
-    first = np.where(draw.random(n) < 0.7, 3, draw.integers(0, 256, n)).astype(np.uint8)
-    second = draw.integers(0, 65536, n).astype(np.uint16)
-    kept = {"all": np.ones(n, np.bool_), "stretches": np.arange(n) // 100 % 3 > 0, "scattered": draw.random(n) < 0.4}
-    chosen = np.flatnonzero(kept[rows])
-    counts = ValueCounts([np.dtype(np.uint16), np.dtype(np.uint16)])
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda part: counts.look(part, chosen), [[first, second], [second, first], [second, second]]))
-    whole = [values_of(column)[chosen] for column in (first, second)]
-    for found, of in zip(counts.found(), ((0, 1, 1), (1, 0, 1)), strict=True):
-        every = np.concatenate([whole[index] for index in of])
-        values, times = np.unique(every[~np.isnan(every)], return_counts=True)
-        np.testing.assert_array_equal(found[0], values)
-        np.testing.assert_array_equal(found[1], times)
-        assert found[2] == np.isnan(every).sum() > 0
-
-
-def test_more_columns_than_there_are_counters_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = np.random.default_rng(6)
-    dense = [DenseColumn(name=f"c{number}", fill="median", transforms=("log1p", "zscore")) for number in range(4)]
-    raw = [np.where(draw.random(500) < 0.2, 255, draw.integers(0, 200, 500)).astype(np.uint8) for _ in dense]
-    seen: list[int] = []
-
-    def counting(types: list[Any]) -> ValueCounts:
-        seen.append(len(types))
-        return ValueCounts(types)
-
-    monkeypatch.setattr("stoker.prep.fit.dense_fit.ValueCounts", counting)
-    for most in (4 * 256, 3 * 256 - 1, 0):
-        monkeypatch.setattr("stoker.prep.fit.dense_fit.MOST_COUNTERS", most)
-        monkeypatch.setattr(
-            "stoker.prep.fit.dense_fit.ValueCounts", lambda types: seen.append(len(types)) or ValueCounts(types)
-        )
-        fits = fit_dense(dense, [raw], lambda part, look: look(part, np.arange(500)))
-        assert fits == fit_dense(dense, [list(map(values_of, raw))], lambda part, look: look(part, np.arange(500)))
-    assert seen[::2] == [4, 2, 0]
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
-from stoker.prep.fit.medians import select_rank
+from stoker.prep.fit.ranks import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.rewrite.vocabulary_files import read_vocabulary
 

@@ -16,24 +16,18 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 
 from stoker.ops.codegen.jit import jit
-from stoker.prep.fit.exact_sums import add_values, no_values, room
 
 __all__ = [
-    "DIGITS",
     "SHORT",
     "STRIPE",
     "TILE",
     "TYPES",
     "Columns",
     "Order",
-    "bracketed",
     "column_at",
-    "count_digits",
     "finite",
-    "moments",
     "nan_for_null",
     "narrowed",
-    "present_sums",
     "stretches",
     "tiles",
     "values_of",
@@ -46,8 +40,6 @@ __all__ = [
 STRIPE = 64  # rows written together, so that the row-major output stays in cache
 SHORT = 3  # rows of a stretch, below which rows are rather taken one by one
 TILE = 2**13  # rows whose logarithms are taken together
-DIGITS = 2**16  # counters of one digit of a float64
-_SIGN = np.uint64(2**63)
 TYPES = (np.uint8, np.uint16, np.float32, np.float64)  # of columns; their places here tell kernels which one it is
 
 
@@ -229,14 +221,6 @@ def write_tile(tile, scales, places, out, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_tile(tile, order, summed, sums, held):  # type: ignore[no-untyped-def]
-    """Add the values of the columns that are ``summed``."""
-    for c in range(order.size):
-        if summed[c]:
-            add_values(tile[order[c]], sums[c], held)
-
-
-@jit
 def narrowed(column, out):  # type: ignore[no-untyped-def]
     """Write the values [n] to ``out``, float32; whether each is what it was."""
     for begin in range(0, column.size, 256):
@@ -335,92 +319,3 @@ def tiles(raw: Any, rows: Any, steps: Any, fills: Any, order: Order) -> Iterator
             some = tile[:number]
             np.log(some if times == 0 else np.maximum(some, 0.0) + 1.0, out=some)
         yield begin, stop, tile
-
-
-def moments(raw: Any, rows: Any, steps: Any, fills: Any, summed: Any, ranged: Any) -> tuple[Any, Any, Any]:
-    """What ``rows`` teach of each column's values after its steps.
-
-    Returns: [D, L] exact sums, of no values where ``summed`` [D] is false, and [D] least and [D] greatest values, inf
-    and -inf where ``ranged`` [D] is false; these leave out what a fill of NaN does not fill.
-    """
-    sums, held = no_values(len(raw)), room()
-    low, high = np.full(len(raw), np.inf), np.full(len(raw), -np.inf)
-    order = Order(steps)
-    for _, _, tile in tiles(raw, rows, steps, fills, order):
-        _add_tile(tile, order.values, summed, sums, held)
-        for c in np.flatnonzero(ranged):
-            values = tile[order.values[c]]
-            low[c], high[c] = np.fmin(low[c], np.fmin.reduce(values)), np.fmax(high[c], np.fmax.reduce(values))
-    return sums, low, high
-
-
-def present_sums(raw: Any, rows: Any, columns: Any) -> Any:
-    """[K, L] exact sums of the values of some columns that are there, over ``rows``."""
-    sums, held = no_values(columns.size), room()
-    found = np.empty(min(TILE, rows.size))
-    for k, c in enumerate(columns):
-        for begin in range(0, rows.size, TILE):
-            count = present(raw[c], rows[begin : begin + TILE], found)
-            add_values(found[:count], sums[k], held)
-    return sums
-
-
-@jit
-def present(column, rows, out):  # type: ignore[no-untyped-def]
-    """Write the values of ``rows`` that are there to the front of ``out``; how many there are."""
-    count = 0
-    for row in rows:
-        x = _number(column[row])
-        out[count] = x
-        count += not np.isnan(x)
-    return count
-
-
-@jit
-def bracketed(column, rows, low, high, counts, between):  # type: ignore[no-untyped-def]
-    """Write the values of ``rows`` between ``low`` and ``high``, both excluded, to the front of ``between``; how many.
-
-    Adds to ``counts``: values below ``low``, equal to it, equal to ``high`` where that is another, and all.
-    """
-    below = at_low = at_high = present = found = 0
-    for i in range(rows.size):
-        x = _number(column[np.uint64(rows[i])]) + 0.0  # zeros of either sign are one value
-        below += x < low
-        at_low += x == low
-        at_high += x == high
-        present += x == x
-        between[found] = x
-        found += (x > low) & (x < high)
-    counts[0] += below
-    counts[1] += at_low
-    counts[2] += at_high if high > low else 0
-    counts[3] += present
-    return found
-
-
-def count_digits(raw: Any, rows: Any, columns: Any, shift: int, prefixes: Any, bins: Any) -> None:
-    """Count a digit of 16 bits of the values that begin with a prefix, whose unsigned order is that of the values.
-
-    ``prefixes`` [K, P]: the bits above the digit, of each column that is looked at; ``bins`` [K, P, 2**16].
-    """
-    for k, c in enumerate(columns):
-        digits_of(raw[c], rows, shift, prefixes[k], bins[k])
-
-
-@jit
-def digits_of(column, rows, shift, prefixes, bins):  # type: ignore[no-untyped-def]
-    digit = np.uint64(shift)
-    for i in range(rows.size):
-        x = _number(column[np.uint64(rows[i])])
-        if np.isnan(x):
-            continue
-        bits = np.float64(x + 0.0).view(np.uint64)
-        bits = ~bits if bits & _SIGN else bits | _SIGN
-        place = np.int64((bits >> digit) & np.uint64(DIGITS - 1))
-        if shift == 48:
-            bins[0, place] += 1
-            continue
-        above = bits >> (digit + np.uint64(16))
-        for p in range(prefixes.size):
-            if above == prefixes[p]:
-                bins[p, place] += 1

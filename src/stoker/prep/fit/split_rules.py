@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stoker.base.checks import near
 from stoker.base.errors import DataError
 from stoker.ops.codegen.jit import jit
-from stoker.prep.fit.medians import select_rank
+from stoker.prep.fit.ranks import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
