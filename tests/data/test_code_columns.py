@@ -1,4 +1,4 @@
-"""Codes in 8, 16 and 32 bits stand for the same ids, one by one, in bags, in records and in shards."""
+"""Codes in 8, 16 and 32 bits stand for the same ids, one by one, in bags and in shards."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.dataset.reading import copies, held
 from stoker.dataset.reading.gather import NumpyGather
-from stoker.dataset.reading.held import HeldTensors, bytes_held
+from stoker.dataset.reading.held import HeldTensors, bytes_held, empty_rows, row_bytes
 from stoker.testing import make_dataset
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -75,6 +75,21 @@ def test_tensors_on_a_device_equal_those_from_files(kind: str, tmp_path: Path) -
         ours, theirs = held(rows, fresh), plain(rows, fresh)
         assert ours.keys() == theirs.keys()
         assert_equal([ours[name] for name in theirs], theirs.values())
+
+
+def test_rows_lie_together() -> None:
+    ids, dense, labels = empty_rows(
+        5, np.empty((0, 3), np.int64), np.empty((0, 2), np.float32), np.empty(0, np.float32)
+    )
+    ids[:], dense[:], labels[:] = 1, 2, 3
+    assert ids.shape == (5, 3)
+    assert dense.shape == (5, 2)
+    assert labels.shape == (5,)
+    assert ids.strides[0] == dense.strides[0] == labels.strides[0] == 64  # 36 bytes, to the next 32
+    assert row_bytes(ids, dense, labels) == ([24, 8, 4], 64)
+    assert ids.sum() == 15
+    assert dense.sum() == 20
+    assert labels.sum() == 15
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (256, 1), (257, 2), (512, 2), (1200, 5)])

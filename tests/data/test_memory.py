@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from small_runs import SMALL, assert_same_run
 import stoker
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import passes
-from stoker.dataset import memory
-from stoker.dataset.memory import Home, empty_rows, home_of
+from stoker.dataset.memory import Home, home_of
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.work.part_store import PartStore
 from stoker.prep.write import publish
+from stoker.prep.write.encode import Encoder, Target
 
 
 def schema(*, bags: bool = False, dense: bool = True, fitted: bool = True, group: bool = True) -> Schema:
@@ -257,57 +258,62 @@ def test_rows_like_it(tmp_path: Path) -> None:
     assert digests(tmp_path / "saved") == digests(tmp_path / "new")
 
 
-def test_memory_of_parts_is_used_again() -> None:
+def test_memory_of_a_released_part_is_free() -> None:
     store = PartStore(10**6)
     arena = store.arena(1700)
     arrays = {"labels": np.ones(100, np.float32)}
     arrays["codes"], arrays["raw.0"] = arena.take((2, 100), np.uint32), arena.take(100, np.float64)
     arrays["raw.0"][:] = 1
+    block = weakref.ref(arena.block)
     store.write(Path("part"), arrays, arena)
+    del arena, arrays
     with store.open(Path("part")) as part:
         assert part["raw.0"].sum() == 100
-        where = part["codes"].ctypes.data
+    assert block() is not None
     store.release(Path("part"))
+    gc.collect()
+    assert block() is None
     with store.open(Path("part")) as part:
         assert "raw.0" not in part
         assert part["labels"].sum() == 100
-    assert store.memory(10**4).ctypes.data != where  # too large for it
-    again = store.memory(1000)
-    assert again.ctypes.data == where
-    again[:] = 1  # writable
-    assert store.memory(1000).ctypes.data != where  # it is taken
-    rest = store.memory(500)  # and the rest of it is not lost
-    assert rest.ctypes.data == where + 1024
-    rest[:] = 2
-    assert (again == 1).all()
-    assert where + 1024 < store.memory(1).ctypes.data < where + 1700
-    assert not where <= store.memory(500).ctypes.data < where + 1700
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("kind", ["one-hot", "bags"])
+def test_each_part_is_released_before_the_next_is_encoded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the parts and the rows made of them would be in memory together."""
+    log: list[tuple[str, Any]] = []
+    fill, release = Encoder.fill, PartStore.release
+
+    def filled(self: Encoder, target: Target, rows_of: Any) -> Any:
+        log.append(("fill", target.slice.part.index))
+        return fill(self, target, rows_of)
+
+    def released(self: PartStore, path: Path) -> None:
+        log.append(("release", path))
+        release(self, path)
+
+    monkeypatch.setattr(Encoder, "fill", filled)
+    monkeypatch.setattr(PartStore, "release", released)
+    stoker.prepare(schema(**KINDS[kind]), table(tmp_path / "rows.parquet", 1000), threads=1)
+    parts = [index for step, index in log if step == "fill"]
+    assert parts == sorted(parts)
+    between = [step for step, _ in groupby(log, key=lambda entry: (entry[0], entry[1]))]
+    assert [step for step, _ in between] == ["fill", "release"] * len(set(parts))
+    assert len(set(parts)) > 3
 
 
 def test_what_the_rows_take_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what fills each of them up to 32 bytes."""
+    """Three ids and a label."""
     kind = schema(dense=False, group=False)
     source = table(tmp_path / "rows.parquet", 100)
-    monkeypatch.setattr(publish, "available_memory", lambda: 3199)
-    with pytest.raises(DataError, match=r"prepared rows take 3.1 KiB"):
+    monkeypatch.setattr(publish, "available_memory", lambda: 1599)
+    with pytest.raises(DataError, match=r"prepared rows take 1.6 KiB"):
         stoker.prepare(kind, source)
-    monkeypatch.setattr(publish, "available_memory", lambda: 3200)
+    monkeypatch.setattr(publish, "available_memory", lambda: 1600)
     assert sum(len(split) for split in stoker.prepare(kind, source).splits.values()) == 100
-
-
-def test_rows_lie_together() -> None:
-    ids, dense, labels = empty_rows(
-        5, np.empty((0, 3), np.int64), np.empty((0, 2), np.float32), np.empty(0, np.float32)
-    )
-    ids[:], dense[:], labels[:] = 1, 2, 3
-    assert ids.shape == (5, 3)
-    assert dense.shape == (5, 2)
-    assert labels.shape == (5,)
-    assert ids.strides[0] == dense.strides[0] == labels.strides[0] == 64  # 36 bytes, to the next 32
-    assert memory.row_bytes(ids, dense, labels) == ([24, 8, 4], 64)
-    assert ids.sum() == 15
-    assert dense.sum() == 20
-    assert labels.sum() == 15
 
 
 def test_a_forked_process_leaves_it_where_it_is(tmp_path: Path) -> None:
@@ -344,12 +350,11 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
 
 @pytest.mark.parametrize("kind", ["one-hot", "bags"])
 def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of rows are drawn from the shards of the manifest, not from the pieces that lie in memory."""
     monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
     monkeypatch.setattr(publish, "SHARD_ROWS", 256)
     monkeypatch.setattr("stoker.rewrite.fae.sampling._BLOCKS", 8)
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 2000, row_group=70), tmp_path / "lying")
-    assert len(held.train.shards) != len(lying.train.shards) > 2
+    assert len(held.train.shards) == len(lying.train.shards) > 2
     for sample in (None, 0.3, 1.0):
         ours, theirs = (stoker.profile(data, budget="1KiB", sample=sample) for data in (held, lying))
         assert ours == theirs

@@ -25,8 +25,7 @@ from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import hash_schema, write_manifest
-from stoker.dataset.reading.gather import NumbaGather, NumpyGather
-from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.gather import NumbaGather, NumpyGather, make_gather
 from stoker.dataset.reading.order import EpochOrder
 from stoker.dataset.reading.prefetch import prefetched
 from stoker.dataset.shards import MappedShard, Shard, write_shard

@@ -129,7 +129,7 @@ def check_ids(shard: Shard, schema: FeatureSpec) -> None:
         return
     limits = np.array([schema.num_embeddings[feature.table] for feature in schema.features], np.int64)
     # Read as unsigned numbers, negative ids are too large as well: one comparison finds both.
-    held = shard.tensor("ids")
+    held = shard.ids
     unsigned = np.dtype(f"u{held.itemsize}")
     bounds = np.minimum(limits.view(np.uint64), np.uint64(2 ** (8 * unsigned.itemsize - 1))).astype(unsigned)
     step = max(1, _IDS * shard.rows // max(1, held.size))  # rows
@@ -150,7 +150,7 @@ def _first_outside(
 ) -> tuple[int, int, int] | None:
     """Row, feature and value of the first id of rows [start, stop) that reaches its feature's bound."""
     if shard.lengths is None or shard.row_offsets is None:
-        found = shard.tensor("ids")[start:stop]
+        found = shard.ids[start:stop]
         ids = found.view(bounds.dtype)
         if (ids.max(axis=0) < bounds).all():
             return None

@@ -1,8 +1,8 @@
 """Datasets in the memory of this process: prepared to be trained on at once, and gone with it unless they are saved.
 
-Rows lie in pieces in memory; what is small (vocabularies, counts, groups, the manifest) in a temporary directory, so
-that all that reads a dataset by its path does so here, too. Nothing of it need reach a disk, and no checksum is taken
-before somebody asks.
+Rows are plain arrays in memory, shard by shard, as they would be in files. What is small (vocabularies, counts, groups,
+the manifest) is in a temporary directory, so that all that reads a dataset by its path does so here, too. Nothing of it
+need reach a disk, and no checksum is taken before somebody asks.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import shutil
 import tempfile
 import weakref
 from contextlib import suppress
-from math import prod
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
 from stoker.base.files import PASSING
-from stoker.dataset.reading.packed import TENSORS, PackedShard, Packing, padded
-from stoker.dataset.shards import Shard, ShardFile
+from stoker.dataset.shards import Shard
 
-__all__ = ["Home", "empty_rows", "home_of", "row_bytes"]
+__all__ = ["Home", "home_of"]
 
 _PREFIX, _LOCK = "stoker-dataset-", ".lock"
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
@@ -32,9 +29,6 @@ _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 
 class Home:
     """Where a dataset lives in this process: as long as it, or something that refers to it, does.
-
-    The rows of a split are in pieces, one for each part of the preparation that has some. How they are cut into files,
-    should they ever be, is for the manifest to say.
 
     Raises:
         DataError: no temporary directory can be made.
@@ -49,52 +43,16 @@ class Home:
                 f"what is small of a dataset in memory lies in a temporary directory, and none can be made "
                 f"({error.strerror}). Let TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
             ) from error
-        self.pieces: dict[str, list[Shard]] = {}  # by split, in order
+        self.shards: dict[str, list[Shard]] = {}  # by split, those that the manifest lists
         _homes[self.path] = self
         PASSING.add(self.path)
         weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
-    def keep(self, split: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Take the tensors of the next rows of a split."""
+    def keep(self, split: str, file: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Take the tensors of the next shard of a split, which would be ``file`` in a dataset on disk."""
         for array in arrays.values():
             array.flags.writeable = False
-        self.pieces.setdefault(split, []).append(Shard(path=self.path / split, rows=len(arrays["labels"]), **arrays))
-
-    def keep_packed(self, split: str, packing: Packing, records: npt.NDArray[np.uint8]) -> None:
-        """Take the next rows of a split, packed."""
-        records.flags.writeable = False
-        piece = PackedShard(path=self.path / split, packing=packing, records=records)
-        self.pieces.setdefault(split, []).append(piece)
-
-    def file(self, split: str, first: int, rows: int) -> ShardFile:
-        """The file of a shard with the rows [first, first + rows) of a split."""
-        found: dict[str, list[Any]] = {}
-        start = 0
-        for piece in self.pieces[split]:
-            begin, end = max(first - start, 0), min(first + rows - start, piece.rows)
-            if begin < end:
-                for name, array in _cut(piece, begin, end).items():
-                    found.setdefault(name, []).append(array)
-            start += piece.rows
-        if "lengths" in found:
-            ends = np.cumsum(np.concatenate([lengths.sum(axis=1, dtype=np.int64) for lengths in found["lengths"]]))
-            found["row_offsets"] = [np.zeros(1, np.int64), ends]
-        return ShardFile(found)
-
-
-def _cut(piece: Shard, begin: int, end: int) -> dict[str, Any]:
-    """The tensors of the rows [begin, end) of a piece, without its ``row_offsets``."""
-    if isinstance(piece, PackedShard):
-        from stoker.dataset.reading.gather_packed import (
-            QuickTensor,  # needs Numba, as the preparation that made the rows does
-        )
-
-        return {name: QuickTensor(piece.packing, piece.records[begin:end], name) for name in TENSORS}
-    found = {name: array[begin:end] for name, array in piece.arrays.items()}
-    if piece.row_offsets is not None:
-        del found["row_offsets"]
-        found["ids"] = piece.ids[piece.row_offsets[begin] : piece.row_offsets[end]]
-    return found
+        self.shards.setdefault(split, []).append(Shard(path=self.path / file, rows=len(arrays["labels"]), **arrays))
 
 
 def _make() -> tuple[Path, IO[bytes]]:
@@ -138,24 +96,3 @@ def _remove(path: Path, lock: IO[bytes], process: int) -> None:
 def home_of(path: str | Path) -> Home | None:
     """The home of the dataset at a path, if it is in memory."""
     return _homes.get(Path(path).resolve()) if _homes else None
-
-
-def row_bytes(*arrays: npt.NDArray[Any]) -> tuple[list[int], int]:
-    """Bytes of what a row has in each array [n, ...], and of all of it with its padding."""
-    widths = [array.itemsize * prod(array.shape[1:]) for array in arrays]
-    return widths, padded(sum(widths))
-
-
-def empty_rows(rows: int, *like: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Arrays [rows, ...] of the types and widths of others, in which all that a row has lies together.
-
-    Scattered rows then touch half as many cache lines. Give the widest type first.
-    """
-    widths, size = row_bytes(*like)
-    records, at = np.empty((rows, size), np.uint8), 0
-    made = []
-    for array, width in zip(like, widths, strict=True):
-        column = records[:, at : at + width].view(array.dtype)
-        made.append(column if array.ndim == 2 else column[:, 0])
-        at += width
-    return made

@@ -45,10 +45,8 @@ class SplitRows:
         self._path = path
         self._home = home_of(path)  # where the dataset is in memory; kept there as long as somebody may read it
         self._files = dict(files or {})  # the manifest's, by name
-        self._in_memory = self._home.pieces.get(name, []) if self._home is not None else None
-        cut = [int(shard["rows"]) for shard in entry["shards"]]
         # First row of each of the shards, and the number of rows.
-        self.starts = [0, *accumulate(cut if self._in_memory is None else [piece.rows for piece in self._in_memory])]
+        self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
         self.rows = int(entry["rows"])
         if self.starts[-1] != self.rows:
             raise DataError(
@@ -121,8 +119,8 @@ class SplitRows:
         Raises:
             DataError: a shard that does not fit the manifest's features.
         """
-        if self._in_memory is not None:
-            return self._in_memory
+        if self._home is not None:
+            return self._home.shards.get(self.name, [])
         allow_open_files(len(self.entry["shards"]))
         shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
         columns = (len(self.schema.dense), len(self.schema.features))
@@ -140,9 +138,7 @@ class SplitRows:
 
     def file_of(self, number: int) -> ShardFile:
         """The file that the manifest's shard ``number`` would be, of a split in memory."""
-        assert self._home is not None
-        rows = [int(entry["rows"]) for entry in self.entry["shards"]]
-        return self._home.file(self.name, sum(rows[:number]), rows[number])
+        return ShardFile(self.shards[number].arrays)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).
@@ -154,10 +150,9 @@ class SplitRows:
         row %= self.rows
         number = bisect.bisect_right(self.starts, row) - 1
         shard, local = self.shards[number], row - self.starts[number]
-        here = slice(local, local + 1)
-        item = {name: torch.tensor(shard.tensor(name)[here][0]) for name in ("dense", "labels")}
+        item = {"dense": torch.tensor(shard.dense[local]), "labels": torch.tensor(shard.labels[local])}
         if shard.lengths is None or shard.row_offsets is None:
-            return item | {"ids": torch.tensor(shard.tensor("ids")[here][0])}
+            return item | {"ids": torch.tensor(shard.ids[local])}
         begin, end = shard.row_offsets[local : local + 2]
         return item | {
             "ids": torch.tensor(shard.ids[begin:end]),

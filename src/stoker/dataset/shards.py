@@ -12,7 +12,7 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,28 +88,28 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    return ShardFile({name: [array] for name, array in arrays.items()}).write(path)
+    return ShardFile(arrays).write(path)
 
 
 class ShardFile:
     """The file of a shard.
 
     Args:
-        tensors: by name, each in pieces that follow each other: arrays, or what gives arrays of some of its rows.
+        tensors: by name.
     """
 
-    def __init__(self, tensors: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         # Wide types first keeps every tensor aligned without gaps, which the format forbids.
-        order = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+        order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
         self._tensors = [tensors[name] for name in order]
-        self.rows = sum(map(len, tensors["labels"]))
+        self.rows = len(tensors["labels"])
         header: dict[str, Any] = {}
         end = 0
-        for name, pieces in zip(order, self._tensors, strict=True):
-            begin, end = end, end + sum(piece.nbytes for piece in pieces)
+        for name, tensor in zip(order, self._tensors, strict=True):
+            begin, end = end, end + tensor.nbytes
             header[name] = {
-                "dtype": _NAMES[pieces[0].dtype.newbyteorder("<")],
-                "shape": [sum(map(len, pieces)), *pieces[0].shape[1:]],
+                "dtype": _NAMES[tensor.dtype.newbyteorder("<")],
+                "shape": list(tensor.shape),
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -120,10 +120,10 @@ class ShardFile:
     def __iter__(self) -> Iterator[Any]:
         """The bytes of the file, some at a time."""
         yield self._header
-        for piece in (piece for pieces in self._tensors for piece in pieces):
-            step = max(1, _CHUNK // max(1, piece.nbytes // max(1, len(piece))))
-            for start in range(0, len(piece), step):
-                rows = piece[start : start + step]
+        for tensor in self._tensors:
+            step = max(1, _CHUNK // max(1, tensor.nbytes // max(1, len(tensor))))
+            for start in range(0, len(tensor), step):
+                rows = tensor[start : start + step]
                 yield np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
     def sha256(self) -> str:
@@ -182,10 +182,6 @@ class Shard:
         """The tensors by name."""
         found = {name: getattr(self, name) for name in ("dense", "ids", "labels", "lengths", "row_offsets")}
         return {name: array for name, array in found.items() if array is not None}
-
-    def tensor(self, name: str) -> Any:
-        """A tensor by name: an array, or what makes one of those of its rows that are asked for."""
-        return getattr(self, name)
 
     def will_need(self, start: int, stop: int) -> None:
         """Nothing: the rows are there."""

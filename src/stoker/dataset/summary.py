@@ -134,8 +134,7 @@ def _describe_dense(dataset: Dataset) -> list[dict[str, Any]]:
     step = max(_RUN, -(-len(split) * _RUN // _SAMPLE_ROWS))
     parts = []
     for shard in split.shards:
-        dense = shard.tensor("dense")
-        parts += [dense[start : start + _RUN] for start in range(0, shard.rows, step)]
+        parts += [shard.dense[start : start + _RUN] for start in range(0, shard.rows, step)]
     values = np.concatenate(parts).astype(np.float64)
     return [
         {

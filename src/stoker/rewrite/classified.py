@@ -34,7 +34,7 @@ from stoker.dataset.group_writer import GroupWriter
 from stoker.dataset.groups import group_file, write_group_file
 from stoker.dataset.integrity import ShardChecks
 from stoker.dataset.manifest import write_manifest
-from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.gather import make_gather
 from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.shards import write_shard
 from stoker.rewrite.hot_mask import make_hot_mask

@@ -77,7 +77,7 @@ class NumpyHotMask:
     def __call__(self, shard: Shard) -> Mask:
         """See :class:`HotMask`."""
         mask = np.empty(shard.rows, np.bool_)
-        ids = shard.tensor("ids")
+        ids = shard.ids
         step = max(1, _IDS * shard.rows // max(1, ids.size))  # rows
         for start in range(0, shard.rows, step):
             stop = min(start + step, shard.rows)

@@ -103,7 +103,7 @@ def table_ids(shard: Shard, schema: FeatureSpec, table: str) -> Iterator[tuple[n
         Ids [L] and their rows in the shard [L].
     """
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
-    ids = shard.tensor("ids")
+    ids = shard.ids
     step = max(1, _IDS * shard.rows // max(1, ids.size))  # rows
     for start in range(0, shard.rows, step):
         stop = min(start + step, shard.rows)

@@ -1,7 +1,7 @@
 """Scattered rows of a split's shards, copied into the contiguous tensors of one batch.
 
-Two forms with equal results: plain NumPy (the definition), and Numba kernels where Numba is installed; those of packed
-rows are in :mod:`stoker.dataset.reading.gather_packed`.
+Two forms with equal results: plain NumPy (the definition), and Numba kernels where Numba is installed. Rows in files
+and rows in memory are read alike.
 
 Legend: B rows of the batch, S shards, F features, L ids in all.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.dataset.shards import Shard
 
-__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "mean_rows", "torch_type"]
+__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "make_gather"]
 
 Int64 = npt.NDArray[np.int64]
 _STEPS = 8  # shards that a row may be away from where it is looked for first
@@ -52,7 +52,7 @@ def _disagree(shards: Sequence[Shard], starts: list[int], row: int) -> DataError
     )
 
 
-def torch_type(dtype: np.dtype[Any]) -> torch.dtype:
+def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
     """The type of a batch's tensor."""
     return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[dtype.str[1:]]
 
@@ -71,11 +71,11 @@ class NumpyGather:
         first = self._shards[0]
         tensors = {}
         for name in self._names:
-            array = first.tensor(name)
-            tensors[name] = allocate(name, (len(rows), *array.shape[1:]), torch_type(array.dtype))
+            array = getattr(first, name)
+            tensors[name] = allocate(name, (len(rows), *array.shape[1:]), _torch_type(array.dtype))
             out = tensors[name].numpy()
             for shard, where in picks:
-                out[where] = self._shards[shard].tensor(name)[rows[where] - self._starts[shard]]
+                out[where] = getattr(self._shards[shard], name)[rows[where] - self._starts[shard]]
         if first.lengths is not None:
             tensors |= self._bags(rows, picks, allocate)
         return tensors
@@ -99,7 +99,7 @@ class NumpyGather:
         offsets = allocate("offsets", (len(rows) * features + 1,), torch.int64)
         offsets[0] = 0
         np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
-        ids = allocate("ids", (int(offsets[-1]),), torch_type(self._shards[0].ids.dtype))
+        ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids.dtype))
         out, targets = ids.numpy(), offsets.numpy()[::features]
         for number, where in picks:
             for i in where:
@@ -107,7 +107,7 @@ class NumpyGather:
         return {"ids": ids, "offsets": offsets}
 
 
-def mean_rows(starts: Int64) -> int:
+def _mean_rows(starts: Int64) -> int:
     """Rows of a shard, about, by which to guess where a row is; 0 where the shards differ too much for that."""
     shards = np.flatnonzero(np.diff(starts))  # that have rows
     mean = max(1, int(starts[-1]) // (len(starts) - 1))
@@ -126,19 +126,19 @@ class NumbaGather:
         self._threads = threads
         self._shards = shards
         self._starts = np.asarray(starts, np.int64)
-        self._mean = mean_rows(self._starts)
+        self._mean = _mean_rows(self._starts)
         first = next((shard for shard in shards if shard.rows), shards[0])  # empty arrays have no strides
         self._features = 0 if first.lengths is None else first.lengths.shape[1]
         fixed = _one_per_row(first, ids_only=ids_only)
         arrays = {name: getattr(first, name) for name in fixed}
         self._columns = {name: array.shape[1:] for name, array in arrays.items()}
-        self._types = {name: torch_type(array.dtype) for name, array in arrays.items()}
+        self._types = {name: _torch_type(array.dtype) for name, array in arrays.items()}
         sources = [self._addresses(name) for name in fixed]
         self._sources = np.array(sources, np.int64).reshape(len(fixed), len(shards))  # [K, S]
         self._strides = np.array([array.strides[0] for array in arrays.values()], np.int64)
         self._widths = np.array([a.itemsize * int(np.prod(a.shape[1:])) for a in arrays.values()], np.int64)
         if self._features:
-            self._id_type, self._id_width = torch_type(first.ids.dtype), first.ids.itemsize
+            self._id_type, self._id_width = _torch_type(first.ids.dtype), first.ids.itemsize
             self._bags = [self._addresses(name) for name in ("lengths", "row_offsets", "ids")]
             self._ids_in = np.array([len(shard.ids) for shard in shards], np.int64)
 
@@ -175,3 +175,19 @@ class NumbaGather:
             self._kernels.copy_bags(scratch, self._id_width, ids.data_ptr())
             tensors |= {"ids": ids, "offsets": offsets}
         return tensors
+
+
+def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
+    """Return the fastest form that this machine can run.
+
+    Args:
+        shards: S of them, with the same columns.
+        starts: [S + 1] first row of each.
+        ids_only: leave out dense columns and labels.
+        threads: torch's, where they are more than one.
+    """
+    try:
+        import stoker.dataset.reading.gather_cpu  # noqa: F401
+    except ImportError:
+        return NumpyGather(shards, starts, ids_only=ids_only)
+    return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)

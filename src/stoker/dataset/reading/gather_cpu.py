@@ -25,7 +25,7 @@ from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import fetch_add
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["bag_offsets", "copy_bags", "copy_rows", "prefetch_at", "shard_of", "word_at"]
+__all__ = ["bag_offsets", "copy_bags", "copy_rows"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ def _copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic
-def prefetch_at(typingctx: Any, address: Any) -> Any:
+def _prefetch_at(typingctx: Any, address: Any) -> Any:
     """Start loading the cache line at an address, for one read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -72,7 +72,7 @@ def _int32_at(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
-def word_at(typingctx: Any, address: Any) -> Any:
+def _word_at(typingctx: Any, address: Any) -> Any:
     """An int64 pointer from an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -82,7 +82,7 @@ def word_at(typingctx: Any, address: Any) -> Any:
 
 
 @njit(nogil=True, inline="always")
-def shard_of(row: int, starts: Int64, mean: int) -> Any:
+def _shard_of(row: int, starts: Int64, mean: int) -> Any:
     """Which shard a row is in: a guess, and as many steps from there as sizes differ; without a mean a search."""
     if mean == 0:
         shard, behind = 0, len(starts) - 1
@@ -111,7 +111,7 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
         stop = min(begin + block, len(rows))
         for i in range(begin, stop):
             row = rows[i]
-            shard = shard_of(row, starts, mean)
+            shard = _shard_of(row, starts, mean)
             for kind in range(kinds):
                 scratch[kind, i] = sources[kind, shard] + (row - starts[shard]) * strides[kind]
         for i in range(begin, stop):
@@ -119,8 +119,8 @@ def _copy_rows(p):  # type: ignore[no-untyped-def]
                 for kind in range(kinds):
                     source = scratch[kind, i + _AHEAD]
                     for line in range(0, widths[kind], _LINE):
-                        prefetch_at(source + line)
-                    prefetch_at(source + widths[kind] - 1)
+                        _prefetch_at(source + line)
+                    _prefetch_at(source + widths[kind] - 1)
             for kind in range(kinds):
                 _copy(targets[kind] + i * widths[kind], scratch[kind, i], widths[kind])
 
@@ -167,17 +167,17 @@ def bag_offsets(
     offsets[0] = 0
     for i in range(len(rows)):
         row = rows[i]
-        shard = shard_of(row, starts, mean)
+        shard = _shard_of(row, starts, mean)
         if i + _AHEAD < len(rows):
             later = rows[i + _AHEAD]
-            other = shard_of(later, starts, mean)
+            other = _shard_of(later, starts, mean)
             later -= starts[other]
-            prefetch_at(lengths[other] + later * features * 4)
-            prefetch_at(lengths[other] + (later + 1) * features * 4 - 1)
-            prefetch_at(row_offsets[other] + later * 8)
+            _prefetch_at(lengths[other] + later * features * 4)
+            _prefetch_at(lengths[other] + (later + 1) * features * 4 - 1)
+            _prefetch_at(row_offsets[other] + later * 8)
         local = row - starts[shard]
         bags = _int32_at(lengths[shard] + local * features * 4)
-        ends = word_at(row_offsets[shard] + local * 8)
+        ends = _word_at(row_offsets[shard] + local * 8)
         before = total
         for f in range(features):
             if bags[f] < 0:
@@ -200,7 +200,7 @@ def copy_bags(scratch: Int64, id_width: int, target: int) -> None:
         if i + _AHEAD < count:
             source = scratch[0, i + _AHEAD]
             for line in range(0, scratch[1, i + _AHEAD] * id_width, _LINE):
-                prefetch_at(source + line)
+                _prefetch_at(source + line)
         size = scratch[1, i] * id_width
         _copy(target, scratch[0, i], size)
         target += size

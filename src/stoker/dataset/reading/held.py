@@ -10,6 +10,7 @@ Legend: B rows of a batch, n rows held, F features, L ids in all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,14 @@ import torch
 from torch import Tensor
 
 from stoker.base.ordered import ordered_map
-from stoker.dataset.memory import empty_rows, row_bytes
-from stoker.dataset.reading.gather import Allocate, Gather
-from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.gather import Allocate, Gather, make_gather
 from stoker.dataset.rows import SplitRows
 from stoker.dataset.shards import Shard
 
-__all__ = ["HeldTensors", "bytes_held", "hold"]
+__all__ = ["HeldTensors", "bytes_held", "empty_rows", "hold", "row_bytes"]
 
 Int64 = npt.NDArray[np.int64]
+_ALIGN = 32  # bytes; copied rows begin at multiples of it
 
 
 def bytes_held(split: SplitRows, rows: int, device: torch.device | None = None) -> int:
@@ -34,13 +34,34 @@ def bytes_held(split: SplitRows, rows: int, device: torch.device | None = None) 
     if split.in_memory and (device is None or device.type == "cpu"):
         return 0
     if split.shards and split.shards[0].lengths is None:
-        return rows * row_bytes(*_columns(split.shards[0]))[1]  # as they are without being packed
+        return rows * row_bytes(*_columns(split.shards[0]))[1]
     return -(-split.bytes * rows // max(1, len(split)))
 
 
-def _columns(shard: Shard) -> tuple[Any, ...]:
+def _columns(shard: Shard) -> tuple[npt.NDArray[Any], ...]:
     """What a row has, the widest type first."""
-    return shard.tensor("ids"), shard.tensor("dense"), shard.tensor("labels")
+    return shard.ids, shard.dense, shard.labels
+
+
+def row_bytes(*arrays: npt.NDArray[Any]) -> tuple[list[int], int]:
+    """Return the bytes of a row in each array [n, ...], and of all of it, rounded up to 32."""
+    widths = [array.itemsize * prod(array.shape[1:]) for array in arrays]
+    return widths, -(-sum(widths) // _ALIGN) * _ALIGN
+
+
+def empty_rows(rows: int, *like: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Make arrays [rows, ...] of the types and widths of others, in which all values of a row are adjacent.
+
+    Scattered rows then touch half as many cache lines. Give the widest type first.
+    """
+    widths, size = row_bytes(*like)
+    records, at = np.empty((rows, size), np.uint8), 0
+    made = []
+    for array, width in zip(like, widths, strict=True):
+        column = records[:, at : at + width].view(array.dtype)
+        made.append(column if array.ndim == 2 else column[:, 0])
+        at += width
+    return made
 
 
 def hold(split: SplitRows, rows: int, device: torch.device, *, threads: int = 1) -> Gather:
@@ -79,7 +100,7 @@ class HeldTensors:
     def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._device = device
         self._dense, self._labels, self._ids = (
-            self._joined([shard.tensor(name) for shard in shards]) for name in ("dense", "labels", "ids")
+            self._joined([getattr(shard, name) for shard in shards]) for name in ("dense", "labels", "ids")
         )
         self._lengths: Tensor | None = None
         if shards[0].lengths is not None:
@@ -91,12 +112,12 @@ class HeldTensors:
         for shard in shards:
             shard.release()
 
-    def _joined(self, parts: list[Any]) -> Tensor:
+    def _joined(self, parts: list[npt.NDArray[Any]]) -> Tensor:
         kind = torch.from_numpy(np.empty(0, parts[0].dtype)).dtype
         made = torch.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype=kind, device=self._device)
         at = 0
         for part in parts:
-            made[at : at + len(part)].copy_(torch.from_numpy(np.array(part[:])))
+            made[at : at + len(part)].copy_(torch.from_numpy(np.array(part)))
             at += len(part)
         return made
 

@@ -28,8 +28,7 @@ from stoker.base.units import parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.integrity import ShardChecks
 from stoker.dataset.reading.copies import copied_ahead
-from stoker.dataset.reading.gather import Gather
-from stoker.dataset.reading.gathers import make_gather
+from stoker.dataset.reading.gather import Gather, make_gather
 from stoker.dataset.reading.held import bytes_held, hold
 from stoker.dataset.reading.order import EpochOrder, rows_that_fit
 from stoker.dataset.reading.prefetch import prefetched

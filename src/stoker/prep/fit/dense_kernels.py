@@ -32,7 +32,6 @@ __all__ = [
     "tiles",
     "values_of",
     "whole_narrowed",
-    "write_missing",
     "write_stripe",
     "write_tile",
 ]
@@ -180,25 +179,6 @@ def _fill_tile(addresses, types, n, rows, first, stop, steps, fills, order, flag
             _fill_rows(column_at(address, n, np.float32), rows, first, stop, step, fill, row, flag, tile)
         else:
             _fill_rows(column_at(address, n, np.float64), rows, first, stop, step, fill, row, flag, tile)
-
-
-@jit
-def _write_missing(column, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
-    for i in range(first, last):
-        out[np.uint64(at + i), np.uint64(place)] = np.isnan(_number(column[np.uint64(rows[np.uint64(i)])]))
-
-
-@jit
-def write_missing(address, kind, n, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
-    """out[at + i, place] = 1 where ``rows[i]`` of a column is missing, else 0, for i from ``first`` to ``last``."""
-    if kind == 0:
-        _write_missing(column_at(address, n, np.uint8), rows, first, last, out, at, place)
-    elif kind == 1:
-        _write_missing(column_at(address, n, np.uint16), rows, first, last, out, at, place)
-    elif kind == 2:
-        _write_missing(column_at(address, n, np.float32), rows, first, last, out, at, place)
-    else:
-        _write_missing(column_at(address, n, np.float64), rows, first, last, out, at, place)
 
 
 @jit

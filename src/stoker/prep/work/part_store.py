@@ -1,14 +1,13 @@
 """Where parts lie between the passes over them: in memory while there is room.
 
-Most logs are small, and are in shards before a disk would have them. Fresh memory is dear to touch, so what only shards
-need of a part is made in one stretch of it (:class:`Arena`), which later takes the rows that become of the part.
+Most logs are small, and are in shards before a disk would have them. What only shards need of a part is made in one
+stretch of memory (:class:`Arena`), which goes as a whole when the rows of the part are in shards.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-from bisect import bisect_left, insort
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -46,11 +45,6 @@ class Arena:
         """Take back the array that was taken last."""
         self._at -= padded(array.nbytes)
 
-    @property
-    def used(self) -> Array:
-        """The stretch that was taken: the rest may not be in memory yet."""
-        return self.block[: self._at]
-
     def holds(self, array: Array) -> bool:
         """Whether an array was made here."""
         return array.base is not None and np.may_share_memory(array, self.block)
@@ -62,26 +56,15 @@ def padded(size: int) -> int:
 
 
 def _small_pages(size: int) -> Array:
-    """So many bytes, not cleared, in pages of the usual size: rows of a cache line lie in one.
+    """Return so many bytes, not cleared, in pages of the usual size.
 
-    Fresh huge pages are what a virtual machine has to get back from its host, five times as dear as the small ones that
-    it still has. Those that rows stay in may become huge, which the system does beside whatever runs for minutes.
+    Fresh huge pages are what a virtual machine has to get back from its host, five times as expensive as the small ones
+    that it still has.
     """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(size, np.uint8)
     pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8)[:size]
-
-
-def _may_be_huge(block: Array) -> None:
-    """Let the system put pages together that are there."""
-    pages: Any = block
-    while isinstance(pages, np.ndarray):
-        pages = pages.base
-    if isinstance(pages, memoryview):
-        pages = pages.obj
-    if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 class _HeldPart(Part):
@@ -108,11 +91,10 @@ class _HeldPart(Part):
     def __exit__(self, *error: object) -> None:
         """Nothing: the arrays stay where they are."""
 
-    def release(self) -> Array:
+    def release(self) -> None:
         """Give up what only shards need, and the memory that it was in."""
         arena, self._arena = self._arena, Arena(np.empty(0, np.uint8))
         self.arrays = {name: array for name, array in self.arrays.items() if not arena.holds(array)}
-        return arena.used
 
 
 class PartStore:
@@ -128,7 +110,6 @@ class PartStore:
         self._room = room
         self._held: dict[str, _HeldPart] = {}  # by path
         self._arenas: list[Array] = []  # of parts that went to disk
-        self._free: list[Array] = []  # of released parts, the smallest first
         self._lock = threading.Lock()
 
     def arena(self, size: int) -> Arena:
@@ -161,34 +142,15 @@ class PartStore:
         return self._held.get(str(path)) or PartFile(path)
 
     def release(self, path: Path) -> None:
-        """Give up what only shards need of a part, as its rows are in them; the memory serves :meth:`memory`."""
+        """Give up what only shards need of a part, as its rows are in them."""
         part = self._held.get(str(path))
         if part is not None:
-            block = part.release()
-            _may_be_huge(block)
-            with self._lock:
-                insort(self._free, block, key=len)
-
-    def memory(self, size: int) -> Array:
-        """``size`` bytes, [size] uint8, of what was released where that has room: fresh memory is dear to touch.
-
-        They are cut from the smallest piece that will do, whose rest serves others: it lasts as long as they do.
-        """
-        with self._lock:
-            place = bisect_left(self._free, size, key=len)
-            if place == len(self._free):
-                return _small_pages(size)
-            block = self._free.pop(place)
-            rest = block[padded(size) :]
-            if len(rest):
-                insort(self._free, rest, key=len)
-            return block[:size]
+            part.release()
 
     def clear(self) -> None:
         """Forget the parts in memory."""
         self._held.clear()
         self._arenas.clear()
-        self._free.clear()
 
     def save(self, journal: Journal) -> None:
         """Write held parts to disk, and their steps to the journal, which then forgets any it could not have."""

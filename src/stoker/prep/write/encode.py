@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ from stoker.prep.fit.transforms import DenseFit, DenseSteps
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.work.part_store import Arena, padded
 from stoker.prep.work.parts import Part, PartFile
 from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
 
-__all__ = ["Encoder", "Slice"]
+__all__ = ["Encoder", "Slice", "Target"]
 
 Array = npt.NDArray[Any]
 Open = Callable[[PartRows], Part]
 Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
-Memory = Callable[[int], npt.NDArray[np.uint8]]  # gives so many bytes
+RowsOf = Callable[[PartRows], npt.NDArray[np.int64]]  # the rows of a part that belong to the split, in order
 
 
 def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
@@ -47,6 +47,16 @@ class Slice:
     part: PartRows
     begin: int
     end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where the rows of a slice go."""
+
+    slice: Slice
+    arrays: dict[str, Array]  # the tensors of the shard
+    row: int  # of the shard: the first
+    id: int  # of the flat ids of a shard with sequences: the first
 
 
 class Encoder:
@@ -162,61 +172,58 @@ class Encoder:
                     np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
         return counts
 
-    def encode(
-        self,
-        slices: Sequence[Slice],
-        rows_of: Callable[[PartRows], npt.NDArray[np.int64]],
-        *,
-        memory: Memory | None = None,
-    ) -> tuple[dict[str, Array], int, list[list[int]]]:
-        """The tensors of one shard from pieces of parts; its positive labels, and zero and all ids of each feature.
+    def allocate(self, slices: Sequence[Slice], rows_of: RowsOf) -> list[Target]:
+        """Make the tensors of one shard, not filled yet; return where each of its slices goes."""
+        sizes = [piece.end - piece.begin for piece in slices]
+        n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
+        ids = [self._count_ids(piece, rows_of) if bags else 0 for piece in slices]
+        arrays: dict[str, Array] = {
+            "dense": np.empty((n, len(self.layout.schema.dense_names)), np.float32), "labels": np.empty(n, np.float32),
+            "ids": np.empty(sum(ids) if bags else (n, width), self._id_type),
+        }  # fmt: skip
+        if bags:
+            arrays |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
+            arrays["row_offsets"][0] = 0
+        firsts = zip(slices, accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=False)
+        return [Target(slice=piece, arrays=arrays, row=row, id=first) for piece, row, first in firsts]
 
-        Args:
-            slices: the pieces.
-            rows_of: gives the rows of a part that belong to the split, in order.
-            memory: gives bytes for them.
+    def _count_ids(self, piece: Slice, rows_of: RowsOf) -> int:
+        rows = rows_of(piece.part)[piece.begin : piece.end]
+        with self._open(piece.part) as arrays:
+            bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
+        return bags + len(rows) * len(self.layout.one_hot)
+
+    def fill(self, target: Target, rows_of: RowsOf) -> tuple[int, list[list[int]]]:
+        """Write the rows of a slice to their shard; return their positive labels, and zero and all ids by feature.
+
+        Slices of a shard may be filled in any order, and several at a time.
         """
-        n = sum(piece.end - piece.begin for piece in slices)
-        bags, width = bool(self.layout.sequences), len(self.layout.features)
-        room = memory if memory is not None else _fresh
-        shapes = ((n, len(self.layout.schema.dense_names)), n, (n if bags else 0, width))
-        dense, labels, lengths = _arrays(room, zip(shapes, (np.float32, np.float32, np.int32), strict=True))
-        lengths.fill(1)
-        ids: Array = np.empty((0 if bags else n, width), self._id_type)
-        flat: list[Array] = []
-        zeros = np.zeros(width, np.int64)
-        stop = 0
-        for piece in slices:
-            rows = rows_of(piece.part)[piece.begin : piece.end]
-            lut, bases = self.lookup(piece.part)
-            at, stop = stop, stop + len(rows)
-            with self._open(piece.part) as arrays:
-                if bags:
-                    flat.append(self._bags(arrays, lut, bases, rows, lengths[at:stop], zeros, room))
-                if bags or "dense" in arrays:
-                    labels[at:stop] = arrays["labels"][rows]
-                    self._dense(arrays, rows, dense, at)
-                    if not bags:
-                        codes = one_hot_codes(arrays, self.layout)
-                        gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, ids, at, zeros)
-                    continue
+        piece, out, at = target.slice, target.arrays, target.row
+        rows = rows_of(piece.part)[piece.begin : piece.end]
+        stop, width = at + len(rows), len(self.layout.features)
+        labels, zeros = out["labels"], np.zeros(width, np.int64)
+        everything = np.full(width, len(rows))
+        lut, bases = self.lookup(piece.part)
+        with self._open(piece.part) as arrays:
+            if self.layout.sequences:
+                self._bags(arrays, lut, bases, rows, target, zeros)
+                everything = out["lengths"][at:stop].sum(axis=0)
+            if self.layout.sequences or "dense" in arrays:
+                labels[at:stop] = arrays["labels"][rows]
+                self._dense(arrays, rows, out["dense"], at)
+                if not self.layout.sequences:
+                    codes = one_hot_codes(arrays, self.layout)
+                    gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, out["ids"], at, zeros)
+            else:
                 raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
                 known = arrays["labels"]
                 scales, places = self._steps.scales, self._steps.places
                 for begin, end, tile in self._steps.tiles(raw, rows):
                     write_rows(
-                        tile, scales, places, dense, codes.addresses, codes.types, codes.rows, lut, bases,
-                        rows[begin:end], ids, known, labels, at + begin, zeros,
+                        tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
+                        rows[begin:end], out["ids"], known, labels, at + begin, zeros,
                     )  # fmt: skip
-        positives = int(labels.sum(dtype=np.int64))
-        unknown = [zeros.tolist(), (lengths.sum(axis=0) if bags else np.full(width, n)).tolist()]
-        found: dict[str, Array] = {"dense": dense, "labels": labels, "ids": ids}
-        if bags:
-            found["ids"] = flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, self._id_type), *flat])
-            found["lengths"] = lengths
-            sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-            found["row_offsets"] = np.concatenate([[0], sums]).astype(np.int64)
-        return found, positives, unknown
+        return int(labels[at:stop].sum(dtype=np.int64)), [zeros.tolist(), everything.tolist()]
 
     def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
         if "dense" in arrays:
@@ -224,16 +231,17 @@ class Encoder:
         else:
             self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
 
-    def _bags(
-        self, arrays: Part, lut: Array, bases: Array, rows: Array, lengths: Array, zeros: Array, room: Memory
-    ) -> Array:
-        """The ids of some rows, bag by bag; their ``lengths`` are filled."""
+    def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, target: Target, zeros: Array) -> None:
+        """Write the ids of some rows, bag by bag, and their lengths and offsets."""
         layout = self.layout
         slots = np.array(
             [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
              for i in range(len(layout.features))],
             np.int64,
         )  # fmt: skip
+        first, stop = target.row, target.row + len(rows)
+        lengths = target.arrays["lengths"][first:stop]
+        lengths.fill(1)
         flat, bags, flat_base, bag_base = [], [], [], []
         flat_at, bag_at = 0, 0
         for index in layout.sequences:
@@ -245,24 +253,11 @@ class Encoder:
             bag_base.append(bag_at)
             flat_at += len(codes)
             bag_at += len(bags[-1])
-        sums = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-        starts = np.concatenate([[0], sums]).astype(np.int64)
-        (out,) = _arrays(room, [(int(starts[-1]), lut.dtype)])
+        starts = np.full(len(rows) + 1, target.id)
+        starts[1:] += np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+        target.arrays["row_offsets"][first + 1 : stop + 1] = starts[1:]
         one_hot = one_hot_codes(arrays, layout)
         gather_bags(
             one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
-            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, out, zeros,
+            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, target.arrays["ids"], zeros,
         )  # fmt: skip
-        return out
-
-
-def _arrays(room: Memory, wanted: Iterable[tuple[int | tuple[int, int], npt.DTypeLike]]) -> list[Array]:
-    """Arrays of some shapes and types, one after the other in memory."""
-    kinds = list(wanted)
-    sizes = [padded(int(np.prod(shape)) * np.dtype(dtype).itemsize) for shape, dtype in kinds]
-    arena = Arena(room(sum(sizes)))
-    return [arena.take(shape, dtype) for shape, dtype in kinds]
-
-
-def _fresh(size: int) -> npt.NDArray[np.uint8]:
-    return np.empty(size, np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
 from stoker.dataset.integrity import written
 from stoker.dataset.memory import Home
-from stoker.dataset.shards import SHARD_ROWS, write_shard
+from stoker.dataset.shards import SHARD_ROWS, ShardFile, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.fitted.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
@@ -31,9 +32,8 @@ from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.work.parts import PartFile
 from stoker.prep.work.task import SPLITS, Progress, Task
-from stoker.prep.write.encode import Encoder, Slice
+from stoker.prep.write.encode import Encoder, Slice, Target
 from stoker.prep.write.group_numbers import Groups, write_groups
-from stoker.prep.write.pack import Packer
 
 __all__ = ["publish"]
 
@@ -76,18 +76,11 @@ class _Publisher:
         encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
         counts = self._table_counts(encoder)
         home = self.task.home
-        packer = None
-        if home is not None and not self.layout.sequences:
-            packer = Packer(
-                encoder, self.fitting.parts, self.fitting.open, self.fitting.dense,
-                {name: record["rows"] for name, record in self.fitting.tables.items()}, wide=self._wide,
-                threads=self.task.threads,
-            )  # fmt: skip
-        self._check_room(packer)
+        self._check_room()
         with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
             # One thread has to look at all rows for the groups; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
-            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, packer, home)
+            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, home)
             return self._finish(counts, found, groups.result() if groups is not None else None)
 
     def _write_shards(self, encoder: Encoder) -> _Written:
@@ -99,10 +92,12 @@ class _Publisher:
             done = self.task.journal.finished(f"shard {file}")
             if done is not None and same_file(self.out / file, done):
                 return file, done, True
-            arrays, positives, zeros = encoder.encode(slices, self._rows_of(split))
-            info = write_shard(self.out / file, **arrays)
+            targets = encoder.allocate(slices, self._rows_of(split))
+            made = [encoder.fill(target, self._rows_of(split)) for target in targets]
+            info = write_shard(self.out / file, **targets[0].arrays)
             written(self.out / file, info.sha256, self._table_sizes)
-            return file, {**info.to_dict(), "positives": positives, "unknown": zeros}, False
+            unknown = np.sum([ids for _, ids in made], axis=0).tolist()  # [2, F] zero ids, all ids
+            return file, {**info.to_dict(), "positives": sum(labels for labels, _ in made), "unknown": unknown}, False
 
         found = _Written(self.layout)
         for file, record, reused in ordered_map(work, jobs, self.task.threads):
@@ -115,39 +110,35 @@ class _Publisher:
             self._report(found.rows)
         return found
 
-    def _keep_rows(self, encoder: Encoder, packer: Packer | None, home: Home) -> _Written:
-        """Encode all rows into memory, that of the parts as far as it goes: rows mostly take less than parts."""
-        parts = self.task.parts
+    def _keep_rows(self, encoder: Encoder, home: Home) -> _Written:
+        """Encode all rows into shards in memory, part by part: the memory of a part is free as soon as it is done."""
+        found = _Written(self.layout)
+        waiting: dict[int, list[tuple[int, Target]]] = defaultdict(list)  # by part, with the split
+        shards: list[tuple[str, str, dict[str, Any]]] = []
+        for split, name in enumerate(SPLITS):
+            for file, slices, _ in self._shards(split):
+                targets = encoder.allocate(slices, self._rows_of(split))
+                for target in targets:
+                    waiting[target.slice.part.index].append((split, target))
+                arrays = targets[0].arrays
+                shards.append((name, file, arrays))
+                record = {"file": file, "rows": len(arrays["labels"]), "bytes": ShardFile(arrays).bytes, "sha256": None}
+                found.splits[name]["shards"].append(record)
 
-        def encode(part: PartRows, split: int, rows: int) -> tuple[Any, int, list[list[int]]]:
-            if packer is not None:
-                return packer.pack(part, self._rows_of(split)(part), parts.memory)
-            return encoder.encode([Slice(part=part, begin=0, end=rows)], self._rows_of(split), memory=parts.memory)
-
-        def work(part: PartRows) -> list[tuple[int, int, Any]]:
+        def work(part: PartRows) -> list[tuple[str, int, int, list[list[int]]]]:
             made = []
-            for split in range(3):
-                if rows := int(self.fitting.sizes[part.index, split]):
-                    made.append((split, rows, encode(part, split, rows)))
-            parts.release(self.fitting.blocks[part.index].path)
+            for split, target in waiting.pop(part.index, ()):
+                rows = target.slice.end - target.slice.begin
+                made.append((SPLITS[split], rows, *encoder.fill(target, self._rows_of(split))))
+            self.task.parts.release(self.fitting.blocks[part.index].path)
             return made
 
-        found = _Written(self.layout)
         for made in ordered_map(work, self.fitting.parts, self.task.threads):
-            for split, rows, (arrays, positives, unknown) in made:
-                if packer is not None:
-                    home.keep_packed(SPLITS[split], packer.packing, arrays)
-                else:
-                    home.keep(SPLITS[split], arrays)
-                found.add(SPLITS[split], rows, positives, unknown)
+            for name, rows, positives, unknown in made:
+                found.add(name, rows, positives, unknown)
             self._report(found.rows)
-        for split, name in enumerate(SPLITS):
-            first = 0
-            for file, slices, _ in self._shards(split):
-                rows = sum(piece.end - piece.begin for piece in slices)
-                size = home.file(name, first, rows).bytes
-                found.splits[name]["shards"].append({"file": file, "rows": rows, "bytes": size, "sha256": None})
-                first += rows
+        for name, file, arrays in shards:
+            home.keep(name, file, arrays)
         return found
 
     def _rows_of(self, split: int) -> Callable[[PartRows], npt.NDArray[np.int64]]:
@@ -190,13 +181,11 @@ class _Publisher:
             rows //= 2
         return rows
 
-    def _check_room(self, packer: Packer | None) -> None:
+    def _check_room(self) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
         per_row = self._row_bytes()
         whole = int(rows * per_row) + self._group_bytes(rows)
         if self.task.home is not None:
-            if packer is not None:
-                whole = rows * packer.packing.size
             free_memory = available_memory()
             if free_memory is not None and whole > free_memory:
                 raise DataError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,23 +98,6 @@ def draw(split: Split, share: float, *, groups: int, seed: int, block_rows: int 
     )  # fmt: skip
 
 
-def _lying(sample: Sample, split: Split) -> Sample:
-    """The same rows as blocks of ``split.shards``: in memory these are other pieces than the manifest's shards."""
-    if not split.in_memory:
-        return sample
-    first = np.cumsum([0, *(int(shard["rows"]) for shard in split.entry["shards"])])[sample.shards]
-    starts, stops = first + sample.starts, first + sample.stops
-    bounds = np.asarray(split.starts, np.int64)
-    low, high = np.searchsorted(bounds, starts, side="right") - 1, np.searchsorted(bounds, stops, side="left")
-    pieces = high - low  # that a block has rows in
-    block = np.repeat(np.arange(len(starts)), pieces)
-    shards = low[block] + np.arange(len(block)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return replace(
-        sample, shards=shards, starts=np.maximum(starts[block], bounds[shards]) - bounds[shards],
-        stops=np.minimum(stops[block], bounds[shards + 1]) - bounds[shards], groups=sample.groups[block],
-    )  # fmt: skip
-
-
 def strata_edges(num_rows: int) -> Int64:
     """First id of each stratum of a table and the number of its rows, [J + 1]."""
     octaves = max(0, math.ceil(math.log2(num_rows / 64 + 1)))
@@ -144,7 +127,6 @@ class AccessLog:
         self._limits = self.sizes[self.tables]
         self._one_hot = schema.one_hot
         self._kernels = kernels()
-        self._ids: npt.NDArray[np.integer] | None = None  # of the shard that is being counted
 
     def strata(self, sample: Sample, advance: Advance = _silent) -> Int64:
         """Accesses by group, table and stratum of :func:`strata_edges`, [G, Z, J].
@@ -152,7 +134,6 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
-        sample = _lying(sample, self._split)
         most = max((len(strata_edges(int(size))) - 1 for size in self.sizes), default=0)
         out = np.zeros((sample.num_groups, len(self.sizes), most), np.int64)
         kernel = self._kernel("strata")
@@ -173,7 +154,6 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
-        sample = _lying(sample, self._split)
         ends = np.cumsum(self.sizes)
         bases = ends - self.sizes
         out = np.zeros(int(ends[-1]) if len(ends) else 0, np.int32)
@@ -196,7 +176,6 @@ class AccessLog:
         Raises:
             DataError: an id outside its table, or lengths that do not fit the ids.
         """
-        sample = _lying(sample, self._split)
         out = np.zeros((sample.num_groups, len(hot) + 1), np.int64)
         kernel = self._kernel("levels")
         threads = min(torch.get_num_threads(), sample.num_groups) if self._kernels else 1
@@ -216,10 +195,7 @@ class AccessLog:
         return found
 
     def _runs(self, sample: Sample, advance: Advance) -> Iterator[tuple[Shard, Int64]]:
-        """(shard, its blocks), some hundred thousand rows at a time; says how far it is and gives pages back.
-
-        The sample is one of :func:`_lying`.
-        """
+        """(shard, its blocks), some hundred thousand rows at a time; says how far it is and gives pages back."""
         done = 0
         sizes = np.cumsum(sample.stops - sample.starts)
         for number, shard in enumerate(self._split.shards):
@@ -231,13 +207,10 @@ class AccessLog:
                 done += int(sizes[end - 1]) - before
                 first = end
                 advance(done, sample.rows)
-            self._ids = None
             shard.release()
 
     def _count(self, shard: Shard, kernel: Callable[..., int], arguments: list[tuple[Any, ...]]) -> None:
-        if self._ids is None:  # which may have to be unpacked
-            self._ids = shard.ids
-        data = (self._ids,) if self._one_hot else (self._ids, shard.lengths, shard.row_offsets)
+        data = (shard.ids,) if self._one_hot else (shard.ids, shard.lengths, shard.row_offsets)
         if any(row >= 0 for row in team(len(arguments)).run(kernel, [data + rest for rest in arguments])):
             self._split.check_ids()  # names the shard, the row, the feature and the id
             raise DataError(f"{shard.path} changed while it was read. Run the command again.")

@@ -1,0 +1,183 @@
+"""Rows in memory are plain arrays with the bits of the rows in files: their batches, their ids alone, their files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prepared import digests
+
+import stoker
+from stoker.base.errors import DataError
+from stoker.dataset.reading.gather import NumbaGather, NumpyGather, make_gather
+from stoker.dataset.reading.held import HeldTensors, bytes_held
+from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
+from stoker.prep.source_format import SourceFormat
+from stoker.prep.work.part_store import PartStore
+from stoker.prep.write import publish
+
+NUMBERS = {  # what parts of a column may have
+    "uint8": st.integers(0, 254).map(float),
+    "uint16": st.integers(0, 65534).map(float) | st.sampled_from([255.0, 65534.0]),
+    "float": st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([65535.0, -1.0, 0.5, -0.0]),
+}
+STEPS = [(), ("log1p",), ("log1p", "log1p"), ("zscore",), ("log1p", "zscore"), ("minmax",), ("log1p", "minmax")]
+
+
+@st.composite
+def logs(draw: Any) -> tuple[Schema, pl.DataFrame]:
+    """A schema, and a log whose columns are of other types in other parts of it."""
+    rows = draw(st.integers(3, 120))
+    labels = st.sampled_from(draw(st.sampled_from([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0, -0.0]])))
+    dense, data = [], {"label": draw(st.lists(labels, min_size=rows, max_size=rows))}
+    data["split"] = [
+        "train",
+        *draw(st.lists(st.sampled_from(["train", "valid"]), min_size=rows - 1, max_size=rows - 1)),
+    ]
+    for number in range(draw(st.integers(0, 5))):
+        dense.append(DenseColumn(
+            name=f"d{number}", fill=draw(st.sampled_from(["mean", "median", 0.0, -3.5])), null_flag=draw(st.booleans()),
+            clip_min=draw(st.sampled_from([None, 3.0])), clip_max=draw(st.sampled_from([None, 200.5])),
+            transforms=draw(st.sampled_from(STEPS)),
+        ))  # fmt: skip
+        values: list[float | None] = []
+        while len(values) < rows:
+            kind = NUMBERS[draw(st.sampled_from(list(NUMBERS)))]
+            length = draw(st.integers(1, rows))
+            values += draw(st.lists(kind | st.none(), min_size=length, max_size=length))
+        data[f"d{number}"] = values[:rows]
+    features = []
+    for number in range(draw(st.integers(1, 3))):
+        buckets = draw(st.sampled_from([None, 5, 254, 255, 256, 65534, 65535, 65536]))
+        features.append(CategoricalColumn(name=f"c{number}", type="int", hash_buckets=buckets))
+        data[f"c{number}"] = draw(st.lists(st.integers(0, 40), min_size=rows, max_size=rows))
+    schema = Schema(
+        name="log", label=Label(column="label"), source=SourceFormat(kind="parquet"), dense=tuple(dense),
+        categorical=tuple(features),
+        split=SplitRule(rule="column", column="split", values={"train": "train", "valid": "valid"}),
+    )  # fmt: skip
+    kinds = {name: pl.Float64 for name in data if name.startswith("d")}
+    return schema, pl.DataFrame(data, schema_overrides=kinds)
+
+
+def fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    same_arrays(*({name: tensor.numpy() for name, tensor in found.items()} for found in (ours, theirs)))
+
+
+def same_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
+        assert (mine.dtype, mine.shape) == (theirs[name].dtype, theirs[name].shape)
+        np.testing.assert_array_equal(mine.view(np.uint8), theirs[name].view(np.uint8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(log=logs(), most=st.integers(1, 60), threads=st.integers(1, 2), seed=st.integers(0, 9))
+def test_rows_are_those_in_files(
+    log: tuple[Schema, pl.DataFrame], most: int, threads: int, seed: int, tmp_path_factory: Any
+) -> None:
+    schema, frame = log
+    folder = tmp_path_factory.mktemp("log")
+    frame.write_parquet(folder / "rows.parquet", row_group_size=most)
+    with pytest.MonkeyPatch.context() as patch, np.errstate(over="ignore", invalid="ignore"):
+        patch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", most)
+        patch.setattr(publish, "SHARD_ROWS", 64)
+        patch.setattr(publish, "_LEAST_ROWS", 8)
+        held = stoker.prepare(schema, folder / "rows.parquet", threads=threads)
+        lying = stoker.prepare(schema, folder / "rows.parquet", out=folder / "lying", threads=threads)
+    for name, split in lying.splits.items():
+        if not len(split):
+            continue
+        mine = held.split(name)
+        for ours, theirs in zip(mine.shards, split.shards, strict=True):
+            assert ours.path.relative_to(held.path) == theirs.path.relative_to(lying.path)
+            same_arrays(ours.arrays, theirs.arrays)
+        rows = np.random.default_rng(seed).integers(0, len(split), 200)
+        for only in (False, True):
+            expected = NumpyGather(split.shards, split.starts, ids_only=only)(rows, fresh)
+            numba = make_gather(mine.shards, mine.starts, ids_only=only, threads=threads)
+            assert isinstance(numba, NumbaGather)
+            same_bits(numba(rows, fresh), expected)
+            same_bits(NumpyGather(mine.shards, mine.starts, ids_only=only)(rows, fresh), expected)
+        everything = HeldTensors(mine.shards, torch.device("cpu"))(rows, fresh)
+        same_bits({key: everything[key] for key in ("dense", "ids", "labels")}, NumpyGather(
+            split.shards, split.starts)(rows, fresh))  # fmt: skip
+        assert {key: value.tolist() for key, value in mine[0].items()} == {
+            key: value.tolist() for key, value in split[0].items()
+        }
+        assert (mine.bytes, mine.data_hash) == (split.bytes, split.data_hash)
+    held.save(folder / "saved")
+    assert digests(folder / "saved") == digests(folder / "lying")
+
+
+@pytest.mark.parametrize("dense", [0, 6])
+def test_rows_in_memory_are_plain_and_read_only(dense: int, tmp_path: Path) -> None:
+    columns = {f"d{n}": [1.0, 2.0] * 50 for n in range(dense)}
+    frame = pl.DataFrame({"label": [0, 1] * 50, "split": ["train"] * 100, "c": range(100), "e": range(100), **columns})
+    frame.write_parquet(tmp_path / "rows.parquet")
+    schema = Schema(
+        name="plain", label=Label(column="label"), source=SourceFormat(kind="parquet"),
+        dense=tuple(DenseColumn(name=name, transforms=("zscore",)) for name in columns),
+        categorical=tuple(CategoricalColumn(name=name, type="int") for name in "ce"),
+        split=SplitRule(rule="column", column="split", values={"train": "train"}),
+    )  # fmt: skip
+    held = stoker.prepare(schema, tmp_path / "rows.parquet")
+    (shard,) = held.train.shards
+    assert {name: (array.dtype.name, array.shape) for name, array in shard.arrays.items()} == {
+        "dense": ("float32", (100, dense)), "ids": ("int32", (100, 2)), "labels": ("float32", (100,)),
+    }  # fmt: skip
+    for array in shard.arrays.values():
+        assert array.flags.c_contiguous
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+    assert shard.ids is held.train.shards[0].ids  # not made anew
+    assert bytes_held(held.train, 100) == 0
+    assert bytes_held(held.train, 100, torch.device("meta")) == 100 * (64 if dense else 32)
+
+
+def test_room_is_asked_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {f"d{n}": [1, 2] * 50 for n in range(20)}
+    pl.DataFrame({"label": [0, 1] * 50, "split": ["train"] * 100, **columns}).write_parquet(tmp_path / "r.parquet")
+    schema = Schema(
+        name="room", label=Label(column="label"), source=SourceFormat(kind="parquet"),
+        dense=tuple(DenseColumn(name=f"d{n}", transforms=("zscore",)) for n in range(20)),
+        split=SplitRule(rule="column", column="split", values={"train": "train"}),
+    )  # fmt: skip
+    monkeypatch.setattr(publish, "available_memory", lambda: 8399)
+    with pytest.raises(DataError, match=r"prepared rows take 8.2 KiB"):
+        stoker.prepare(schema, tmp_path / "r.parquet")
+    monkeypatch.setattr(publish, "available_memory", lambda: 8400)
+    assert stoker.prepare(schema, tmp_path / "r.parquet").in_memory
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_parts_are_made_in_small_pages() -> None:
+    """Fresh huge pages are expensive."""
+
+    def huge(array: np.ndarray) -> bool:
+        flags, inside = "", False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                inside = int(bounds[1], 16) <= array.ctypes.data < int(bounds[2], 16)
+            elif inside and line.startswith("VmFlags"):
+                flags = line
+        assert flags
+        return " hg" in flags
+
+    store = PartStore(2**30)
+    arena = store.arena(2**24)
+    codes = arena.take((1, 2**20), np.uint32)
+    codes[:] = 1
+    store.write(Path("part"), {"codes": codes}, arena)
+    assert not huge(codes)
