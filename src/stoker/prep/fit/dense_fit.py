@@ -2,7 +2,8 @@
 
 They are a function of the training values alone: neither parts, their order, threads nor file formats change a bit.
 Sums are taken of whole numbers. A value is cut into three of 26 bits, relative to the largest of its column, and sums
-of these are exact, in any order. Where 8 or 16 bits hold a column in all parts, its values are counted, and all else follows.
+of these are exact, in any order. Where 8 or 16 bits hold a column in all parts, its values are counted; all else
+follows from the counts.
 
 Legend: D columns, K of them that are looked at, n rows of a part, m of them that train.
 """
