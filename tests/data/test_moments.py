@@ -22,7 +22,7 @@ from stoker.dataset.summary import describe_dataset
 from stoker.prep.parse.dictionaries import text_column
 from stoker.prep.parse.moment_kernels import UNKNOWN
 from stoker.prep.parse.moments import check_format, read_moments
-from stoker.prep.prepare import run_prepare
+from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
 
@@ -187,6 +187,23 @@ def test_a_line_that_is_not_iso_8601_is_a_bad_line(tmp_path: Path) -> None:
         (5, "column when: 'yesterday' is not a date and time in ISO 8601"),
         (7, "column when: '1488880000' is not a date and time in ISO 8601"),
     ]
+
+
+def test_an_interrupted_run_goes_on_by_the_same_rule(tmp_path: Path) -> None:
+    texts = ["2017-03-07T10:15:00.5", "2017-03-07", "20170308", "10/09/2017", "2017-03-07 09:00", "20170306"] * 4
+    raw, read_so_far = log(tmp_path / "log.csv", texts), []
+
+    def stop(progress: Progress) -> None:
+        read_so_far.append(progress.done)
+        if len(read_so_far) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="finished steps kept"):
+        run_prepare(schema(), raw, out=tmp_path / "out", block_bytes=60, threads=1, progress=stop)
+    report = run_prepare(schema(), raw, out=tmp_path / "out", block_bytes=60, threads=3)
+    assert report.reused > 0
+    run_prepare(schema(), raw, out=tmp_path / "once", threads=1)
+    assert digests(tmp_path / "out") == digests(tmp_path / "once")
 
 
 @pytest.mark.parametrize("threads", [1, 4])
