@@ -123,6 +123,31 @@ def test_tables_stand_in_natural_order_and_fit_80_columns(app: typer.Typer, tmp_
     assert len([line for line in shown if line.startswith("│")]) == 12
 
 
+def test_the_times_of_every_split_are_shown_where_the_manifest_has_them(app: typer.Typer, tmp_path: Path) -> None:
+    from stoker.prep.prepare import run_prepare
+
+    (tmp_path / "own.toml").write_text(
+        'label = "a"\n[[dense]]\nname = "b"\n[timestamp]\ncolumn = "when"\ntype = "datetime"\n'
+        '[split]\nrule = "time"\ntrain = 0.5\nvalid = 0.5\ntest = 0.0\n'
+    )
+    days = ["2017-03-07T10:15:00.5+02:00", "20170301", "2017-03-02", "2017-03-06"]
+    (tmp_path / "own.csv").write_text("a,b,when\n" + "".join(f"1,2,{day}\n" for day in days))
+    run_prepare(tmp_path / "own.toml", tmp_path / "own.csv", out=tmp_path / "own")
+    shown = run(app, "inspect", tmp_path / "own").split("Times of the rows")[1].splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown if line.startswith("│")]
+    assert cells[:2] == [
+        ["train", "2017-03-01T00:00:00Z", "2017-03-02T00:00:00Z"],
+        ["valid", "2017-03-06T00:00:00Z", "2017-03-07T08:15:00.500000Z"],
+    ]
+    assert cells[2][0] != "test", "a split without rows has no times"
+    manifest = json.loads((tmp_path / "own" / "manifest.json").read_text())
+    for split in manifest["splits"].values():  # as earlier versions wrote it
+        split.pop("time", None)
+    (tmp_path / "own" / "manifest.json").write_text(json.dumps(manifest))
+    assert "Times of the rows" not in run(app, "inspect", tmp_path / "own", "--verify")
+    assert "time" not in json.loads(run(app, "inspect", tmp_path / "own", "--json"))["splits"]["train"]
+
+
 def test_a_dataset_of_a_file_that_broke_off_says_so(app: typer.Typer, tmp_path: Path) -> None:
     import gzip
 

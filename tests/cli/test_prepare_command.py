@@ -164,3 +164,31 @@ def test_ctrl_c(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 def stop_at_once(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_dates_that_need_a_format_are_refused_and_read_with_it(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timed = SCHEMA.replace('rule = "runs"\nruns = 4', 'rule = "time"\ntrain = 0.5\nvalid = 0.25\ntest = 0.25')
+    (log / "time.toml").write_text(timed + '[timestamp]\ncolumn = "when"\ntype = "datetime"\n')
+    days = ["12/01/2017", "10/09/2017", "11/07/2017", "10/02/2017"]
+    (log / "us.csv").write_text("label,item,price,when\n" + "".join(f"1,a,2,{day}\n" for day in days))
+    code, text = told(capsys, "prepare", log / "time.toml", log / "us.csv", "--out", log / "out")
+    assert code == 2
+    assert text.startswith(f"error: {log / 'us.csv'}:2: column when: '12/01/2017' is not a date and time in ISO 8601")
+    assert text.endswith('how the column is written: format = "%m/%d/%Y" or format = "%d/%m/%Y".')
+    assert not (log / "out").exists()
+    with (log / "time.toml").open("a") as file:
+        file.write('format = "%m/%d/%Y"\n')
+    assert main_code("prepare", log / "time.toml", log / "us.csv", "--out", log / "out") == 0
+    capsys.readouterr()
+    assert main_code("inspect", log / "out", "--json") == 0
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    assert [splits[name]["time"]["last"] for name in ("train", "valid", "test")] == [
+        "2017-10-09T00:00:00Z", "2017-11-07T00:00:00Z", "2017-12-01T00:00:00Z",
+    ]  # fmt: skip
+
+
+def main_code(*arguments: object) -> object:
+    """Exit code of the whole command line."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code or 0

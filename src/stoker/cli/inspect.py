@@ -254,6 +254,9 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
             for name, split in found["splits"].items()
         ],
     )
+    if timed := {name: split["time"] for name, split in found["splits"].items() if "time" in split}:
+        rows = [[name, str(time["first"]), str(time["last"])] for name, time in timed.items()]
+        _table(console, "Times of the rows", ["split", "first", "last"], rows)
     if groups := found["groups"]:
         _show_groups(console, groups, found["splits"])
     if parts:

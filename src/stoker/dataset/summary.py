@@ -76,6 +76,7 @@ def _describe_split(split: Split) -> dict[str, Any]:
         "shards": len(split.entry["shards"]),
         "bytes": split.bytes,
         **({"groups": _describe_groups(split)} if "groups" in split.entry else {}),
+        **({"time": dict(split.entry["time"])} if "time" in split.entry else {}),
     }
 
 

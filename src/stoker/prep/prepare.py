@@ -41,6 +41,7 @@ from stoker.prep.parse.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import read_rows
+from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema
 from stoker.prep.work.task import NO_ROOM, Progress, Task
 from stoker.prep.write.frame_files import Input, files_of
@@ -325,6 +326,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         targets_of_files(task.splitting, [path.name for path in task.files])
     for feature in task.merged:
         feature.check_file()
+    check_notation(task)
     made = absent_folders(task.out) or [task.out] * task.work.exists()
     try:
         task.begin(resume=resume)

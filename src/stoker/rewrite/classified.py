@@ -110,6 +110,7 @@ def run_classify(
             "splits": {
                 **data.manifest["splits"],
                 "train": {
+                    **{name: data.train.entry[name] for name in ("time",) if name in data.train.entry},
                     "rows": hot.rows + cold.rows,
                     "positives": hot.positives + cold.positives,
                     "shards": shards,

@@ -23,7 +23,6 @@ __all__ = [
     "TextParser",
     "careful_value",
     "cut_text",
-    "spans_to_strings",
     "split_list",
     "type_spans",
 ]
@@ -181,17 +180,6 @@ def careful_value(kind: str, text: bytes) -> float | int | None:
     if kind == "hex" and _HEX.fullmatch(text):
         return int(np.uint64(int(text, 16)).astype(np.int64))
     return None
-
-
-def spans_to_strings(column: RawColumn) -> list[str | None]:
-    """Python texts of a text column. For small numbers of rows."""
-    assert column.data is not None
-    starts, lengths = column.spans()
-    raw = column.data.tobytes()
-    return [
-        None if size < 0 else raw[at : at + size].decode("utf-8", "replace")
-        for at, size in zip(starts.tolist(), lengths.tolist(), strict=True)
-    ]
 
 
 class TextParser:

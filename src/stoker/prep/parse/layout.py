@@ -13,13 +13,16 @@ from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse import dictionary_kernels, text_kernels
 from stoker.prep.parse.code_columns import CodeColumns, code_type
-from stoker.prep.parse.columns import Block, Field, RawColumn, spans_to_strings
+from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
+from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.moment_kernels import UNKNOWN
+from stoker.prep.parse.moments import read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.work.part_store import Arena, padded
 from stoker.prep.work.parts import Part
 
-__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash"]
+__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash", "time_value"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
@@ -141,16 +144,14 @@ class Layout:
         column = block.columns[self.time]
         if not column.textual:
             return ordered_int(column.numbers())
-        import polars as pl
-
-        texts = spans_to_strings(column)
-        series = pl.Series(texts, dtype=pl.String)
-        moments = series.str.to_datetime(self.schema.timestamp.format, strict=False, time_unit="us", time_zone="UTC")
-        wrong = moments.is_null().to_numpy()
+        pattern = self.schema.timestamp.format
+        moments = read_moments(column, pattern)
+        wrong = moments == UNKNOWN
         if wrong.any():
-            name = self.time.column
-            block.drop(wrong, lambda row: f"column {name}: {texts[row]!r} is not a date and time")
-        return moments.drop_nulls().dt.epoch("us").to_numpy().astype(np.int64)
+            name, kind = self.time.column, "in ISO 8601" if pattern is None else f"in the format {pattern!r}"
+            texts = column_series(self.time, column)
+            block.drop(wrong, lambda row: f"column {name}: {texts[row][:40]!r} is not a date and time {kind}")
+        return moments[~wrong] if wrong.any() else moments
 
     def _encode(self, index: int, column: RawColumn, room: Array, out: dict[str, Array]) -> tuple[Array, int]:
         """The codes of a feature, uint32, in ``room`` if they are nowhere else, and the greatest that there may be; its
@@ -201,8 +202,22 @@ def ordered_int(values: Array) -> npt.NDArray[np.int64]:
     """int64 as they are; float64 mapped to int64 with the same order."""
     if values.dtype != np.float64:
         return values.astype(np.int64)
-    bits = (values + 0.0).view(np.int64)
+    return _turned((values + 0.0).view(np.int64))
+
+
+def _turned(bits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bits of float64 as int64 of the same order, and back."""
     return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
+
+
+def time_value(number: int, kind: str) -> int | float | str:
+    """Return a time of a part as its timestamp type has it: the number, or the UTC moment of microseconds as text."""
+    if kind == "int":
+        return number
+    if kind == "float":
+        return float(_turned(np.array([number])).view(np.float64)[0])
+    unit: Any = "us" if number % 1_000_000 else "s"
+    return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
 
 def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:

@@ -33,9 +33,10 @@ from stoker.prep.rows.look_back import LookBack, can_deal
 from stoker.prep.work.parts import checksum
 from stoker.prep.work.task import Progress, Task
 
-__all__ = ["GROUP_ROWS", "SPLIT", "FeaturePasses", "passes_of", "write_pieces"]
+__all__ = ["GROUP_ROWS", "SPLIT", "TIME", "FeaturePasses", "passes_of", "write_pieces"]
 
 SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
+TIME = "__time"  # Int64, as in the keys of the rows
 GROUP_ROWS = 2**17  # rows of the groups that are looked back at together, about: they lie in cache
 _MOST_SHARES = 256  # of the groups, from where on each has more rows
 _ROOM = 4  # the part of the free memory that learned features may take

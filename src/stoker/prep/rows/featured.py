@@ -29,7 +29,7 @@ from stoker.prep.fit.split_rules import PartRows, Splitter
 from stoker.prep.parse.frames import MissingColumnError, frame_block
 from stoker.prep.parse.ingest import IngestedBlock, Source
 from stoker.prep.parse.layout import SPLIT_CODES
-from stoker.prep.rows.feature_passes import SPLIT, FeaturePasses, write_pieces
+from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pieces
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources
 from stoker.prep.source_format import SourceFormat
@@ -179,7 +179,7 @@ def _forget_broken(task: Task) -> None:
 
 
 def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
-    """Number, label and split of every row, in one file."""
+    """Number, label, split and time, if any, of every row, in one file."""
     path = task.work / "keys.arrow"
     if task.journal.finished("keys", path) is not None:
         task.reused += 1
@@ -198,9 +198,10 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
                 split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
             train += int((split == 0).sum())
             with PartFile(files[part.index]) as arrays:
-                labels = arrays["labels"].astype(np.float64)
-            rows = np.arange(part.start, part.start + part.rows)
-            yield pl.DataFrame({ROW: rows, LABEL: labels, SPLIT: split})
+                found = {LABEL: arrays["labels"].astype(np.float64), SPLIT: split}
+                if "time" in arrays:
+                    found[TIME] = np.array(arrays["time"])
+            yield pl.DataFrame({ROW: np.arange(part.start, part.start + part.rows), **found})
 
     beside = path.with_suffix(".tmp")
     write_pieces(beside, tables())

@@ -24,7 +24,7 @@ from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES
 from stoker.prep.recipe import Recipe
-from stoker.prep.schema import Label, Schema, SplitRule
+from stoker.prep.schema import Label, Schema, SplitRule, Timestamp
 from stoker.prep.work.part_store import PartStore
 from stoker.prep.work.parts import Journal
 from stoker.prep.work.row_store import RowStore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
 
-WORK_VERSION = 9  # of the parts; raise it when their content changes
+WORK_VERSION = 10  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 _HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -171,10 +171,11 @@ class Task:
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {"work_version": WORK_VERSION, "block_bytes": self.block_bytes, **self._inputs()}
+        return {"block_bytes": self.block_bytes, **self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
         return {
+            "work_version": WORK_VERSION,
             "stoker": __version__,
             "recipe": [self.recipe.name, self.recipe.preset_name],
             "schema": self.schema.hash(),
@@ -201,9 +202,10 @@ def _all_test(schema: Schema) -> Schema:
 
 
 def _featured(schema: Schema) -> Schema:
-    """For rows whose label and split stand in columns of their own."""
+    """For rows whose label, split and time, if any, stand in columns of their own."""
     values = {name: name for name in (*SPLITS, "drop")}
+    time = Timestamp(column="__time") if schema.timestamp is not None else None
     return replace(
         schema, label=Label(column="__label"), split=SplitRule(rule="column", column="__split", values=values),
-        timestamp=None, negative_keep=1.0,
+        timestamp=time, negative_keep=1.0,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import PartRows
 from stoker.prep.like import FEATURES
 from stoker.prep.parse.frames import parquet_rows
-from stoker.prep.parse.layout import Layout
+from stoker.prep.parse.layout import Layout, time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.work.parts import PartFile
@@ -75,12 +75,15 @@ class _Publisher:
     def run(self) -> dict[str, Any]:
         encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
         counts = self._table_counts(encoder)
+        times = self._times()
         home = self.task.home
         self._check_room()
         with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
             # One thread has to look at all rows for the groups; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
             found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, home)
+            for name, ends in times.items():
+                found.splits[name]["time"] = ends
             return self._finish(counts, found, groups.result() if groups is not None else None)
 
     def _write_shards(self, encoder: Encoder) -> _Written:
@@ -159,6 +162,28 @@ class _Publisher:
             with PartFile(path) as arrays:
                 counts[name] = torch.from_numpy(np.array(arrays["counts"]))
         return counts
+
+    def _times(self) -> dict[str, dict[str, Any]]:
+        """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
+        timestamp = self.schema.timestamp
+        if timestamp is None:
+            return {}
+
+        def ends_of(part: PartRows) -> list[tuple[int, int, int]]:
+            split = self.fitting.assign(part)
+            with self.fitting.open(part) as arrays:
+                of = [(number, arrays["time"][split == number]) for number in range(len(SPLITS))]
+                return [(number, int(times.min()), int(times.max())) for number, times in of if len(times)]
+
+        found: dict[str, tuple[int, int]] = {}
+        for ends in ordered_map(ends_of, self.fitting.parts, self.task.threads):
+            for number, first, last in ends:
+                least, most = found.get(SPLITS[number], (first, last))
+                found[SPLITS[number]] = min(first, least), max(last, most)
+        return {
+            name: {"first": time_value(first, timestamp.type), "last": time_value(last, timestamp.type)}
+            for name, (first, last) in found.items()
+        }
 
     def _row_bytes(self) -> float:
         """Mean size of a row in a shard."""

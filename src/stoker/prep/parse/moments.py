@@ -1,0 +1,102 @@
+"""Dates and times in texts: one rule for a column, which reads every text by itself.
+
+Without a format a text is ISO 8601, in any of its usual forms; with one it is what the format says. Nothing is guessed
+from other texts, so blocks, files and threads cannot change what a text means.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from stoker.base.checks import fail
+from stoker.prep.parse.columns import Field, RawColumn
+from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.moment_kernels import UNKNOWN, read_iso
+
+__all__ = ["check_format", "read_moments", "suggestions"]
+
+_YEAR_1000 = datetime(1000, 1, 1)
+_PROBE = datetime(2017, 3, 7, 15, 5, 9)  # every field differs from what a missing one becomes
+_DATES = (
+    "%m/%d/%Y", "%d/%m/%Y", "%d.%m.%Y", "%m.%d.%Y", "%m-%d-%Y", "%d-%m-%Y", "%m/%d/%y", "%d/%m/%y", "%d.%m.%y",
+    "%m.%d.%y", "%m-%d-%y", "%d-%m-%y", "%Y/%m/%d", "%Y.%m.%d", "%b %d %Y", "%b %d, %Y", "%B %d %Y", "%B %d, %Y",
+    "%d %b %Y", "%d %B %Y", "%d-%b-%Y", "%d-%b-%y", "%m%d%Y", "%d%m%Y", "%Y-%m-%d",
+)  # fmt: skip
+_CLOCKS = ("", " %H:%M", " %H:%M:%S", " %H:%M:%S.%f", " %I:%M %p", " %I:%M:%S %p")
+_WHOLE = (
+    "%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %Y", "%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z",
+    "%a, %d %b %Y %H:%M:%S GMT", "%Y%m%d%H%M%S", "%Y%m%d%H%M",
+)  # fmt: skip
+
+
+def read_moments(column: RawColumn, pattern: str | None) -> npt.NDArray[np.int64]:
+    """Return the moment of each text in microseconds since 1970, [n]; UNKNOWN where it is missing or cannot be read.
+
+    A moment without a time zone is UTC; fractions beyond microseconds are cut off.
+
+    Args:
+        column: texts, [n].
+        pattern: strftime format that all texts follow; None: ISO 8601.
+    """
+    if pattern is not None:
+        texts = column_series(Field(column="", kind="string"), column)
+        return _read_as(texts, pattern).fill_null(int(UNKNOWN)).to_numpy()
+    starts, lengths = column.spans()
+    moments = np.empty(len(starts), np.int64)
+    read_iso(column.data, starts, lengths, moments)
+    return moments
+
+
+def _read_as(texts: pl.Series, pattern: str) -> pl.Series:
+    """Return moments, Int64, null where a text is not what the format says."""
+    found = texts.str.to_datetime(_chrono(pattern), strict=False, time_unit="us", time_zone="UTC")
+    # To Polars 17 is a year of four digits, the year 17.
+    return found.set(found.dt.replace_time_zone(None) < _YEAR_1000, None).dt.epoch("us")
+
+
+def _chrono(pattern: str) -> str:
+    """Return a format of Python's strftime in the words of Polars, where %f is a number of nanoseconds."""
+    return pattern.replace(".%f", "%.f").replace("%z", "%#z")
+
+
+def check_format(pattern: str) -> None:
+    """Refuse a format whose texts could not be read, or only by a guess.
+
+    Raises:
+        SchemaError: a code that is not known, no year, a day without its month, an hour without its minute, or the
+            name of a time zone.
+    """
+    if "%Z" in pattern:
+        problem = "names the time zone (%Z), which does not say the offset. Write a name such as UTC as it is, or %z"
+        fail("timestamp", "format", f"{pattern!r} {problem}")
+    if re.search(r"(?<!\.)%f", pattern):
+        problem = "has %f without a point before it. Write .%f, or %3f, %6f or %9f for so many digits"
+        fail("timestamp", "format", f"{pattern!r} {problem}")
+    date = _PROBE.replace(hour=0, minute=0, second=0)
+    try:
+        written = pl.Series([_PROBE]).dt.replace_time_zone("UTC").dt.to_string(_chrono(pattern).replace("%#z", "%z"))
+        found = pl.from_epoch(_read_as(written, pattern), "us").item()
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        fail("timestamp", "format", f"{pattern!r} cannot be used: {reason}")
+    if found not in (_PROBE, _PROBE.replace(second=0), date, date.replace(day=1), date.replace(day=1, month=1)):
+        fail("timestamp", "format", f"{pattern!r} does not tell a date with its year")
+
+
+def suggestions(texts: pl.Series) -> list[str]:
+    """Return up to two settings of ``[timestamp]`` that would read the first of some texts, the best for all first."""
+    fits: dict[str, int] = {}
+    for pattern in (*_WHOLE, *map("".join, product(_DATES, _CLOCKS, ("", " %z", " UTC")))):
+        if _read_as(texts.head(1), pattern).count():
+            fits[f'format = "{pattern}"'] = _read_as(texts, pattern).count()
+    for kind, shape in (("int", r"^[+-]?[0-9]+$"), ("float", r"^[+-]?[0-9]+\.[0-9]+$")):
+        alike = texts.str.contains(shape).to_list()
+        if alike[0]:
+            fits[f'type = "{kind}"'] = sum(alike)
+    return sorted(fits, key=lambda setting: -fits[setting])[:2]

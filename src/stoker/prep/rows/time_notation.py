@@ -1,0 +1,73 @@
+"""How the timestamp column of raw files is written: settled before any row is used."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import polars as pl
+
+from stoker.base.errors import DataError
+from stoker.prep.parse.columns import Field
+from stoker.prep.parse.dictionaries import text_column
+from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.ingest import Source
+from stoker.prep.parse.moment_kernels import UNKNOWN
+from stoker.prep.parse.moments import check_format, read_moments, suggestions
+from stoker.prep.work.task import Task
+
+__all__ = ["check_notation"]
+
+_BLOCK = 2**16  # bytes of text that are looked at together
+_VALUES = 1_000  # that are looked at in all
+
+
+def check_notation(task: Task) -> None:
+    """Refuse a ``datetime`` column without a format that is plainly not in ISO 8601.
+
+    The first values of the first file decide: none of them is ISO 8601. One that is suffices; lines that are not are
+    bad lines then. Columns that a recipe or a feature makes are not looked at.
+
+    Raises:
+        SchemaError: a format that cannot be used. DataError: the column is written in another way.
+    """
+    timestamp = task.schema.timestamp
+    if timestamp is None or timestamp.type != "datetime":
+        return
+    if timestamp.format is not None:
+        check_format(timestamp.format)
+        return
+    if task.recipe.derive is not None:
+        return
+    name, found = timestamp.column, None
+    with suppress(DataError):  # of files that cannot be read, which reading all of them tells better
+        found = _first_values(task, Field(column=name, kind="datetime"))
+    if found is None:
+        return
+    place, values = found
+    if (read_moments(text_column(values), None) != UNKNOWN).any():
+        return
+    others = f", nor are the {len(values) - 1:,} values after it" if len(values) > 2 else ""
+    say = " or ".join(suggestions(values)) or 'its format, such as format = "%d.%m.%Y %H:%M"'
+    raise DataError(
+        f"{place}: column {name}: {values[0][:40]!r} is not a date and time in ISO 8601 (2017-03-07, "
+        f"2017-03-07T10:15:00+02:00){others}. Say in [timestamp] of the schema how the column is written: {say}."
+    )
+
+
+def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
+    """Return where the first text of a column is, and the first texts; None where the column is typed or empty."""
+    for number, path in enumerate(task.files):
+        source = Source(number=number, path=path, fields=[item], format=task.schema.source)
+        source.open()
+        before = 0
+        for _, _, read in source.blocks(_BLOCK):
+            block = read()
+            column = block.columns[item]
+            if not column.textual and len(column):
+                return None
+            texts = column_series(item, column)
+            if texts.count():
+                line = before + int(block.row_line[texts.is_not_null().arg_true()[0]]) + 1
+                return f"{source.name}:{line}", texts.drop_nulls().head(_VALUES)
+            before += block.lines
+    return None
