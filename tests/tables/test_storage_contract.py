@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from stoker import TableConfig
+from stoker.base.errors import ConfigError
 from stoker.ops import Bags
 from stoker.ops.space import make_space
 from stoker.tables.links.transfer import DirectLink, QueuedLink
@@ -169,3 +172,14 @@ def test_an_id_outside_its_table_is_refused_before_anything_moves(make):
             storage.acquire(Bags(torch.tensor([[3], [10]])), space)
         lease = storage.acquire(Bags(torch.tensor([[3], [9]])), space)
         lease.release(changed=False)
+
+
+def test_rows_that_do_not_fit_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table above 2**31 elements, on a machine without the memory."""
+
+    def none_left(*shape: Any, **settings: Any) -> None:
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr("stoker.tables.storage.np.zeros", none_left)
+    with pytest.raises(ConfigError, match=r"2,147,483,653 rows of 4 columns need 64.0 GiB.*Cached\(fraction=0.1\)"):
+        DeviceRows(2**31 + 5, 4, torch.float32, {"sum": "row"}, torch.device("cpu"))

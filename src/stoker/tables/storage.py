@@ -13,6 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stoker.base.device import device_memory
+from stoker.base.errors import ConfigError
+from stoker.base.units import format_size
 from stoker.ops import AddressSpace, Bags
 from stoker.tables.lease import Lease
 
@@ -113,10 +116,21 @@ class DeviceRows(Storage):
         *,
         state_fill: float = 0.0,
     ) -> None:
-        self.weight = allocate((num_rows, dim), dtype, device, fill=None)
         self.state: dict[str, Tensor] = {}
         self._fill = state_fill
-        self.reset_state(state)
+        try:
+            self.weight = allocate((num_rows, dim), dtype, device, fill=None)
+            self.reset_state(state)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            values = dim * dtype.itemsize + sum(4 * (dim if kind == "row" else 1) for kind in state.values())
+            free = device_memory(device)[0]
+            raise ConfigError(
+                f"{num_rows:,} rows of {dim} columns need {format_size(num_rows * values)} with their optimizer state, "
+                f"which {device} does not give{f' ({format_size(free)} free)' if free else ''}. Keep a part of them "
+                "there: placement=stoker.Cached(fraction=0.1), with the others in host memory or, by home='file', in a "
+                "file (docs/placement.md).",
+                settings=("embedding_dim", "device_memory"),
+            ) from error
 
     @property
     def num_rows(self) -> int:
