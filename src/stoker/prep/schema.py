@@ -347,8 +347,8 @@ class Schema:
             if column.raw == self.label.column and self.label.rule is None:
                 fail(
                     f"column {column.name!r}", "source",
-                    f"is {column.raw!r}, which is the label {self.label.column!r} too: a model would read off what it "
-                    "is to predict (AUC 1.0). Leave the column out",
+                    f"{column.raw!r} is the column of the label, too: a model would read off what it is to predict "
+                    "(AUC 1.0). Leave the column out, or give the label another",
                 )  # fmt: skip
             if told.get(column.raw):
                 fail(

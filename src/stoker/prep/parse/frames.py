@@ -41,7 +41,10 @@ _WORDS = {
 
 
 def _no_parquet(path: Path, error: Exception) -> DataError:
-    """Return the error for a file that cannot be read as Parquet: truncated, or for another reason."""
+    """Return the error for a file that cannot be read as Parquet: empty, truncated, or for another reason."""
+    with suppress(OSError):
+        if not path.stat().st_size:
+            return DataError(f"{path} is empty: it is no Parquet file. Get the file anew.")
     with suppress(OSError), path.open("rb") as file:
         begins = file.read(4) == b"PAR1"
         if begins and (path.stat().st_size < 12 or not file.seek(-4, 2) or file.read(4) not in (b"PAR1", b"PARE")):
@@ -307,8 +310,11 @@ class MissingColumnError(DataError):
         lacks = f"lacks {len(missing)} columns of the schema: {listed(missing)}"
         if len(missing) == 1:
             lacks = f"has no column {missing[0]!r}"
-        hints = (near(column, [*present, *made]) for column in missing[:8])
-        super().__init__(f"{path} {lacks}{why}. It has: {listed(present)}.{also}" + next(filter(None, hints), ""))
+        hints = {column: near(column, [*present, *made]) for column in missing[:8]}
+        column, hint = next(((column, hint) for column, hint in hints.items() if hint), ("", ""))
+        if len(missing) > 1:
+            hint = hint.replace("?", f" instead of {column!r}?")
+        super().__init__(f"{path} {lacks}{why}. It has: {listed(present)}.{also}{hint}")
         self.path, self.missing, self.present = path, missing, present
 
 
