@@ -28,10 +28,12 @@ JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
 order of their numbers, day_2 before day_10; other files are read as given.
 
 An interrupted run goes on where it stopped when the same command is given
-again; after a finished one there is nothing to do. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
-reason. A label that is a number but neither 0 nor 1 stops the run, unless
---max-bad says what share of lines may be damaged. A compressed file that
-breaks off is named in the summary; with --max-bad or --strict it stops the run.
+again; after a finished one there is nothing to do. Bad lines are set aside in
+OUT/quarantine.jsonl with file, line and reason, and summed up at the end.
+More than 1 % of them stop the run, or the share that --max-bad names. A label
+that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
+share of lines may be damaged. A compressed file that breaks off is named in
+the summary; with --max-bad or --strict it stops the run.
 
 \b
 stoker prepare criteo 'day_*.gz' --out data/criteo
