@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_count, format_duration, format_size, parse_count, parse_share, parse_size
+from stoker.base.units import format_count, format_duration, format_size, listed, parse_count, parse_share, parse_size
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,10 @@ def test_counts_round_trip_within_rounding(count: int) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_lists_of_names_are_short() -> None:
+    assert listed([]) == ""
+    assert listed(list("abcdefgh")) == "a, b, c, d, e, f, g, h"
+    assert listed(list("abc") * 1_000, 2) == "a, b and 2,998 more"
+    assert listed(["x" * 40, "y" * 41]) == f"{'x' * 40}, {'y' * 37}..."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from stoker.base.errors import StokerError
 from stoker.cli import main
+from stoker.cli.common import bars
 from stoker.cli.prepare import register
 from stoker.prep.work.parts import Journal
 
@@ -50,7 +53,8 @@ def test_summary_shows_splits_tables_and_bad_lines(log: Path) -> None:
 
 
 def test_a_file_that_breaks_off_is_said_aloud(log: Path) -> None:
-    packed = gzip.compress((log / "log.csv").read_bytes() * 200)
+    lines = (log / "log.csv").read_bytes().splitlines(keepends=True)
+    packed = gzip.compress(lines[0] + b"".join(lines[1:21]) * 200)
     (log / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
     done = run(log / "shop.toml", log / "cut.csv.gz", "--out", log / "out")
     assert done.exit_code == 0, done.output
@@ -192,3 +196,81 @@ def main_code(*arguments: object) -> object:
     with pytest.raises(SystemExit) as stopped:
         main([str(argument) for argument in arguments])
     return stopped.value.code or 0
+
+
+def test_bad_lines_are_summed_up(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (log / "log.csv").read_text().splitlines()
+    (log / "log.csv").write_text("\n".join([*lines, "1,a", '1,"a,2', "1"]) + "\n")
+    done = run(log / "shop.toml", log / "log.csv", "--out", log / "out")
+    place = log / "out" / "quarantine.jsonl"
+    assert (
+        f"4 bad lines (16.667%) set aside in {place}\n  2 x not 3 fields\n  1 x column price: not a number\n"
+        "  1 x quoted field without a closing quote\n  Wrong number of fields: set separator in [source] of the schema,"
+    ) in done.output
+    assert "\x1b[" not in done.output
+    found = json.loads(run(log / "shop.toml", log / "log.csv", "--out", log / "out", "--json").output)
+    assert found["reasons"]["not 3 fields"] == 2
+    assert len(found["remedies"]) == 3
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    done = run(log / "shop.toml", log / "log.csv", "--out", log / "out")
+    assert "\x1b[33m  2 x not 3 fields\x1b[0m" in done.output
+    assert "\x1b[1;33m4 bad lines" in done.output
+
+
+def test_too_many_bad_lines_and_threads_name_options(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (log / "log.csv").open("a") as file:
+        file.write("1,a\n" * 20)
+    given = ("prepare", log / "shop.toml", log / "log.csv", "--out", log / "out")
+    code, text = told(capsys, *given)
+    assert code == 2
+    assert "more than the 1.000% that --max-bad allows by default" in text
+    assert text.endswith("allow more with --max-bad, such as 51%.")
+    code, text = told(capsys, *given, "--threads", 10_000)
+    assert code == 2
+    assert text.startswith("error: --threads: 10,000 is outside 1 to ")
+    assert "cores; leave --threads out to use one per core." in text
+
+
+def test_a_leak_by_rule_is_said_aloud(log: Path) -> None:
+    (log / "leak.toml").write_text(SCHEMA.replace('label = "label"', 'label = { column = "price", rule = "> 9" }'))
+    done = run(log / "leak.toml", log / "log.csv", "--out", log / "out")
+    assert done.exit_code == 0, done.output
+    assert "warning: column 'price' reads 'price', from which the rule '> 9' makes the label" in done.output
+
+
+def test_without_a_terminal_progress_is_lines_with_the_time(
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(bars, "LINE_SECONDS", 0.05)
+    add = Journal.add
+
+    def slowly(self: Journal, name: str, entry: object) -> object:
+        time.sleep(0.2)
+        return add(self, name, entry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "add", slowly)
+    given = ("prepare", str(log / "shop.toml"), str(log / "log.csv"), "--out")
+    with pytest.raises(SystemExit):
+        main([*given, str(log / "out")])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d (reading|counting|writing): .+ \(\d+%\)", line) for line in lines), lines
+    assert re.fullmatch(r"\S+ reading: 153 B of 153 B( .*)? \(100%\)", lines[0])
+    with pytest.raises(SystemExit):
+        main([*given, str(log / "quiet"), "--json"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(bars, "LINE_SECONDS", 30.0)
+    with pytest.raises(SystemExit):
+        main([*given, str(log / "short")])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_bars(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
+    monkeypatch.setenv("COLUMNS", "140")
+    with pytest.raises(SystemExit):
+        main(["prepare", str(log / "shop.toml"), str(log / "log.csv"), "--out", str(log / "out")])
+    assert "writing" in capsys.readouterr().err

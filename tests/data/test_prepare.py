@@ -326,7 +326,7 @@ def test_errors_name_cause_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     two = write(tmp_path / "two" / "log.csv", [HEAD, "1,u,a,1,0,mo", "0,u,a,2,0,mo"])
     with pytest.raises(DataError, match=r"two/log\.csv:3: column price: 2 is neither 0 nor 1.*rule.*max_bad"):
-        stoker.prepare(shop(label=Label(column="price")), two, out=out)
+        stoker.prepare(shop(label=Label(column="price"), dense=()), two, out=out)
     (tmp_path / "empty.csv").write_text("")
     with pytest.raises(DataError, match="is empty"):
         stoker.prepare(shop(), tmp_path / "empty.csv", out=out)

@@ -15,6 +15,7 @@ from stoker.base.errors import ConfigError
 
 __all__ = [
     "available_memory",
+    "check_threads",
     "cpu_count",
     "cpu_model",
     "device_memory",
@@ -31,6 +32,7 @@ __all__ = [
     "total_memory",
 ]
 
+_FEW_THREADS = 16  # allowed on any machine
 _keeps = False  # whether glibc keeps freed memory now
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -91,6 +93,23 @@ def cpu_count() -> int:
     """Cores this process may use: its affinity, and a container's quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min((cores, *_quotas())))
+
+
+def check_threads(threads: int | None) -> int:
+    """Return the number of threads to use; None: one per core.
+
+    Raises:
+        ConfigError: fewer than one, or more than four per core (and more than 16).
+    """
+    cores = cpu_count()
+    most = max(4 * cores, _FEW_THREADS)
+    if threads is not None and not 1 <= threads <= most:
+        raise ConfigError(
+            f"threads: {threads:,} is outside 1 to {most}. This process may use {cores} cores; leave threads out to "
+            "use one per core.",
+            settings=("threads",),
+        )
+    return threads or cores
 
 
 def _quotas() -> Iterator[int]:

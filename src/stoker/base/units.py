@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from decimal import Decimal
 
 from stoker.base.errors import ConfigError
@@ -13,6 +14,7 @@ __all__ = [
     "format_count",
     "format_duration",
     "format_size",
+    "listed",
     "parse_count",
     "parse_share",
     "parse_size",
@@ -97,6 +99,12 @@ def format_count(count: float) -> str:
 def plural(count: int, noun: str) -> str:
     """``"1 step"``, ``"1,200 steps"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return at most ``most`` names, each cut to 40 characters, and how many more there are: ``"a, b and 90 more"``."""
+    shown = ", ".join(name if len(name) <= 40 else f"{name[:37]}..." for name in names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def quoted(path: str | os.PathLike[str]) -> str:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_duration, format_size, plural
+from stoker.cli.common.bars import Bars
 from stoker.cli.common.wording import with_options
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from stoker.prep.prepare import PrepareReport, Progress
     from stoker.prep.recipe import Recipe
     from stoker.prep.schema import Schema
@@ -31,10 +28,12 @@ JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
 order of their numbers, day_2 before day_10; other files are read as given.
 
 An interrupted run goes on where it stopped when the same command is given
-again; after a finished one there is nothing to do. Bad lines are set aside in OUT/quarantine.jsonl with file, line and
-reason. A label that is a number but neither 0 nor 1 stops the run, unless
---max-bad says what share of lines may be damaged. A compressed file that
-breaks off is named in the summary; with --max-bad or --strict it stops the run.
+again; after a finished one there is nothing to do. Bad lines are set aside in
+OUT/quarantine.jsonl with file, line and reason, and summed up at the end.
+More than 1 % of them stop the run, or the share that --max-bad names. A label
+that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
+share of lines may be damaged. A compressed file that breaks off is named in
+the summary; with --max-bad or --strict it stops the run.
 
 \b
 stoker prepare criteo 'day_*.gz' --out data/criteo
@@ -44,7 +43,6 @@ stoker prepare globo clicks.parquet --reorder --out data/globo
 stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
 stoker prepare --like data/shop new.csv --out data/new
 """
-_QUIET_SECONDS = 2.0  # shorter work shows no progress bar
 _STAGES = {
     "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
     "fit": "counting", "write": "writing",
@@ -67,7 +65,9 @@ def prepare(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
-    max_bad: Annotated[str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%.")] = None,
+    max_bad: Annotated[
+        str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)")
+    ] = None,
     min_count: Annotated[
         int | None,
         typer.Option(help="Training occurrences a value needs to get an id, for all columns.", min=1),
@@ -109,10 +109,14 @@ def prepare(
         )
     chosen, preset = (None, preset) if recipe is None else _changed(recipe, preset, min_count, feature or [])
     try:
-        with _Bars(quiet=as_json) as bars:
+        with Bars(quiet=as_json, keep=True) as bars:
+
+            def show(progress: Progress) -> None:
+                bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
+
             report = run_prepare(
                 chosen, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-                resume=resume, reorder=reorder, threads=threads, progress=bars,
+                resume=resume, reorder=reorder, threads=threads, progress=show,
             )  # fmt: skip
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
@@ -147,63 +151,6 @@ def _changed(
 
     schema = replace(schema, categorical=changed(schema.categorical), sequence=changed(schema.sequence))
     return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None
-
-
-class _Bars:
-    """Progress bars that appear only when the work takes a while."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._started = time.monotonic()
-        self._bar: Bar | None = None
-        self._tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __call__(self, progress: Progress) -> None:
-        if self._quiet or not progress.total or time.monotonic() - self._started < _QUIET_SECONDS:
-            return
-        if self._bar is None:
-            self._bar = _new_bar()
-            self._bar.start()
-        task = self._tasks.get(progress.stage)
-        if task is None:
-            task = self._tasks[progress.stage] = self._bar.add_task(
-                _STAGES[progress.stage], total=progress.total, unit=progress.unit, first=progress.done
-            )
-        self._bar.update(task, completed=progress.done, total=progress.total)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _new_bar() -> Bar:
-    from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-    from rich.text import Text
-
-    class Amount(ProgressColumn):
-        """Done, total and rate in the task's own unit."""
-
-        def render(self, task: Any) -> Text:
-            unit, elapsed = task.fields["unit"], task.elapsed or 0.0
-            # The mean since the bar appeared: the speed of the moment jumps with the size of a part.
-            speed = (task.completed - task.fields["first"]) / elapsed if elapsed > 0.5 else 0.0
-            if unit == "bytes":
-                done, total = format_size(task.completed), format_size(task.total)
-                rate = f"  {format_size(speed)}/s" if speed else ""
-            else:
-                done, total = format_count(task.completed), format_count(task.total)
-                rate = f" {unit}  {format_count(speed)}/s" if speed else f" {unit}"
-            return Text(f"{done} of {total}{rate}")
-
-    columns = (TextColumn("{task.description:>20}"), BarColumn(), Amount(), TimeRemainingColumn())
-    return Bar(*columns, console=Console(stderr=True), transient=False)
 
 
 def _show(report: PrepareReport) -> None:
@@ -243,10 +190,11 @@ def _show(report: PrepareReport) -> None:
         parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it anew"]
     console.print("; ".join(parts))
     if report.bad:
-        bad_share = report.bad / max(report.lines, 1)
-        console.print(
-            f"{plural(report.bad, 'bad line')} ({bad_share:.3%}) set aside in {report.path / 'quarantine.jsonl'}"
-        )
+        share, place = f"{report.bad / max(report.lines, 1):.3%}", report.path / "quarantine.jsonl"
+        told = [(f"{plural(report.bad, 'bad line')} ({share}) set aside in {place}", "bold yellow")]
+        told += [(f"  {count:,} x {reason}", "yellow") for reason, count in report.reasons.items()]
+        for text, style in [*told, *((f"  {remedy}", "cyan") for remedy in report.remedies)]:
+            console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print("no bad lines")
     if groups := report.groups:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.base.device import cpu_count, give_back_memory, peak_memory, return_freed_memory
+from stoker.base.device import check_threads, give_back_memory, peak_memory, return_freed_memory
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
@@ -36,7 +36,7 @@ from stoker.dataset.rebuild import check_out
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.split_rules import targets_of_files
 from stoker.prep.like import Like
-from stoker.prep.parse.quarantine import BadLineLimit
+from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
 from stoker.prep.parse.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
@@ -69,6 +69,8 @@ class PrepareReport:
     reused: int  # steps that an interrupted run had finished
     dropped: int = 0  # rows that a split rule, sampling or an oov policy left out
     warnings: list[str] = field(default_factory=list)  # files that break off or were named twice; groups that were cut
+    reasons: dict[str, int] = field(default_factory=dict)  # the three commonest of bad lines, with their counts
+    remedies: list[str] = field(default_factory=list)  # what to do about them
     groups: dict[str, Any] | None = None  # column, count, cut (groups with rows in several splits)
     already: bool = False  # the dataset was there, prepared from the same files and settings: nothing was done
 
@@ -96,21 +98,23 @@ def prepare(
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
             Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables.
-        out: directory to make. None: the dataset is in memory, as long as something in this process refers to it;
-            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what is tried once: its rows go from
-            here to the batches without a disk in between.
+        out: directory to make; of a symbolic link, what it points to is made or replaced. None: the dataset is in
+            memory, as long as something in this process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts
+            it in a directory. For what is tried once: its rows go from here to the batches without a disk in between.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
-        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: any, but no
-            such label. Given, a compressed file that breaks off stops the run; else it is a Python warning.
+        max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10
+            lines or at most 1 %, but no such label. Given, a compressed file that breaks off stops the run; else it
+            is a Python warning.
         overwrite: replace a dataset that is there. One that was prepared from the same files and settings by the same
             version is taken as it is otherwise, and any other is refused.
         resume: go on where an interrupted run stopped; False starts from the beginning.
         reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
             does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
-        threads: that parse and encode; None: one per core. Does not change a byte of the result.
+        threads: that parse and encode, at most 16 or four per core; None: one per core. Does not change a byte of the
+            result.
         progress: called from the calling thread as work gets done.
 
     Returns:
@@ -171,13 +175,15 @@ def run_prepare(
     if isinstance(files, str | os.PathLike):
         files = [files]
     (sources, again), target = expand(files), Path(out)
+    if target.is_symlink():  # the link remains; what it points to is made or replaced
+        target = target.resolve()
     task = Task(
         recipe=chosen,
         schema=schema,
         files=sources,
         out=target,
         limit=BadLineLimit(strict=strict, max_bad=max_bad),
-        threads=threads or cpu_count(),
+        threads=check_threads(threads),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
         hold_bytes=hold_bytes,
@@ -186,7 +192,7 @@ def run_prepare(
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{path} was named more than once; it is read once." for path in again]
-    noted += filter(None, [text_order_warning(sources)])
+    noted += filter(None, [text_order_warning(sources), *schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
@@ -364,8 +370,12 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
 
 def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
     """Return what the manifest of a prepared dataset tells."""
+    quarantine = path / "quarantine.jsonl"
+    found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
     return PrepareReport(
         path=path,
+        reasons=found.counts,
+        remedies=found.remedies,
         rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
         positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
         tables=_table_summary(manifest),

@@ -343,14 +343,31 @@ class Schema:
                 own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
             if own & told.keys():
                 told |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
-        columns: tuple[DenseColumn | CategoricalColumn, ...] = (*self.dense, *self.features)
-        for column in columns:
+        for column in self._columns():
+            if column.raw == self.label.column and self.label.rule is None:
+                fail(
+                    f"column {column.name!r}", "source",
+                    f"{column.raw!r} is the column of the label, too: a model would read off what it is to predict "
+                    "(AUC 1.0). Leave the column out, or give the label another",
+                )  # fmt: skip
             if told.get(column.raw):
                 fail(
                     f"column {column.name!r}", "source",
                     f"{column.raw!r} tells the label {self.label.column!r}{told[column.raw]}: a model would read off "
                     "what it is to predict. Leave the column out",
                 )  # fmt: skip
+
+    def _columns(self) -> tuple[DenseColumn | CategoricalColumn, ...]:
+        return (*self.dense, *self.features)
+
+    def leak_warnings(self) -> list[str]:
+        """Return a warning for every column that reads the raw column to which the label's rule is applied."""
+        return [
+            f"column {column.name!r} reads {column.raw!r}, from which the rule {self.label.rule!r} makes the label: a "
+            "model can read off what it is to predict (AUC near 1.0). Leave the column out of the schema."
+            for column in self._columns()
+            if column.raw == self.label.column
+        ]
 
     def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
         """A column for every output of the features that a pattern like ``has_*`` matches."""

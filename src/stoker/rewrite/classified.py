@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.base.device import cpu_count
+from stoker.base.device import check_threads
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
@@ -101,7 +101,7 @@ def run_classify(
     size = data.train.bytes
     grouped = [group_file("train")] if "groups" in data.train.entry else []
     with rebuilt(data, out, splits=("train",), files=grouped, size=size, overwrite=overwrite) as folder:
-        writer = _Writer(data, profile.hot_rows, folder, progress or _quiet, threads or cpu_count())
+        writer = _Writer(data, profile.hot_rows, folder, progress or _quiet, check_threads(threads))
         hot, cold = writer.run()
         shards = [*hot.shards, *cold.shards]
         groups, files = writer.write_groups() if grouped else ({}, {})

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save
 
-from stoker.base.device import cpu_count
+from stoker.base.device import check_threads
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
@@ -128,7 +128,7 @@ def run_reorder(
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
     data.check_in_files("reordered")
-    how, out, progress, threads = how or Reordering(), Path(out), progress or _quiet, threads or cpu_count()
+    how, out, progress, threads = how or Reordering(), Path(out), progress or _quiet, check_threads(threads)
     names = _chosen(data, tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number
     if not overwrite and (there := _reordered(data, settings, out)) is not None:

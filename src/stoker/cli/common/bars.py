@@ -1,53 +1,103 @@
-"""Progress bars for work of several stages, on standard error."""
+"""Progress of work of several stages, on standard error: bars in a terminal, lines with the time elsewhere."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
 
-__all__ = ["QUIET_SECONDS", "Bars"]
+from stoker.base.units import format_count, format_size
 
-QUIET_SECONDS = 2.0  # shorter work shows no progress bar
+__all__ = ["LINE_SECONDS", "QUIET_SECONDS", "Bars"]
+
+QUIET_SECONDS = 2.0  # shorter work shows no progress
+LINE_SECONDS = 30.0  # between two lines where there is no terminal
 
 
 class Bars:
     """A bar for every stage that goes on after the first two seconds; called with (what, done, total).
 
+    Where standard error is no terminal, one line every 30 seconds shows the time and the last stage that was reported.
+
     Args:
         quiet: show nothing.
+        keep: bars remain in the terminal when the work is done.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._started = quiet, time.monotonic()
+    def __init__(self, *, quiet: bool, keep: bool = False) -> None:
+        self._quiet, self._keep, self._started = quiet, keep, time.monotonic()
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
+        self._lines: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._begun: dict[str, tuple[float, int]] = {}  # stage -> when it was first reported, and how much was done
+        self._line = ("", 0, 0, "")
 
     def __enter__(self) -> Bars:
         return self
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._quiet or time.monotonic() - self._started < QUIET_SECONDS:
+    def __call__(self, what: str, done: int, total: int, unit: str = "") -> None:
+        """Note that ``done`` of ``total`` is done of a stage: bytes, or any other unit."""
+        if self._quiet or not total:
             return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description:>14}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
+        self._begun.setdefault(what, (time.monotonic(), done))
+        self._line = (what, done, total, unit)
+        if self._lines is not None or time.monotonic() - self._started < QUIET_SECONDS:
+            return
+        if self._bar is None and not self._start():
+            return
         if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total)
+            self._tasks[what] = self._bar.add_task(what, total=total, unit=unit, first=done)
         self._bar.update(self._tasks[what], completed=done, total=total)
+
+    def _start(self) -> bool:
+        """Start the bars, or the lines; whether they are bars."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.text import Text
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            self._lines = threading.Thread(target=self._print_lines, name="stoker-progress", daemon=True)
+            self._lines.start()
+            return False
+
+        class Amount(ProgressColumn):
+            """Done, total and rate in the task's own unit."""
+
+            def render(self, task: Any) -> Text:
+                given = (task.completed, task.total, task.fields["unit"])
+                return Text(_amount(*given, task.completed - task.fields["first"], task.elapsed or 0.0))
+
+        columns = (TextColumn("{task.description:>20}"), BarColumn(), Amount(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=not self._keep)
+        self._bar.start()
+        return True
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            what, done, total, unit = self._line
+            began, first = self._begun[what]
+            amount = _amount(done, total, unit, done - first, time.monotonic() - began)
+            print(f"{time.strftime('%H:%M:%S')} {what}: {amount} ({done / total:.0%})", file=sys.stderr, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         if self._bar is not None:
             self._bar.stop()
+        if self._lines is not None:
+            self._lines.join()
+
+
+def _amount(done: float, total: float, unit: str, gained: float, seconds: float) -> str:
+    """Return what is done of a stage, and how much of it a second, as a mean: the speed of the moment jumps."""
+    if not unit:
+        return f"{done:.0f}/{total:.0f}"
+    speed = gained / seconds if seconds > 0.5 else 0.0
+    if unit == "bytes":
+        return f"{format_size(done)} of {format_size(total)}" + (f"  {format_size(speed)}/s" if speed else "")
+    return f"{format_count(done)} of {format_count(total)} {unit}" + (f"  {format_count(speed)}/s" if speed else "")

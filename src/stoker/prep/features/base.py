@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.base.checks import build_part, choice, fail, near
 from stoker.base.errors import SchemaError
+from stoker.base.units import listed
 
 if TYPE_CHECKING:
     import polars as pl
@@ -184,5 +185,5 @@ def missing_column(feature: Derivation, column: str, present: Sequence[str]) -> 
     """The error for a column that a feature reads and nobody has."""
     return SchemaError(
         f"{feature.where} reads column {column!r}, which is neither in the input nor made by an earlier feature. "
-        f"There are: {', '.join(present)}." + near(column, list(present))
+        f"There are: {listed(present)}." + near(column, list(present))
     )

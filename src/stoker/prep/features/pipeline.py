@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stoker.base.engine import check_engine, collect
 from stoker.base.errors import ConfigError
 from stoker.base.ordered import ordered_map
+from stoker.base.units import listed
 from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
 from stoker.prep.features.explain import explained
 from stoker.prep.features.fitted.learned import LABEL, TRAIN, Learned, LearnedTable, MeanTargetEncoding
@@ -286,7 +287,7 @@ def _fit(
         check_present(feature, names)
         if not isinstance(feature, RowSteps) and not numbered:
             if label not in names:
-                raise ConfigError(f"the rows have no label column {label!r}. There are: {', '.join(names)}.")
+                raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
             numbered = True
             labelled = any(isinstance(one, Learned) and one.labelled for one in features)
             # Numbers are labels, so nothing has to be looked at where none is learned from.

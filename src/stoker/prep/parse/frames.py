@@ -12,7 +12,9 @@ import numpy as np
 import polars as pl
 
 from stoker.base.checks import near
+from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
+from stoker.base.units import listed
 from stoker.prep.fit.dense_kernels import finite, nan_for_null
 from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
 from stoker.prep.parse.dictionaries import WIDE, list_column, text_column
@@ -38,12 +40,24 @@ _WORDS = {
 }
 
 
+def _no_parquet(path: Path, error: Exception) -> DataError:
+    """Return the error for a file that cannot be read as Parquet: empty, truncated, or for another reason."""
+    with suppress(OSError):
+        if not path.stat().st_size:
+            return DataError(f"{path} is empty: it is no Parquet file. Get the file anew.")
+    with suppress(OSError), path.open("rb") as file:
+        begins = file.read(4) == b"PAR1"
+        if begins and (path.stat().st_size < 12 or not file.seek(-4, 2) or file.read(4) not in (b"PAR1", b"PARE")):
+            return DataError(f"{path} is truncated: a Parquet file ends with PAR1, this one does not. Get it whole.")
+    return DataError(f"{path} cannot be read as Parquet: {reason_of(error)}. Get the file anew, or check its name.")
+
+
 def parquet_rows(path: Path) -> int:
     """Rows of a Parquet file."""
     try:
         return int(pl.scan_parquet(path).select(pl.len()).collect().item())
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+        raise _no_parquet(path, error) from error
 
 
 def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
@@ -58,7 +72,7 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
     try:
         footer = pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+        raise _no_parquet(path, error) from error
     cuts: list[tuple[int, int]] = []
     start = held = 0
     for number in range(footer.num_row_groups):
@@ -80,7 +94,7 @@ def parquet_columns(path: Path) -> list[str]:
     try:
         return pl.scan_parquet(path).collect_schema().names()
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+        raise _no_parquet(path, error) from error
 
 
 def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
@@ -89,7 +103,7 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
     try:
         frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
     except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}.") from error
+        raise _no_parquet(path, error) from error
     try:
         return frame_block(frame, fields)
     except DataError as error:
@@ -280,17 +294,28 @@ def _strings(column: RawColumn) -> pl.Series:
 
 
 class MissingColumnError(DataError):
-    """A file lacks a column that is to be read."""
+    """A file lacks columns that are to be read.
+
+    Args:
+        path: the file.
+        missing: the columns; ``why`` tells more of the first one.
+        present: columns of the file.
+        made: columns that features make.
+    """
 
     def __init__(
-        self, path: Path, column: str, present: Sequence[str], why: str = "", made: Sequence[str] = ()
+        self, path: Path, missing: Sequence[str], present: Sequence[str], why: str = "", made: Sequence[str] = ()
     ) -> None:
-        also = f" Features make: {', '.join(made)}." if made else ""
-        super().__init__(
-            f"{path} has no column {column!r}{why}. It has: {', '.join(present)}.{also}"
-            + near(column, [*present, *made])
-        )
-        self.path, self.column, self.present = path, column, present
+        also = f" Features make: {listed(made)}." if made else ""
+        lacks = f"lacks {len(missing)} columns of the schema: {listed(missing)}"
+        if len(missing) == 1:
+            lacks = f"has no column {missing[0]!r}"
+        hints = {column: near(column, [*present, *made]) for column in missing[:8]}
+        column, hint = next(((column, hint) for column, hint in hints.items() if hint), ("", ""))
+        if len(missing) > 1:
+            hint = hint.replace("?", f" instead of {column!r}?")
+        super().__init__(f"{path} {lacks}{why}. It has: {listed(present)}.{also}{hint}")
+        self.path, self.missing, self.present = path, missing, present
 
 
 def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> None:
@@ -304,4 +329,4 @@ def check_columns(path: Path, wanted: Sequence[str], present: Sequence[str]) -> 
             )
     missing = [name for name in wanted if name not in present]
     if missing:
-        raise MissingColumnError(path, missing[0], present)
+        raise MissingColumnError(path, missing, present)

@@ -16,7 +16,7 @@ from stoker.prep.parse.columns import BadLine, Block, Field, TextParser
 from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, first_line, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.work.parts import Journal
 
@@ -57,9 +57,10 @@ class Source:
             names = parquet_columns(self.path)
             self._check_features(names)
             check_columns(self.path, wanted, names)
-        elif self.kind == "jsonl" and self.features:
-            self._check_features(first_keys(self.path))
-        if self.kind != "csv":
+            return
+        check_text(self.path)
+        if self.kind == "jsonl":
+            self._check_features(first_keys(self.path) if self.features else [])
             return
         plain = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
         separator = self.format.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
@@ -235,12 +236,11 @@ def ingest(
         )
         before[number] += record["lines"]
         progress(job.size)
-    limit.check()
     if not any(block.rows for block in finished):
         which = "The only line is bad" if limit.bad == 1 else f"All {limit.bad:,} lines are bad, the first"
         reason = f" {which}: {limit.first}." if limit.bad else ""
         names = ", ".join(source.name for source in sources[:3])
-        raise UnusableInput(
-            f"there is no usable row in {names}.{reason} Check the files, the separator and the columns."
-        )
+        advice = " ".join(limit.reasons().remedies) or "Check the files, the separator and the columns."
+        raise UnusableInput(f"there is no usable row in {names}.{reason} {advice}")
+    limit.check()
     return finished, reused

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_share
 from stoker.prep.parse.columns import BadLine
 
-__all__ = ["BadLineLimit", "collect_quarantine", "write_bad_lines"]
+__all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]
 
 _RULE = "give the label a rule in the schema, such as rule = '> 0'"
 _EARLY = 1_000_000  # lines after which a share already exceeded stops the run
+_DEFAULT_SHARE = 0.01  # of all lines that may be bad where the user says nothing,
+_FEW = 10  # unless they are fewer than this
+_COMMONEST = 3  # reasons in messages
+# Pattern of reasons, what they are called together, and what to do about them.
+_REASONS = (
+    (
+        r"(?:column .+: )?broken UTF-8", "broken UTF-8",
+        'Text in another encoding: set encoding = "latin-1" in [source] of the schema.',
+    ),
+    (
+        r"(?:[\d,]+ fields?, expected|more than) (\d+)(?: fields)?", r"not \1 fields",
+        "Wrong number of fields: set separator in [source] of the schema, or, without a header, the names in columns.",
+    ),
+    (
+        r"column .+: quoted field without a closing quote", "quoted field without a closing quote",
+        'Quotes that are ordinary characters: set quote = "" in [source] of the schema.',
+    ),
+    (
+        r"(column .+?): .* is not (a number|a whole number|text|hexadecimal .*|a date and time)", r"\1: not \2",
+        "Texts that stand for a missing value: list them as null_values in [source] of the schema.",
+    ),
+    (r"(column .+?): .* is neither 0 nor 1", r"\1: neither 0 nor 1", f"Labels besides 0 and 1: {_RULE}."),
+    (r"not a JSON object.*", "not a JSON object", "JSON lines hold one object a line."),
+)  # fmt: skip
+_MATCHERS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, remedy in _REASONS]
 
 
 def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
@@ -44,6 +73,38 @@ def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> i
     return total
 
 
+class BadReasons(NamedTuple):
+    """The commonest reasons of bad lines with their counts, the commonest first, and what to do about them."""
+
+    counts: dict[str, int]
+    remedies: list[str]
+
+    @classmethod
+    def among(cls, reasons: Iterable[str]) -> BadReasons:
+        """Count reasons, without the values and numbers of their lines; keep the three commonest."""
+        counts: Counter[str] = Counter()
+        remedies = {}
+        for reason in reasons:
+            for pattern, name, remedy in _MATCHERS:
+                if match := pattern.fullmatch(reason):
+                    reason = match.expand(name)
+                    remedies[reason] = remedy
+                    break
+            counts[reason] += 1
+        kept = dict(counts.most_common(_COMMONEST))
+        return cls(kept, list(dict.fromkeys(remedies[reason] for reason in kept if reason in remedies)))
+
+    @classmethod
+    def of_quarantine(cls, path: Path) -> BadReasons:
+        """Return those of a ``quarantine.jsonl``."""
+        with path.open(encoding="utf-8") as lines:
+            return cls.among(json.loads(line)["reason"] for line in lines)
+
+    def __str__(self) -> str:
+        told = "; ".join(f"{count:,} x {reason}" for reason, count in self.counts.items())
+        return " ".join([f"Commonest: {told}.", *self.remedies])
+
+
 class BadLineLimit:
     """Counts lines in file order and stops at the first bad one (strict) or past a share (max_bad).
 
@@ -53,7 +114,7 @@ class BadLineLimit:
 
     Args:
         strict: no bad line at all.
-        max_bad: share of all lines, e.g. ``"0.1%"``; None: any number, but no such label.
+        max_bad: share of all lines, e.g. ``"0.1%"``; None: fewer than 10 lines or at most 1 %, but no such label.
         remedy: what to do where ``strict`` stops; None: the user's own choice of it can be taken back.
 
     Raises:
@@ -71,6 +132,7 @@ class BadLineLimit:
         self.bad = 0
         self.labels = 0
         self.first = ""
+        self._kept: list[Path] = []  # bad lines of each block that has some
         self.broken: list[str] = []  # a sentence for each file that breaks off
 
     def add(
@@ -98,6 +160,7 @@ class BadLineLimit:
         self.bad += bad
         self.labels += labels
         if kept is not None:
+            self._kept.append(kept)
             first = next(_read(kept))
             if self.strict and not first.broken:
                 raise DataError(
@@ -132,12 +195,20 @@ class BadLineLimit:
             )
         self.broken.append(f"{found} Get the file whole and prepare again.")
 
+    def reasons(self) -> BadReasons:
+        """Return the commonest reasons of the bad lines so far."""
+        return BadReasons.among(line.reason for kept in self._kept for line in _read(kept))
+
     def check(self) -> None:
         """Raise :class:`DataError` where the share of bad lines is exceeded."""
-        if self.share is not None and self.bad > self.share * self.lines:
-            labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
-            raise DataError(
-                f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), "
-                f"more than the {self.share:.3%} that max_bad allows. The first: {self.first}.{labels}",
-                settings=("max_bad",),
-            )
+        share, by_default = (_DEFAULT_SHARE, " by default") if self.share is None else (self.share, "")
+        if self.bad <= share * self.lines or (by_default and self.bad < _FEW):
+            return
+        labels = f" {self.labels:,} of them for their label: {_RULE}." if self.labels else ""
+        raise DataError(
+            f"{self.bad:,} of {self.lines:,} lines are bad ({self.bad / max(self.lines, 1):.3%}), "
+            f"more than the {share:.3%} that max_bad allows{by_default}. The first: {self.first}.{labels} "
+            f"{self.reasons()} To set them aside, allow more with max_bad, such as "
+            f"{min(100, math.floor(100 * self.bad / max(self.lines, 1)) + 1)}%.",
+            settings=("max_bad",),
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError, DependencyError
-from stoker.base.units import format_size
+from stoker.base.units import format_size, quoted
 
 __all__ = [
     "BLOCK_BYTES",
     "FRAME",
     "LineBlock",
+    "check_text",
     "expand",
     "first_line",
     "line_blocks",
@@ -75,17 +77,34 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
     again: dict[Path, Path] = {}
     for pattern in patterns:
         path = Path(pattern)
-        if path.is_dir():
+        if os.path.isdir(path):
             raise DataError(f"{path} is a directory. Name its files, for example '{path}/*'.")
-        found = [path] if path.exists() else _sorted(glob.glob(str(pattern), recursive=True))
-        found = [item for item in found if not item.is_dir()]
+        found = [path] if os.path.lexists(path) else _sorted(glob.glob(str(pattern), recursive=True))
+        found = [item for item in found if not os.path.isdir(item)]
         if not found:
             raise DataError(f"there is no file {str(pattern)!r}. Check the path or the pattern.")
         for item in found:
+            _check_regular(item)
             (again if item.absolute() in files else files).setdefault(item.absolute(), item)
     if not files:
         raise DataError("no input file was given.")
     return list(files.values()), list(again.values())
+
+
+def _check_regular(path: Path) -> None:
+    """Raise :class:`DataError` unless ``path`` is a regular file that this process may read."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            path.open("rb").close()
+            return
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}). Check its path and its permissions.") from error
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    raise DataError(
+        f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, and Stoker needs a regular file: it reads parts of it "
+        "at once and again. Write what comes from there to a file first."
+    )
 
 
 def _sorted(names: Iterable[str]) -> list[Path]:
@@ -132,6 +151,39 @@ def _compression(path: Path) -> str | None:
     return "zstd" if magic == b"\x28\xb5\x2f\xfd" else None
 
 
+def check_text(path: Path) -> None:
+    """Look at the first 64 KiB of a text file, decompressed.
+
+    Raises:
+        DataError: no line in it is whole, as the file breaks off; it is UTF-16; its lines end with carriage returns.
+    """
+    compression = _compression(path)
+    head, damage = bytearray(), None
+    if compression is None:
+        with path.open("rb") as file:
+            head += file.read(_READ)
+    else:
+        for piece, _, found in _inflate(path, compression):
+            head += piece
+            damage = found
+            if len(head) >= _READ:
+                break
+
+    def convert(command: str) -> str:
+        packed = "" if compression is None else f"{compression} -dc {quoted(path)} | "
+        return f"Convert it: {packed}{command}{'' if packed else f' < {quoted(path)}'} > NEW.csv"
+
+    if bytes(head[:2]) in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16 text. {convert('iconv -f UTF-16 -t UTF-8')}")
+    if b"\n" in head:
+        return
+    if b"\r" in head[:-1]:
+        how = convert(r"tr '\r' '\n'")
+        raise DataError(f"{path} has the line ends of old Macs, carriage returns alone. {how}")
+    if damage is not None:
+        raise DataError(f"{path} breaks off before its first line ends: {damage}. Get the file whole.")
+
+
 def first_line(path: Path, encoding: str = "utf-8") -> str:
     """The first line of a text file, without its end. Raises :class:`DataError` for an empty file."""
     for block in line_blocks(path, block_bytes=1):
@@ -141,7 +193,10 @@ def first_line(path: Path, encoding: str = "utf-8") -> str:
         try:
             return raw.split(b"\n", 1)[0].rstrip(b"\r").removeprefix(_BOM).decode(encoding)
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:1: the header is not UTF-8 (byte {error.start}).") from error
+            raise DataError(
+                f"{path}:1: the header is not UTF-8 (byte {error.start + 1:,}). For text in another encoding set "
+                'encoding = "latin-1" in [source] of the schema, or convert the file to UTF-8.'
+            ) from error
     raise DataError(f"{path} is empty: it has no header line.")
 
 

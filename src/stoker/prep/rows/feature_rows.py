@@ -11,6 +11,7 @@ import polars as pl
 
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
+from stoker.base.units import listed
 from stoker.prep.features.base import Derivation, leading
 from stoker.prep.features.pipeline import apply_feature, check_present
 from stoker.prep.parse.columns import BadLine, Block, Field
@@ -60,7 +61,7 @@ def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
         present += feature.outputs
     for item in Layout(schema).fields:
         if item.column not in present:
-            raise DataError(f"{name} have no column {item.column!r}. They have: {', '.join(present)}.")
+            raise DataError(f"{name} have no column {item.column!r}. They have: {listed(present)}.")
 
 
 def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:

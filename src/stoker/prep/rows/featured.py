@@ -86,10 +86,12 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         )
     except MissingColumnError as error:
         features = task.schema.feature
-        readers = [feature.where for feature in features if error.column in feature.inputs]
-        why = f", which {readers[0]} reads" if readers else ""
+        readers = [(one.where, name) for name in error.missing for one in features if name in one.inputs]
+        why = f", which {readers[0][0]} reads" if readers else ""
+        if readers and len(error.missing) > 1:
+            why = f" ({readers[0][0]} reads {readers[0][1]})"
         outputs = [output for feature in features for output in feature.outputs]
-        raise MissingColumnError(error.path, error.column, error.present, why, outputs) from None
+        raise MissingColumnError(error.path, error.missing, error.present, why, outputs) from None
     raw += blocks
     pieces, start = [], 0
     for index, block in enumerate(blocks):

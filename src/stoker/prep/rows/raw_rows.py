@@ -16,7 +16,7 @@ from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import DataError
 from stoker.prep.features.fitted.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
-from stoker.prep.parse.frames import block_frame
+from stoker.prep.parse.frames import block_frame, parquet_columns
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
@@ -153,6 +153,8 @@ def _raw_frame(
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
+        for path in parquet:
+            parquet_columns(path)  # raises for a file that is truncated or none
         return pl.scan_parquet(parquet)
     fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
     sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
