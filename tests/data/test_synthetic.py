@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
-from stoker.synthetic import text
+from stoker.synthetic import purchases, text
+from stoker.synthetic.clicks import IdColumn
 from stoker.synthetic.formats import Options, Part, criteo
 from stoker.synthetic.writer import RECIPES, source_of
 
@@ -118,6 +120,55 @@ def test_days_of_one_universe_give_a_value_the_same_frequency_and_probability(re
     assert any(abs(foreign.get(value, (0, 0))[1] - first[value][1]) > 0.05 for value in common)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "of", "names"),
+    [
+        ("taobao", "item", ["category"]),
+        ("online-retail", "StockCode", ["UnitPrice"]),
+        ("online-retail", "CustomerID", ["Country"]),
+        ("globo", "user_id", ["click_os", "click_region"]),
+        ("ebnerd", "user_id", ["device_type", "is_sso_user", "gender", "is_subscriber"]),
+    ],
+)
+def test_what_belongs_to_an_id_belongs_to_the_universe(recipe: str, of: str, names: list[str], tmp_path: Path) -> None:
+    def known(seed: int, universe: int | None) -> dict[object, set[object]]:
+        out = _out(tmp_path / f"{seed}-{universe}", recipe)
+        synthetic.write(recipe, 3_000, out, seed=seed, universe=universe)
+        if out.suffix == ".csv":
+            frame = pl.read_csv(out, has_header=False, new_columns=["user", "item", "category", "behaviour", "time"])
+        else:
+            frame = pl.read_parquet(out / "train_behaviors.parquet" if out.is_dir() else out)
+        if recipe == "online-retail":
+            frame = frame.filter(
+                ~pl.col("StockCode").is_in(["POST", "M", "D", "C2"]), pl.col("CustomerID").is_not_null()
+            )
+        values: dict[object, set[object]] = {}
+        for key, *rest in frame.select(of, *names).iter_rows():
+            values.setdefault(key, set()).add(tuple(rest))
+        return values
+
+    first, second, foreign = known(1, 7), known(2, 7), known(2, None)
+    common = first.keys() & second.keys() & foreign.keys()
+    assert len(common) > 20
+    assert all(first[key] == second[key] for key in common)
+    assert any(first[key] != foreign[key] for key in common)
+
+
+@pytest.mark.parametrize("kind", ["clicks", "purchases"])
+def test_hidden_weights_groups_and_drift_belong_to_the_universe(kind: str) -> None:
+    def hidden(seed: int) -> tuple[object, ...]:
+        options = Options(rows=2_000, seed=seed, universe=7, drift=0.5, scale=0.01)
+        ids = np.arange(400)
+        if kind == "clicks":
+            log = options.click_log([IdColumn(name="a", num_ids=50), IdColumn(name="b", num_ids=9)], [], 0.3)
+            return log._calibration[1:], log._strength("a"), log._drifted(ids % 50, ids.astype(np.uint64), log.ids[0])
+        taste = purchases._Taste(options, 640)
+        return taste.group(ids), taste._drifted(ids, ids)
+
+    for one, two in zip(hidden(1), hidden(2), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 def _picks(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Listed items of trivago's click-outs and whether each was clicked."""
     pairs = []
@@ -144,6 +195,11 @@ def test_what_is_learnt_on_one_day_scores_the_next_day_of_its_universe_only(tmp_
     assert auc("elsewhere") == pytest.approx(0.5, abs=0.08)
 
 
+def _prices(path: Path) -> dict[str, str]:
+    lines = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    return {item: price for line in lines for item, price in zip(line[-2].split("|"), line[-1].split("|"), strict=True)}
+
+
 def _metadata(folder: Path, **settings: int) -> dict[int, set[str]]:
     synthetic.write("trivago", 30_000, folder / "log.csv", metadata=folder / "item_metadata.csv", **settings)
     header, *lines = (folder / "item_metadata.csv").read_text().splitlines()
@@ -162,6 +218,10 @@ def test_metadata_of_hotels_belongs_to_the_universe(tmp_path: Path) -> None:
     assert len(set.union(*first.values())) == 157
     items, clicked = _picks(tmp_path / "a" / "log.csv")
     assert set(items.tolist()) <= set(first)
+    prices = [_prices(tmp_path / name / "log.csv") for name in "abc"]
+    common = prices[0].keys() & prices[1].keys() & prices[2].keys()
+    assert all(prices[0][item] == prices[1][item] for item in common)
+    assert any(prices[0][item] != prices[2][item] for item in common)
     # Stars follow the hidden worth: hotels of five are clicked more often where they are listed.
     rates = [clicked[np.array([f"{n} Star" in first[item] for item in items])].mean() for n in (1, 5)]
     assert rates[1] > 1.5 * rates[0]
