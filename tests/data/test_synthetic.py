@@ -24,7 +24,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
-from stoker.synthetic import purchases, text
+from stoker.synthetic import choices, purchases, text
 from stoker.synthetic.clicks import IdColumn
 from stoker.synthetic.formats import Options, Part, criteo
 from stoker.synthetic.writer import RECIPES, source_of
@@ -154,19 +154,29 @@ def test_what_belongs_to_an_id_belongs_to_the_universe(recipe: str, of: str, nam
     assert any(first[key] != foreign[key] for key in common)
 
 
-@pytest.mark.parametrize("kind", ["clicks", "purchases"])
+@pytest.mark.parametrize("kind", ["clicks", "purchases", "choices"])
 def test_hidden_weights_groups_and_drift_belong_to_the_universe(kind: str) -> None:
-    def hidden(seed: int) -> tuple[object, ...]:
-        options = Options(rows=2_000, seed=seed, universe=7, drift=0.5, scale=0.01)
+    def hidden(seed: int, universe: int | None) -> list[np.ndarray]:
+        options = Options(rows=2_000, seed=seed, universe=universe, drift=0.5)
         ids = np.arange(400)
         if kind == "clicks":
-            log = options.click_log([IdColumn(name="a", num_ids=50), IdColumn(name="b", num_ids=9)], [], 0.3)
-            return log._calibration[1:], log._strength("a"), log._drifted(ids % 50, ids.astype(np.uint64), log.ids[0])
-        taste = purchases._Taste(options, 640)
-        return taste.group(ids), taste._drifted(ids, ids)
+            columns = [IdColumn(name=name, num_ids=400) for name in "abcd"]
+            log = options.click_log([*columns, IdColumn(name="e", num_ids=7, of="a")], [], 0.3)
+            logits = log._raw_logits([ids] * 5, [], np.zeros(0, dtype=np.float32))
+            drawn = log.draw_ids(np.arange(20_000, dtype=np.uint64))
+            of_parent = np.full(400, -1)
+            of_parent[drawn[0]] = drawn[4]
+            drifted = log._drifted(ids, ids.astype(np.uint64), log.ids[0])
+            return [np.array(log._calibration[1:]), logits, drifted, of_parent[:30]]
+        if kind == "purchases":
+            taste = purchases._Taste(options, 640)
+            return [taste.group(ids), taste._drifted(ids, ids)]
+        chooser = choices._Chooser(options, 4_000, 10, 0.1)
+        return [chooser.utility(ids.reshape(-1, 10), ids[:40]), chooser.drifted(ids, ids)]
 
-    for one, two in zip(hidden(1), hidden(2), strict=True):
+    for one, two, foreign in zip(hidden(1, 7), hidden(2, 7), hidden(2, None), strict=True):
         np.testing.assert_array_equal(one, two)
+        assert (one != foreign).any()
 
 
 def _picks(path: Path) -> tuple[np.ndarray, np.ndarray]:

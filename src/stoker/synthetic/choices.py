@@ -48,28 +48,36 @@ class _Chooser:
         self.sampler = make_sampler(self.per_slot, options.alpha, options.curve)
 
     def __call__(self, rows: NDArray[np.int64], users: NDArray[np.int64], counts: NDArray[np.int64]) -> _Shown:
-        key = draw.key_of
-        seed, world, slots = self.options.seed, self.options.world, self.slots
+        key, seed, slots = draw.key_of, self.options.seed, self.slots
         cells = (rows[:, None] * slots + np.arange(slots)).ravel()
-        rank = self.sampler(draw.uniform(key(seed, "shown"), cells))
-        if self.options.drift:
-            phase = draw.uniform(key(world, "shown", "phase"), rank)
-            era = np.floor(np.repeat(rows, slots) * (self.options.drift / max(self.options.rows, 1)) + phase)
-            rank = (rank + era.astype(np.int64) * max(1, int(self.per_slot * 0.381966))) % self.per_slot
+        rank = self.drifted(self.sampler(draw.uniform(key(seed, "shown"), cells)), np.repeat(rows, slots))
         turn = np.argsort(draw.bits(key(seed, "turn"), cells).reshape(-1, slots), axis=1)
         items = rank.reshape(-1, slots) * slots + turn
         shown = np.arange(slots) < counts[:, None]
-        worth = draw.normal(key(world, "worth"), items.ravel()).reshape(items.shape).astype(np.float64)
-        # How a group of items suits a group of users: one hidden number for each pair of groups.
-        group = draw.integers(key(world, "user group"), users, _GROUPS)[:, None] * _GROUPS
-        group = group + draw.integers(key(world, "item group"), items.ravel(), _GROUPS).reshape(items.shape)
-        taste = draw.normal(key(world, "taste"), group.ravel()).reshape(items.shape).astype(np.float64)
-        utility = self.options.signal * (0.6 * worth + 0.5 * taste - self.position * np.arange(slots))
+        utility = self.utility(items, users)
         weight = np.where(shown, np.exp(utility), 0.0)
         chance = weight / weight.sum(axis=1, keepdims=True)
         threshold = draw.uniform(key(seed, "pick"), rows)[:, None]
         picked = np.minimum((np.cumsum(chance, axis=1) <= threshold).sum(axis=1), counts - 1)
         return _Shown(items=items, shown=shown, chance=chance, picked=picked)
+
+    def drifted(self, rank: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ranks that hold these places of popularity at these rows, [n]."""
+        if not self.options.drift:
+            return rank
+        phase = draw.uniform(draw.key_of(self.options.world, "shown", "phase"), rank)
+        era = np.floor(rows * (self.options.drift / max(self.options.rows, 1)) + phase)
+        return (rank + era.astype(np.int64) * max(1, int(self.per_slot * 0.381966))) % self.per_slot
+
+    def utility(self, items: NDArray[np.int64], users: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what the items of each list, [n, K], are worth to the list's user, by position too."""
+        key, world = draw.key_of, self.options.world
+        worth = draw.normal(key(world, "worth"), items.ravel()).reshape(items.shape).astype(np.float64)
+        # How a group of items suits a group of users: one hidden number for each pair of groups.
+        group = draw.integers(key(world, "user group"), users, _GROUPS)[:, None] * _GROUPS
+        group = group + draw.integers(key(world, "item group"), items.ravel(), _GROUPS).reshape(items.shape)
+        taste = draw.normal(key(world, "taste"), group.ravel()).reshape(items.shape).astype(np.float64)
+        return np.asarray(self.options.signal * (0.6 * worth + 0.5 * taste - self.position * np.arange(self.slots)))
 
 
 _SESSIONS = (4, 7, 3, 12, 6, 9, 5, 18)  # rows of eight sessions; the pattern repeats
