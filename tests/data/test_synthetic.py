@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
-from stoker.synthetic import text
+from stoker.synthetic import choices, purchases, text
+from stoker.synthetic.clicks import IdColumn
 from stoker.synthetic.formats import Options, Part, criteo
 from stoker.synthetic.writer import RECIPES, source_of
 
@@ -53,6 +55,232 @@ def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(recipe: str
     truths = [synthetic.SyntheticTruth.load(f"{_out(tmp_path / name, recipe)}.truth.json") for name in "ab"]
     assert truths[0] == truths[1]
     assert truths[0].rows == rows
+
+
+_BEFORE_UNIVERSES = {
+    "criteo": "0c32615f2fbbf29d",
+    "avazu": "635c66e633e1fcd5",
+    "taobao": "98f699ce23b450b6",
+    "trivago": "88b8d14f4ecab8c0",
+    "movielens": "a9ae0b620ff2d885",
+    "online-retail": "ebacf7d2153aba8d",
+    "globo": "31969855ee1bb422",
+    "ebnerd": "b5562307011905c3",
+}
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of text; the values of Parquet, whose bytes depend on the version of Arrow."""
+    return repr(pq.read_table(path).to_pydict()).encode() if path.suffix == ".parquet" else path.read_bytes()
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_call_with_a_seed_alone_writes_what_it_wrote_before_universes(recipe: str, tmp_path: Path) -> None:
+    out, bad = _out(tmp_path, recipe), 0.02 if recipe in TEXT_RECIPES else 0.0
+    synthetic.write(recipe, 400, out, seed=3, drift=0.4, scale=0.05, bad=bad)
+    files = [*(sorted(out.iterdir()) if out.is_dir() else [out]), Path(f"{out}.truth.json")]
+    digest = hashlib.sha256(b"".join(map(_content, files))).hexdigest()
+    assert digest[:16] == _BEFORE_UNIVERSES[recipe]
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_the_universe_is_the_seed_by_default_and_another_seed_draws_other_rows(recipe: str, tmp_path: Path) -> None:
+    for name, seeds in {"a": {"seed": 3}, "b": {"seed": 3, "universe": 3}, "c": {"seed": 4, "universe": 3}}.items():
+        synthetic.write(recipe, 300, _out(tmp_path / name, recipe), scale=0.05, **seeds)
+    first, same, other = (_digests(_out(tmp_path / name, recipe)) for name in "abc")
+    assert first == same
+    changed = {name for name in first if first[name] != other[name]}
+    assert changed == set(first) - {"users.dat", "movies.dat"}  # who users are and what movies are, is the universe's
+    truths = [synthetic.SyntheticTruth.load(f"{_out(tmp_path / name, recipe)}.truth.json") for name in "abc"]
+    assert [truth.universe for truth in truths] == [None, 3, 3]
+
+
+def _parts(recipe: str, seed: int, universe: int | None, column: int) -> tuple[list[bytes], np.ndarray]:
+    """Values of a column of 30,000 lines, and labels drawn with their true probabilities."""
+    part = source_of(recipe, Options(rows=30_000, scale=0.01, seed=seed, universe=universe)).files[""][1](0, 30_000)
+    assert part.block is not None
+    lines = part.block.tobytes().translate(None, b"\0").splitlines()
+    chance = 1 / (1 + np.exp(-part.logits.astype(np.float64)))
+    return [line.split(b"\t" if recipe == "criteo" else b",")[column] for line in lines], chance
+
+
+@pytest.mark.parametrize(("recipe", "column"), [("criteo", 23), ("avazu", 5)])
+def test_days_of_one_universe_give_a_value_the_same_frequency_and_probability(recipe: str, column: int) -> None:
+    def profile(seed: int, universe: int | None) -> dict[bytes, tuple[float, float]]:
+        values, chance = _parts(recipe, seed, universe, column)
+        of = np.array(values)
+        return {value: (float(np.mean(of == value)), float(chance[of == value].mean())) for value in set(values)}
+
+    first, second, foreign = profile(1, 7), profile(2, 7), profile(2, None)
+    common = [value for value, (share, _) in first.items() if share > 0.02]
+    assert len(common) >= 5
+    for value in common:
+        assert second[value][0] == pytest.approx(first[value][0], abs=0.01)
+        assert second[value][1] == pytest.approx(first[value][1], abs=0.03)
+    assert any(abs(foreign.get(value, (0, 0))[1] - first[value][1]) > 0.05 for value in common)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of", "names"),
+    [
+        ("taobao", "item", ["category"]),
+        ("online-retail", "StockCode", ["UnitPrice"]),
+        ("online-retail", "CustomerID", ["Country"]),
+        ("globo", "user_id", ["click_os", "click_region"]),
+        ("ebnerd", "user_id", ["device_type", "is_sso_user", "gender", "is_subscriber"]),
+    ],
+)
+def test_what_belongs_to_an_id_belongs_to_the_universe(recipe: str, of: str, names: list[str], tmp_path: Path) -> None:
+    def known(seed: int, universe: int | None) -> dict[object, set[object]]:
+        out = _out(tmp_path / f"{seed}-{universe}", recipe)
+        synthetic.write(recipe, 3_000, out, seed=seed, universe=universe)
+        if out.suffix == ".csv":
+            frame = pl.read_csv(out, has_header=False, new_columns=["user", "item", "category", "behaviour", "time"])
+        else:
+            frame = pl.read_parquet(out / "train_behaviors.parquet" if out.is_dir() else out)
+        if recipe == "online-retail":
+            frame = frame.filter(
+                ~pl.col("StockCode").is_in(["POST", "M", "D", "C2"]), pl.col("CustomerID").is_not_null()
+            )
+        values: dict[object, set[object]] = {}
+        for key, *rest in frame.select(of, *names).iter_rows():
+            values.setdefault(key, set()).add(tuple(rest))
+        return values
+
+    first, second, foreign = known(1, 7), known(2, 7), known(2, None)
+    common = first.keys() & second.keys() & foreign.keys()
+    assert len(common) > 20
+    assert all(first[key] == second[key] for key in common)
+    assert any(first[key] != foreign[key] for key in common)
+
+
+@pytest.mark.parametrize("kind", ["clicks", "purchases", "choices"])
+def test_hidden_weights_groups_and_drift_belong_to_the_universe(kind: str) -> None:
+    def hidden(seed: int, universe: int | None) -> list[np.ndarray]:
+        options = Options(rows=2_000, seed=seed, universe=universe, drift=0.5)
+        ids = np.arange(400)
+        if kind == "clicks":
+            columns = [IdColumn(name=name, num_ids=400) for name in "abcd"]
+            log = options.click_log([*columns, IdColumn(name="e", num_ids=7, of="a")], [], 0.3)
+            logits = log._raw_logits([ids] * 5, [], np.zeros(0, dtype=np.float32))
+            drawn = log.draw_ids(np.arange(20_000, dtype=np.uint64))
+            of_parent = np.full(400, -1)
+            of_parent[drawn[0]] = drawn[4]
+            drifted = log._drifted(ids, ids.astype(np.uint64), log.ids[0])
+            return [np.array(log._calibration[1:]), logits, drifted, of_parent[:30]]
+        if kind == "purchases":
+            taste = purchases._Taste(options, 640)
+            return [taste.group(ids), taste._drifted(ids, ids)]
+        chooser = choices._Chooser(options, 4_000, 10, 0.1)
+        return [chooser.utility(ids.reshape(-1, 10), ids[:40]), chooser.drifted(ids, ids)]
+
+    for one, two, foreign in zip(hidden(1, 7), hidden(2, 7), hidden(2, None), strict=True):
+        np.testing.assert_array_equal(one, two)
+        assert (one != foreign).any()
+
+
+def _picks(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Listed items of trivago's click-outs and whether each was clicked."""
+    pairs = []
+    for line in path.read_text().splitlines()[1:]:
+        fields = line.replace('", "', "").split(",")
+        reference, listed = fields[5], fields[-2].split("|")
+        pairs += [(int(item), item == reference) for item in listed if reference in listed[:25]]
+    items, clicked = zip(*pairs, strict=True)
+    return np.array(items), np.array(clicked)
+
+
+def test_what_is_learnt_on_one_day_scores_the_next_day_of_its_universe_only(tmp_path: Path) -> None:
+    for name, seed, universe in (("monday", 1, 7), ("tuesday", 2, 7), ("elsewhere", 2, None)):
+        synthetic.write("trivago", 20_000, tmp_path / name, seed=seed, universe=universe, scale=0.3)
+    items, clicked = _picks(tmp_path / "monday")
+    shown, taken = np.bincount(items, minlength=2_000), np.bincount(items, clicked, minlength=2_000)
+    rate = (taken + 20 * clicked.mean()) / (shown + 20)
+
+    def auc(name: str) -> float:
+        items, clicked = _picks(tmp_path / name)
+        return float(roc_auc_score(clicked, rate[items]))
+
+    assert auc("tuesday") > 0.65
+    assert auc("elsewhere") == pytest.approx(0.5, abs=0.08)
+
+
+def _prices(path: Path) -> dict[str, str]:
+    lines = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    return {item: price for line in lines for item, price in zip(line[-2].split("|"), line[-1].split("|"), strict=True)}
+
+
+def _metadata(folder: Path, **settings: int) -> dict[int, set[str]]:
+    synthetic.write("trivago", 30_000, folder / "log.csv", metadata=folder / "item_metadata.csv", **settings)
+    header, *lines = (folder / "item_metadata.csv").read_text().splitlines()
+    assert header == "item_id,properties"
+    pairs = [line.split(",") for line in lines]
+    return {int(item): set(properties.split("|")) for item, properties in pairs}
+
+
+def test_metadata_of_hotels_belongs_to_the_universe(tmp_path: Path) -> None:
+    first = _metadata(tmp_path / "a", seed=1, universe=7, workers=1)
+    again = _metadata(tmp_path / "b", seed=2, universe=7, workers=3)
+    other = _metadata(tmp_path / "c", seed=1)
+    assert first == again != other
+    assert (tmp_path / "a" / "item_metadata.csv").read_bytes() == (tmp_path / "b" / "item_metadata.csv").read_bytes()
+    assert list(first) == list(range(1, 2_001))
+    assert len(set.union(*first.values())) == 157
+    items, clicked = _picks(tmp_path / "a" / "log.csv")
+    assert set(items.tolist()) <= set(first)
+    prices = [_prices(tmp_path / name / "log.csv") for name in "abc"]
+    common = prices[0].keys() & prices[1].keys() & prices[2].keys()
+    assert all(prices[0][item] == prices[1][item] for item in common)
+    assert any(prices[0][item] != prices[2][item] for item in common)
+    # Stars follow the hidden worth: hotels of five are clicked more often where they are listed.
+    rates = [clicked[np.array([f"{n} Star" in first[item] for item in items])].mean() for n in (1, 5)]
+    assert rates[1] > 1.5 * rates[0]
+
+
+def test_hotels_of_similar_popularity_share_properties(tmp_path: Path) -> None:
+    known = _metadata(tmp_path)
+
+    def overlap(left: int, right: int) -> float:
+        pairs = [(known[left + k], known[right + k]) for k in range(200)]
+        return float(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
+
+    assert overlap(1_700, 1_750) > 1.5 * overlap(1_700, 200)  # ids rise with popularity's rank
+
+
+def test_metadata_over_more_than_one_block_is_the_same_on_any_number_of_threads() -> None:
+    source = source_of("trivago", Options(rows=2_000_000))
+    assert source.metadata is not None
+    count, render = source.metadata
+    assert count > 100_000
+    whole, (left, right) = render(60_000, 70_000), (render(60_000, 65_536), render(65_536, 70_000))
+    text_of = [part.block.tobytes().translate(None, b"\0") for part in (whole, left, right) if part.block is not None]
+    assert text_of[0] == text_of[1] + text_of[2]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "message"),
+    [
+        ("criteo", "item_metadata.csv", r"metadata: criteo logs have none; trivago's have"),
+        ("trivago", "items.csv", r"items\.csv: prepare finds this file by 'metadata' in its name"),
+        ("trivago", "metadata.log", r"metadata\.log: the log is written to this file"),
+        ("trivago", "", r"this is a directory\. Name a file in it: .*item_metadata\.csv"),
+    ],
+)
+def test_metadata_that_cannot_be_written(recipe: str, name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        synthetic.write(recipe, 50, tmp_path / "metadata.log", metadata=tmp_path / name)
+    assert caught.value.settings == ("metadata",)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    kept = tmp_path / "item_metadata.csv"
+    kept.write_text("mine")
+    with pytest.raises(ConfigError, match=r"item_metadata\.csv is there already"):
+        synthetic.write("trivago", 50, tmp_path / "log.csv", metadata=kept)
+    assert _tree(tmp_path) == {"item_metadata.csv": b"mine"}
+    synthetic.write("trivago", 50, tmp_path / "log.csv", metadata=kept, overwrite=True)
+    assert kept.read_text().startswith("item_id,properties\n1,")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -314,6 +542,7 @@ def test_refusals_name_the_remedy(tmp_path: Path) -> None:
         ("base_rate", 0, r"base_rate 0 must lie between 0 and 1, without either\."),
         ("base_rate", 1.5, r"base_rate 1\.5 must lie between 0 and 1"),
         ("seed", -1, r"seed -1 is negative\. Give 0 or more\."),
+        ("universe", -1, r"universe -1 is negative\. Give 0 or more\."),
         ("bad", "2", r"bad: share '2' lies outside 0 to 100 %\."),
         ("rows", "-5", r"rows: count '-5' is not a number"),
     ],
@@ -324,7 +553,7 @@ def test_settings_out_of_range(tmp_path: Path, recipe: str, setting: str, value:
     with pytest.raises(ConfigError, match=f"^{message}"):
         synthetic.write(recipe, out=tmp_path / "made" / "x", **arguments)
     assert list(tmp_path.iterdir()) == []
-    if setting != "bad":
+    if setting not in ("bad", "universe"):
         with pytest.raises(ConfigError):
             synthetic.dataset(tmp_path / "set", **arguments)
 
@@ -451,3 +680,17 @@ def test_the_command_writes_a_log_and_prints_its_truth(tmp_path: Path) -> None:
     truth = synthetic.SyntheticTruth.load(f"{out}.truth.json")
     assert json.loads(result.stdout) == dataclasses.asdict(truth)
     assert len(gzip.decompress(out.read_bytes()).splitlines()) == truth.rows == 2_000
+
+
+def test_the_command_writes_another_day_and_metadata(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from stoker.cli import app
+
+    out, kept = tmp_path / "day_1.csv", tmp_path / "item_metadata.csv"
+    arguments = ["--rows", "500", "--seed", "1", "--universe", "0", "--out", str(out), "--metadata", str(kept)]
+    result = CliRunner().invoke(app, ["synthetic", "trivago", *arguments])
+    assert result.exit_code == 0, result.output
+    synthetic.write("trivago", 500, tmp_path / "same.csv", seed=1, universe=0, metadata=tmp_path / "metadata.csv")
+    assert out.read_bytes() == (tmp_path / "same.csv").read_bytes()
+    assert kept.read_bytes() == (tmp_path / "metadata.csv").read_bytes()

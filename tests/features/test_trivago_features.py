@@ -125,6 +125,24 @@ def test_metadata_becomes_binary_columns(folder: Path, tmp_path: Path) -> None:
     assert bags.schema.num_embeddings["properties"] == 8
 
 
+def test_generated_metadata_is_prepared_and_serves_the_next_day(tmp_path: Path) -> None:
+    log, later, metadata = tmp_path / "train.csv", tmp_path / "day_2.csv", tmp_path / "item_metadata.csv"
+    stoker.synthetic.write("trivago", 1_400, log, metadata=metadata)
+    stoker.synthetic.write("trivago", 1_400, later, seed=1, universe=0)
+    data = stoker.prepare(plain("metadata"), [log, metadata], out=tmp_path / "made")
+    with metadata.open() as file:
+        known = {line["item_id"]: set(line["properties"].split("|")) for line in csv.DictReader(file)}
+    found = pl.read_parquet(tmp_path / "made" / "features" / "property.parquet")["value"].to_list()
+    assert len(found) > 150
+    names = list(data.schema.dense)
+    binary = [names.index(f"property_{number}") for number in range(1, len(found) + 1)]
+    rows = [row for row in by_loops(log) if row["clickout"] % 5 == 0]
+    expected = [[float(name in known[row["item"]]) for name in found] for row in rows]
+    assert (dense_of(data, "valid")[:, binary] == np.array(expected)).all()
+    new = stoker.prepare(files=[later, metadata], like=tmp_path / "made", out=tmp_path / "later")
+    assert dense_of(new, "test")[:, binary].sum(axis=1).min() >= 2  # stars and a kind
+
+
 def test_new_sessions_are_prepared_like_the_old(folder: Path, tmp_path: Path) -> None:
     data = stoker.prepare("trivago", folder / "log.csv", out=tmp_path / "made", preset="features")
     again = stoker.prepare(files=folder / "log.csv", like=tmp_path / "made", out=tmp_path / "again")

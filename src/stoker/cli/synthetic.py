@@ -19,7 +19,8 @@ def _synthetic(
     recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
     rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
     out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
-    seed: Annotated[int, typer.Option(help="Another seed, another log; 0 or more.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed, other rows; 0 or more.")] = 0,
+    universe: Annotated[int | None, typer.Option(help="Seed of ids and hidden weights; default: --seed.")] = None,
     alpha: Annotated[float, typer.Option(help="Exponent of Zipf's law for ids, without --curve; 0 to 10.")] = 1.05,
     curve: Annotated[
         str | None,
@@ -33,6 +34,9 @@ def _synthetic(
     base_rate: Annotated[float | None, typer.Option(help="Share of positives; default: that of the real log.")] = None,
     signal: Annotated[float, typer.Option(help="Spread of the true logit, 0 to 5; 0 plants nothing.")] = 1.3,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a log that is there.")] = False,
+    metadata: Annotated[
+        Path | None, typer.Option(help="trivago: also write the items' properties here, as item_metadata.csv.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the planted truth as JSON.")] = False,
 ) -> None:
     """Write a generated log with a planted truth.
@@ -44,6 +48,8 @@ def _synthetic(
     stoker synthetic criteo --rows 10M --out day_0.tsv.gz
     stoker synthetic criteo --rows 1M --out drift.tsv --curve globo-articles --drift 0.3 --bad 0.1%
     stoker synthetic movielens --rows 100k --out data/ml --seed 7
+    stoker synthetic criteo --rows 10M --out day_1.tsv.gz --seed 1 --universe 0
+    stoker synthetic trivago --rows 100k --out train.csv --metadata item_metadata.csv
     """
     if str(out) == "-":
         raise ConfigError("--out - names no file, and a log is not written to standard output. Name a file for it.")
@@ -56,6 +62,7 @@ def _synthetic(
         rows,
         out,
         seed=seed,
+        universe=universe,
         alpha=alpha,
         curve=curve,
         drift=drift,
@@ -64,6 +71,7 @@ def _synthetic(
         base_rate=base_rate,
         signal=signal,
         overwrite=overwrite,
+        metadata=metadata,
     )
     seconds = time.perf_counter() - start
     if as_json:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stoker.base import draw
 from stoker.synthetic import text
 from stoker.synthetic.clicks import make_sampler
-from stoker.synthetic.formats import Options, Part, Source
+from stoker.synthetic.formats import METADATA, Options, Part, Source
 
 __all__ = ["ebnerd", "trivago"]
 
@@ -48,28 +48,36 @@ class _Chooser:
         self.sampler = make_sampler(self.per_slot, options.alpha, options.curve)
 
     def __call__(self, rows: NDArray[np.int64], users: NDArray[np.int64], counts: NDArray[np.int64]) -> _Shown:
-        key = draw.key_of
-        seed, slots = self.options.seed, self.slots
+        key, seed, slots = draw.key_of, self.options.seed, self.slots
         cells = (rows[:, None] * slots + np.arange(slots)).ravel()
-        rank = self.sampler(draw.uniform(key(seed, "shown"), cells))
-        if self.options.drift:
-            phase = draw.uniform(key(seed, "shown", "phase"), rank)
-            era = np.floor(np.repeat(rows, slots) * (self.options.drift / max(self.options.rows, 1)) + phase)
-            rank = (rank + era.astype(np.int64) * max(1, int(self.per_slot * 0.381966))) % self.per_slot
+        rank = self.drifted(self.sampler(draw.uniform(key(seed, "shown"), cells)), np.repeat(rows, slots))
         turn = np.argsort(draw.bits(key(seed, "turn"), cells).reshape(-1, slots), axis=1)
         items = rank.reshape(-1, slots) * slots + turn
         shown = np.arange(slots) < counts[:, None]
-        worth = draw.normal(key(seed, "worth"), items.ravel()).reshape(items.shape).astype(np.float64)
-        # How a group of items suits a group of users: one hidden number for each pair of groups.
-        group = draw.integers(key(seed, "user group"), users, _GROUPS)[:, None] * _GROUPS
-        group = group + draw.integers(key(seed, "item group"), items.ravel(), _GROUPS).reshape(items.shape)
-        taste = draw.normal(key(seed, "taste"), group.ravel()).reshape(items.shape).astype(np.float64)
-        utility = self.options.signal * (0.6 * worth + 0.5 * taste - self.position * np.arange(slots))
+        utility = self.utility(items, users)
         weight = np.where(shown, np.exp(utility), 0.0)
         chance = weight / weight.sum(axis=1, keepdims=True)
         threshold = draw.uniform(key(seed, "pick"), rows)[:, None]
         picked = np.minimum((np.cumsum(chance, axis=1) <= threshold).sum(axis=1), counts - 1)
         return _Shown(items=items, shown=shown, chance=chance, picked=picked)
+
+    def drifted(self, rank: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ranks that hold these places of popularity at these rows, [n]."""
+        if not self.options.drift:
+            return rank
+        phase = draw.uniform(draw.key_of(self.options.world, "shown", "phase"), rank)
+        era = np.floor(rows * (self.options.drift / max(self.options.rows, 1)) + phase)
+        return (rank + era.astype(np.int64) * max(1, int(self.per_slot * 0.381966))) % self.per_slot
+
+    def utility(self, items: NDArray[np.int64], users: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what the items of each list, [n, K], are worth to the list's user, by position too."""
+        key, world = draw.key_of, self.options.world
+        worth = draw.normal(key(world, "worth"), items.ravel()).reshape(items.shape).astype(np.float64)
+        # How a group of items suits a group of users: one hidden number for each pair of groups.
+        group = draw.integers(key(world, "user group"), users, _GROUPS)[:, None] * _GROUPS
+        group = group + draw.integers(key(world, "item group"), items.ravel(), _GROUPS).reshape(items.shape)
+        taste = draw.normal(key(world, "taste"), group.ravel()).reshape(items.shape).astype(np.float64)
+        return np.asarray(self.options.signal * (0.6 * worth + 0.5 * taste - self.position * np.arange(self.slots)))
 
 
 _SESSIONS = (4, 7, 3, 12, 6, 9, 5, 18)  # rows of eight sessions; the pattern repeats
@@ -110,7 +118,7 @@ def trivago(options: Options) -> Source:
         unlisted = draw.uniform(draw.key_of(seed, "unlisted"), rows) < 0.02
         reference = np.where(unlisted & click, chooser.per_slot * chooser.slots + 7, item)
         action = np.where(click, 0, 1 + draw.integers(draw.key_of(seed, "action"), rows, len(_ACTIONS)))
-        price = 40 + draw.integers(draw.key_of(seed, "price"), shown.items.ravel(), 260)
+        price = 40 + draw.integers(draw.key_of(options.world, "price"), shown.items.ravel(), 260)
         fields = [text.hex8(draw.scatter32(1, user)), text.hex8(draw.scatter32(2, session))]
         fields += [text.whole(1_541_030_408 + rows * 518_000 // max(options.rows, 1))]
         fields += [text.whole(step[rows % length]), text.chosen(("clickout item", *_ACTIONS), action)]
@@ -134,9 +142,36 @@ def trivago(options: Options) -> Source:
         example="trivago.csv",
         files={"": (options.rows, render)},
         task="one shown item of a click-out with two or more candidates and the clicked one among them",
-        header={"": header},
+        header={"": header, METADATA: "item_id,properties"},
+        metadata=(chooser.per_slot * chooser.slots, lambda start, stop: _properties(chooser, start, stop)),
         spoil={"columns": 4, "number": 2, "utf8": 9},
     )
+
+
+_KINDS = ("Hotel", "Hostel", "Motel", "Resort", "Guest House", "Bed & Breakfast", "Apartment", "Boat")
+_SETS, _VARIANTS = 24, 6  # of amenities; with 5 classes of stars and 8 kinds, 157 properties as in the real file
+
+
+def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
+    """Lines of ``item_metadata.csv``: stars follow the item's worth, kind its group, amenities its popularity.
+
+    Items whose popularity ranks have the same power of two prefer the same amenity of each set.
+    """
+    world = chooser.options.world
+    item = np.arange(start, stop)
+    stars = np.searchsorted(np.array([-0.84, -0.25, 0.25, 0.84]), draw.normal(draw.key_of(world, "worth"), item))
+    fields = [text.chosen([f"{n} Star" for n in range(1, 6)], stars)]
+    fields.append(text.chosen([f"|{kind}" for kind in _KINDS], _of(world, "item group", item, _GROUPS) % len(_KINDS)))
+    popularity = np.log2(item // chooser.slots + 1).astype(np.int64)
+    for number in range(_SETS):
+        usual = _of(world, f"usual amenity {number}", popularity, _VARIANTS)
+        other = _of(world, f"other amenity {number}", item, _VARIANTS)
+        variant = np.where(_of(world, f"is usual {number}", item, 10) < 7, usual, other)
+        absent = _of(world, f"amenity {number}", item, 2) == 0
+        names = ["", *(f"|Amenity {number * _VARIANTS + n}" for n in range(1, _VARIANTS + 1))]
+        fields.append(text.chosen(names, np.where(absent, 0, 1 + variant)))
+    lines, starts = text.joined([text.whole(1 + item), np.concatenate(fields, axis=1)], ",")
+    return Part(block=lines, starts=starts)
 
 
 def _of(seed: int, name: str, parents: NDArray[np.int64], below: int) -> NDArray[np.int64]:
@@ -198,16 +233,16 @@ _WEEK = 604_800_000_000
 def _impressions(options: Options, rows: NDArray[np.int64], user: NDArray[np.int64], shown: _Shown) -> Any:
     import pyarrow as pa
 
-    seed = options.seed
+    world = options.world
     clicked = shown.items[np.arange(len(rows)), shown.picked]
     when = _MONDAY + (rows.astype(np.float64) * (2 * _WEEK / max(options.rows, 1))).astype(np.int64)
-    unknown = _of(seed, "unknown", user, 10) < 9
+    unknown = _of(world, "unknown", user, 10) < 9
 
     def listed(values: NDArray, offsets: NDArray) -> Any:
         return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values, pa.int32()))
 
     def of_user(name: str, below: int) -> Any:
-        return pa.array(_of(seed, name, user, below).astype(np.int8), mask=unknown)
+        return pa.array(_of(world, name, user, below).astype(np.int8), mask=unknown)
 
     ends = np.concatenate([[0], np.cumsum(shown.shown.sum(axis=1))])
     reading = (shown.chance[np.arange(len(rows)), shown.picked] * 100).astype(np.float32)
@@ -217,15 +252,15 @@ def _impressions(options: Options, rows: NDArray[np.int64], user: NDArray[np.int
         "impression_time": pa.array(when, pa.timestamp("us")),
         "read_time": pa.array(reading),
         "scroll_percentage": pa.nulls(len(rows), pa.float32()),
-        "device_type": pa.array((1 + _of(seed, "device", user, 3)).astype(np.int8)),
+        "device_type": pa.array((1 + _of(world, "device", user, 3)).astype(np.int8)),
         "article_ids_inview": listed(1000 + shown.items[shown.shown], ends),
         "article_ids_clicked": listed(1000 + clicked, np.arange(len(rows) + 1)),
         "user_id": pa.array((1 + user).astype(np.uint32)),
-        "is_sso_user": pa.array(_of(seed, "sso", user, 3) == 0),
+        "is_sso_user": pa.array(_of(world, "sso", user, 3) == 0),
         "gender": of_user("gender", 2),
         "postcode": of_user("postcode", 5),
         "age": of_user("age", 10),
-        "is_subscriber": pa.array(_of(seed, "subscriber", user, 5) == 0),
+        "is_subscriber": pa.array(_of(world, "subscriber", user, 5) == 0),
         "session_id": pa.array((rows // 3).astype(np.uint32)),
         "next_read_time": pa.array(reading + 1),
         "next_scroll_percentage": pa.array(reading),

@@ -8,6 +8,7 @@ asked spread.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,14 @@ def make_sampler(num_ids: int, alpha: float, curve: Curve | None) -> Sampler:
 
 
 def check_settings(
-    *, seed: int, alpha: float, drift: float, base_rate: float | None, signal: float, scale: float = 1.0
+    *,
+    seed: int,
+    universe: int | None = None,
+    alpha: float,
+    drift: float,
+    base_rate: float | None,
+    signal: float,
+    scale: float = 1.0,
 ) -> None:
     """Refuse settings out of their range with a :class:`ConfigError`."""
     _within("alpha", alpha, 0, 10)
@@ -70,6 +78,8 @@ def check_settings(
     _within("signal", signal, 0, 5)
     if seed < 0:
         raise ConfigError(f"seed {seed} is negative. Give 0 or more.", settings=("seed",))
+    if universe is not None and universe < 0:
+        raise ConfigError(f"universe {universe} is negative. Give 0 or more.", settings=("universe",))
     if not 0 < scale <= 100:
         raise ConfigError(f"scale {scale:g} must be above 0 and at most 100.", settings=("scale",))
     if base_rate is not None and not 0 < base_rate < 1:
@@ -86,6 +96,7 @@ class ClickLog:
 
     Args:
         rows: length of the log; it fixes how fast ``drift`` goes, nothing else.
+        universe: seed of the hidden weights and of what belongs to an id; None takes ``seed``.
         signal: standard deviation of the true logit; 0 plants nothing (best AUC 0.5).
         drift: share of the ranks whose id has been replaced by another one at the end of the log, 0 to 1.
         interactions: how many pairs of columns interact.
@@ -98,6 +109,7 @@ class ClickLog:
         *,
         rows: int,
         seed: int = 0,
+        universe: int | None = None,
         alpha: float = 1.05,
         curve: Curve | None = None,
         drift: float = 0.0,
@@ -105,8 +117,9 @@ class ClickLog:
         signal: float = 1.3,
         interactions: int = 3,
     ) -> None:
-        check_settings(seed=seed, alpha=alpha, drift=drift, base_rate=base_rate, signal=signal)
+        check_settings(seed=seed, universe=universe, alpha=alpha, drift=drift, base_rate=base_rate, signal=signal)
         self.ids, self.numbers, self.rows, self.seed = tuple(ids), tuple(numbers), rows, seed
+        self.universe = seed if universe is None else universe
         self.drift, self.base_rate, self.signal = drift, base_rate, signal
         self._position = {column.name: at for at, column in enumerate(self.ids)}
         sizes = {column.num_ids for column in self.ids if column.of is None}
@@ -114,7 +127,10 @@ class ClickLog:
         self._counts = {column.largest: Sampler(zipf(1.15, column.largest)) for column in self.numbers}
         small = [at for at, column in enumerate(self.ids) if 2 < column.num_ids <= _PAIR_IDS]
         self._pairs = list(zip(small[::2], small[1::2], strict=False))[:interactions]
-        self._calibration = self._calibrated()  # here, since blocks are made on several threads
+        # Logs of one universe share bias and scale, so they are set on the rows of the universe's own seed.
+        original = copy.copy(self)
+        original.seed = self.universe
+        self._calibration = original._calibrated()  # here, since blocks are made on several threads
 
     def block(self, start: int, stop: int) -> ClickBlock:
         """Rows [start, stop); may lie past ``rows``."""
@@ -139,7 +155,7 @@ class ClickLog:
         for column in self.ids:
             if column.of is not None:
                 parent = drawn[self._position[column.of]]
-                drawn.append(draw.integers(draw.key_of(self.seed, column.name, "of"), parent, column.num_ids))
+                drawn.append(draw.integers(draw.key_of(self.universe, column.name, "of"), parent, column.num_ids))
                 continue
             rank = self._samplers[column.num_ids](draw.uniform(draw.key_of(self.seed, column.name), rows))
             if self.drift and not still and column.num_ids > 2:
@@ -152,7 +168,7 @@ class ClickLog:
     def _drifted(self, rank: NDArray, rows: NDArray[np.uint64], column: IdColumn) -> NDArray[np.int64]:
         # A rank changes hands at a moment of its own, `drift` of the ranks over the log; the new holder
         # lies far down the list, as a new article does.
-        phase = draw.uniform(draw.key_of(self.seed, column.name, "phase"), rank)
+        phase = draw.uniform(draw.key_of(self.universe, column.name, "phase"), rank)
         era = np.floor(rows.astype(np.float64) * (self.drift / max(self.rows, 1)) + phase).astype(np.int64)
         stride = max(1, int(column.num_ids * 0.381966))
         return (rank + era * stride) % column.num_ids
@@ -181,18 +197,18 @@ class ClickLog:
         for column, values in zip(self.ids, ids, strict=True):
             # Rare ids cannot be learnt from one occurrence: the larger the table, the less hangs on it.
             strength = self._strength(column.name) / (1 + np.log10(column.num_ids) / 2)
-            total += draw.normal(draw.key_of(self.seed, column.name, "weight"), values) * np.float32(strength)
+            total += draw.normal(draw.key_of(self.universe, column.name, "weight"), values) * np.float32(strength)
         for number, values, middle in zip(self.numbers, numbers, centre, strict=True):
             shape = np.log1p(np.maximum(values, 0).astype(np.float32)) - middle
             total += shape * np.float32(0.25 * self._strength(number.name))
         for left, right in self._pairs:
-            factor = draw.normal(draw.key_of(self.seed, self.ids[left].name, "factor"), ids[left])
-            factor *= draw.normal(draw.key_of(self.seed, self.ids[right].name, "factor"), ids[right])
+            factor = draw.normal(draw.key_of(self.universe, self.ids[left].name, "factor"), ids[left])
+            factor *= draw.normal(draw.key_of(self.universe, self.ids[right].name, "factor"), ids[right])
             total += factor * np.float32(0.4)
         return total
 
     def _strength(self, name: str) -> float:
-        return 0.5 + float(draw.uniform(draw.key_of(self.seed, name, "strength"), np.zeros(1))[0])
+        return 0.5 + float(draw.uniform(draw.key_of(self.universe, name, "strength"), np.zeros(1))[0])
 
     def _calibrated(self) -> tuple[NDArray[np.float32], float, float]:
         rows = np.arange(_SAMPLE, dtype=np.uint64)

@@ -18,8 +18,9 @@ from stoker.synthetic import text
 from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, check_settings
 from stoker.synthetic.curve import Curve
 
-__all__ = ["KAGGLE_SIZES", "Options", "Part", "Source", "avazu", "criteo", "movielens"]
+__all__ = ["KAGGLE_SIZES", "METADATA", "Options", "Part", "Source", "avazu", "criteo", "movielens"]
 
+METADATA = "item metadata"  # the name of Source.metadata among headers
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
 KAGGLE_SIZES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306),
@@ -33,6 +34,7 @@ class Options:
 
     rows: int
     seed: int = 0
+    universe: int | None = None  # None: the seed
     alpha: float = 1.05
     curve: Curve | None = None
     drift: float = 0.0
@@ -42,9 +44,14 @@ class Options:
 
     def __post_init__(self) -> None:
         check_settings(
-            seed=self.seed, alpha=self.alpha, drift=self.drift, base_rate=self.base_rate, signal=self.signal,
-            scale=self.scale,
+            seed=self.seed, universe=self.universe, alpha=self.alpha, drift=self.drift, base_rate=self.base_rate,
+            signal=self.signal, scale=self.scale,
         )  # fmt: skip
+
+    @property
+    def world(self) -> int:
+        """The seed of what belongs to ids: raw values, attributes, hidden weights."""
+        return self.seed if self.universe is None else self.universe
 
     def click_log(self, ids: list[IdColumn], numbers: list[NumberColumn], base_rate: float) -> ClickLog:
         """A click log of these columns."""
@@ -53,6 +60,7 @@ class Options:
             numbers,
             rows=self.rows,
             seed=self.seed,
+            universe=self.universe,
             alpha=self.alpha,
             curve=self.curve,
             drift=self.drift,
@@ -84,6 +92,7 @@ class Source:
     files: Mapping[str, tuple[int, Callable[[int, int], Part]]]  # "" is the log itself, else a name inside OUT
     task: str
     header: Mapping[str, str] = field(default_factory=dict)  # file -> header line
+    metadata: tuple[int, Callable[[int, int], Part]] | None = None  # an optional file about the items
     spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
 
 
@@ -101,7 +110,7 @@ def criteo(options: Options) -> Source:
         for i, size in enumerate(KAGGLE_SIZES)
     ]
     log = options.click_log(ids, numbers, 0.2562)
-    keys = [draw.key_of(options.seed, column.name, "value") for column in ids]
+    keys = [draw.key_of(options.world, column.name, "value") for column in ids]
 
     def render(start: int, stop: int) -> Part:
         block = log.block(start, stop)
@@ -152,7 +161,7 @@ def avazu(options: Options) -> Source:
     ids = [IdColumn(name=name, num_ids=options.sized(sizes[name])) for name in names]
     log = options.click_log(ids, [], 0.1698)
     key = draw.key_of(options.seed, "id")
-    keys = {name: draw.key_of(options.seed, name, "value") for name in names}
+    keys = {name: draw.key_of(options.world, name, "value") for name in names}
 
     def render(start: int, stop: int) -> Part:
         block = log.block(start, stop)
@@ -210,7 +219,7 @@ def movielens(options: Options) -> Source:
 
     def attribute(name: str, parents: NDArray[np.int64]) -> NDArray[np.int64]:
         size = (of_user | of_movie)[name]
-        return draw.integers(draw.key_of(options.seed, name, "of"), parents, size)
+        return draw.integers(draw.key_of(options.world, name, "of"), parents, size)
 
     def ratings(start: int, stop: int) -> Part:
         block = log.block(start, stop)

@@ -36,7 +36,7 @@ class _Taste:
         self.loyalty = min(0.95, 0.6 * options.signal / 1.3)
 
     def group(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
-        return draw.integers(draw.key_of(self.options.seed, "group"), users, _GROUPS)
+        return draw.integers(draw.key_of(self.options.world, "group"), users, _GROUPS)
 
     def items(self, rows: NDArray[np.int64], users: NDArray[np.int64]) -> tuple[NDArray, NDArray, NDArray]:
         """Items taken in these rows, then the best logits of taken and of uniformly drawn items, [n] each."""
@@ -56,7 +56,7 @@ class _Taste:
     def _drifted(self, items: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if not self.options.drift:
             return items
-        phase = draw.uniform(draw.key_of(self.options.seed, "phase"), items)
+        phase = draw.uniform(draw.key_of(self.options.world, "phase"), items)
         era = np.floor(rows * (self.options.drift / max(self.options.rows, 1)) + phase).astype(np.int64)
         stride = _GROUPS * max(1, int(self.per_group * 0.381966))  # stays within the group
         return (items + era * stride) % self.num_items
@@ -84,7 +84,7 @@ def taobao(options: Options) -> Source:
         at = rows % length
         user = rows // length * len(_HISTORIES) + user_of[at]
         items, best, other = taste.items(rows, user)
-        category = draw.integers(draw.key_of(options.seed, "category"), items, categories)
+        category = draw.integers(draw.key_of(options.world, "category"), items, categories)
         behaviour = np.minimum(draw.integers(draw.key_of(options.seed, "behaviour"), rows, 40), 3)
         begin = draw.integers(draw.key_of(options.seed, "begin"), user, 300_000)
         when = 1_511_539_200 + begin + place[at] * (470_000 // size_of[at])
@@ -124,14 +124,15 @@ def online_retail(options: Options) -> Source:
         service = draw.uniform(draw.key_of(seed, "service"), rows) < 0.01
         quantity = 1 + draw.integers(draw.key_of(seed, "quantity"), rows, 24)
         seconds = 1_291_191_960 + invoice * 32_000_000 // max(options.rows * len(_INVOICES) // length, 1)
-        price = 50 + draw.integers(draw.key_of(seed, "price"), items, 1_500)
+        price = 50 + draw.integers(draw.key_of(options.world, "price"), items, 1_500)
         code = np.where(
             service,
             services[draw.integers(draw.key_of(seed, "code"), rows, 4)],
             np.char.mod("%d", 10_000 + items),
         )
         number = np.char.mod("%d", 536_365 + invoice)
-        country = np.array(_COUNTRIES)[np.minimum(draw.integers(draw.key_of(seed, "country"), customer, 60), 6)]
+        of_country = draw.integers(draw.key_of(options.world, "country"), customer, 60)
+        country = np.array(_COUNTRIES)[np.minimum(of_country, 6)]
         minutes = (seconds // 60 * 60).astype("datetime64[s]")
         columns = {
             "InvoiceNo": np.where(cancelled, np.char.add("C", number), number),
@@ -182,7 +183,7 @@ def globo(options: Options) -> Source:
         columns |= {"session_start": begin, "session_size": np.minimum(3, options.rows - session * 3)}
         columns |= {"click_article_id": items, "click_timestamp": begin + rows % 3 * 31_013}
         for name, size in attributes.items():
-            few = np.minimum(draw.integers(draw.key_of(seed, name), user, size * 4) // 2, size - 1)
+            few = np.minimum(draw.integers(draw.key_of(options.world, name), user, size * 4) // 2, size - 1)
             columns[f"click_{name}"] = 1 + few
         logits, labels = _pairs(best, other)
         table = pa.table({name: pa.array(values.astype(np.int64)) for name, values in columns.items()})

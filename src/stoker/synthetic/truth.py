@@ -31,10 +31,12 @@ class SyntheticTruth:
     best_auc: float
     best_log_loss: float
     task: str  # what an example is, and what its negatives are
+    universe: int | None = None  # None: the seed, as in files that do not name it
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write as JSON, without a universe where it is None."""
+        kept = {name: value for name, value in asdict(self).items() if name != "universe" or value is not None}
+        Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> SyntheticTruth:

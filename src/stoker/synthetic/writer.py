@@ -21,7 +21,7 @@ from stoker.base.units import parse_count, parse_share
 from stoker.dataset.leftovers import absent_folders, remove_empty
 from stoker.synthetic import choices, formats, purchases
 from stoker.synthetic.curve import Curve
-from stoker.synthetic.formats import Options, Part, Source
+from stoker.synthetic.formats import METADATA, Options, Part, Source
 from stoker.synthetic.truth import SyntheticTruth, TruthMeter
 
 __all__ = ["BLOCK", "RECIPES", "ordered_blocks", "source_of", "write"]
@@ -48,6 +48,7 @@ def write(
     out: str | Path,
     *,
     seed: int = 0,
+    universe: int | None = None,
     alpha: float = 1.05,
     curve: Curve | str | Path | None = None,
     drift: float = 0.0,
@@ -57,6 +58,7 @@ def write(
     signal: float = 1.3,
     workers: int | None = None,
     overwrite: bool = False,
+    metadata: str | Path | None = None,
 ) -> SyntheticTruth:
     """Write a log in the raw format of ``recipe`` and, beside it, ``<out>.truth.json``.
 
@@ -71,7 +73,10 @@ def write(
         alpha: exponent of Zipf's law for the ids, where no curve is given.
         curve: a measured frequency curve, the name of one of the package's, or a file of one; stretched to
             each table.
-        seed: 0 or more; another seed, another log.
+        seed: 0 or more; another seed, other rows.
+        universe: 0 or more; logs of one universe share ids, their popularity and hidden weights whatever their seed,
+            so that a model of one log can score another. None takes ``seed``. Where tables grow with ``rows``
+            (all but criteo and avazu), give such logs the same ``rows``.
         drift: share of the frequency ranks whose id is another one at the end of the log than at its start, 0 to 1.
         bad: share of lines to spoil (wrong column count, unparsable label or number, invalid hex, broken UTF-8),
             for text formats; :func:`stoker.prepare` sets aside just these. They do not enter the truth.
@@ -80,6 +85,8 @@ def write(
         signal: standard deviation of the true logit, or the strength of preferences, 0 to 5; 0 plants nothing.
         workers: rendering threads; None takes one per core, at most 4.
         overwrite: replace a log that is there, once the new one is whole.
+        metadata: trivago only: also write the properties of every item (``item_id,properties``) to this file,
+            ``item_metadata.csv`` in the real data set; it depends on the universe and the number of items only.
 
     Returns:
         The planted truth: what the best possible model reaches.
@@ -96,6 +103,7 @@ def write(
     options = Options(
         rows=total,
         seed=seed,
+        universe=universe,
         alpha=alpha,
         curve=curve if curve is None or isinstance(curve, Curve) else Curve.load(curve),
         drift=drift,
@@ -111,12 +119,16 @@ def write(
         )
     truth_file = out.with_name(out.name + ".truth.json")
     paths = {name: out / name if name else out for name in source.files}
+    files = dict(source.files)
+    if metadata is not None:
+        paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file), recipe, source)
+        files[METADATA] = cast(Any, source.metadata)
     _check_place(out, [*paths.values(), truth_file], source, overwrite)
-    made = absent_folders(paths[next(iter(paths))].parent)
+    made = [folder for path in paths.values() for folder in absent_folders(path.parent)]
     meter, spoiled = TruthMeter(), 0
     try:
         with ExitStack() as stack:  # the files of a log appear together, when the last is whole
-            for name, (count, render) in source.files.items():
+            for name, (count, render) in files.items():
                 spoiled += _write_file(stack, paths[name], source, name, count, render, share, seed, meter, workers)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(
@@ -138,6 +150,7 @@ def write(
         best_auc=meter.auc,
         best_log_loss=meter.log_loss,
         task=source.task,
+        universe=universe,
     )
     truth.save(truth_file)
     return truth
@@ -148,6 +161,22 @@ def _parsed(name: str, parse: Callable[[Any], T], value: object) -> T:
         return parse(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}", settings=(name,)) from None
+
+
+def _metadata_path(path: Path, taken: tuple[Path, ...], recipe: str, source: Source) -> Path:
+    """Return ``path``, or refuse it where it cannot hold metadata that ``prepare`` recognises."""
+    if source.metadata is None:
+        raise ConfigError(f"metadata: {recipe} logs have none; trivago's have. Leave it out.", settings=("metadata",))
+    remedy = ""
+    if path.is_dir():
+        remedy = f"this is a directory. Name a file in it: {path / 'item_metadata.csv'}."
+    elif path.resolve() in [other.resolve() for other in taken]:
+        remedy = "the log is written to this file. Name another one, such as item_metadata.csv."
+    elif "metadata" not in path.name:
+        remedy = "prepare finds this file by 'metadata' in its name. Name it item_metadata.csv."
+    if remedy:
+        raise ConfigError(f"metadata {path}: {remedy}", settings=("metadata",))
+    return path
 
 
 def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) -> None:
