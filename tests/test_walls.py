@@ -19,9 +19,9 @@ FLOORS = {
 # Lines of each room. To raise one is a decision, written in docs/architecture.md.
 LINES = {
     "base": 1_200, "ops": 6_100, "dataset": 3_450, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_300, "rewrite": 3_000, "prep": 14_400, "synthetic": 1_950, "cli": 3_300,
+    "training": 7_300, "rewrite": 3_000, "prep": 15_500, "synthetic": 1_950, "cli": 3_450,
 }  # fmt: skip
-ALL_LINES = 55_000
+ALL_LINES = 56_250
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

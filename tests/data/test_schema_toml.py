@@ -34,7 +34,9 @@ def test_any_value_comes_back(value: Any) -> None:
     assert repr(tomllib.loads(f"x = {toml_value(value)}")["x"]) == repr(value)
 
 
-@pytest.mark.parametrize("text", ['"', "\\", "\\n", "\n", "\t", "\x00", "\x1f", "\x7f", "'", '"""', "é\u2028", "#", "\x01"])
+@pytest.mark.parametrize(
+    "text", ['"', "\\", "\\n", "\n", "\t", "\x00", "\x1f", "\x7f", "'", '"""', "é\u2028", "#", "\x01"]
+)
 def test_texts_are_quoted(text: str) -> None:
     assert tomllib.loads(f"x = {toml_value(text)}  # comment") == {"x": text}
     assert tomllib.loads(f"x = {toml_value({text: [text]})}") == {"x": {text: [text]}}

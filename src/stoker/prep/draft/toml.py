@@ -32,7 +32,7 @@ def schema_toml(schema: Schema) -> str:
 
 def entries(part: Any) -> dict[str, Any]:
     """Return the keys of a schema, or of a part of one, that differ from their defaults."""
-    values = {} if not isinstance(part, Derivation) else {"kind": part.kind}
+    values: dict[str, Any] = {"kind": part.kind} if isinstance(part, Derivation) else {}
     values |= {item.name: getattr(part, item.name) for item in fields(part) if _differs(item, getattr(part, item.name))}
     if isinstance(part, SplitRule):
         rule = {"rule": part.rule} if values else {}
@@ -43,7 +43,9 @@ def entries(part: Any) -> dict[str, Any]:
 
 
 def _differs(item: Field[Any], value: Any) -> bool:
-    default = item.default if item.default_factory is MISSING else item.default_factory()
+    default: object = item.default
+    if item.default_factory is not MISSING:
+        default = item.default_factory()
     return repr(value) != repr(default)  # 0 and 0.0 have different hashes
 
 
