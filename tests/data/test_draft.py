@@ -66,9 +66,10 @@ def settings(found: Draft, kind: str, name: str) -> dict[str, Any]:
             "c",
             ["" if i % 9 == 0 else i**6 for i in range(40)] * 10,
             "dense",
-            {"fill": "median", "transforms": ["zscore"]},
+            {"fill": "median", "transforms": ["log1p", "zscore"]},
         ),
         ("user_id", [1000 + i % 90 for i in range(ROWS)], "categorical", {"type": "int"}),
+        ("user_id", [10**25 + i % 90 for i in range(ROWS)], "categorical", {}),
         ("zip", [f"{i % 90:05}" for i in range(ROWS)], "categorical", {}),
         ("user_id", [f"{i % 90}.0" for i in range(ROWS)], "categorical", {"type": "float"}),
         ("site", [f"{(i % 90 + 7) * 2654435761 % 2**32:08x}" for i in range(ROWS)], "categorical", {"type": "hex"}),
@@ -87,7 +88,7 @@ def test_kinds_of_columns(tmp_path: Path, name: str, values: Sequence[Any], kind
     found = draft(tmp_path, **{name: values})
     assert kinds(found) == {"clicked": "label", "shop": "categorical", name: kind}
     assert settings(found, kind, name) == given
-    Schema.from_dict(tomllib.loads(found.text))
+    prepared(tmp_path, tmp_path / "log.csv", found)
 
 
 @pytest.mark.parametrize(

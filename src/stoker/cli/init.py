@@ -42,16 +42,12 @@ def _init(
     from stoker.base.files import atomic_file
     from stoker.prep.draft.draft import draft_log
 
-    names = " ".join(_quoted(name) for name in log)
-    command = f"stoker prepare {_quoted(str(out))} {names} --out data"
+    names = " ".join(map(shlex.quote, log))
+    command = f"stoker prepare {shlex.quote(str(out))} {names} --out data"
     draft = draft_log(log, rows=rows, command=command)
     with atomic_file(out) as file:
         file.write(draft.text.encode())
     _show(draft, out, command)
-
-
-def _quoted(text: str) -> str:
-    return shlex.quote(text)
 
 
 def _show(draft: Draft, out: Path, command: str) -> None:
@@ -67,9 +63,7 @@ def _show(draft: Draft, out: Path, command: str) -> None:
     table.add_column("example", overflow="ellipsis", no_wrap=True)
     for column in draft.columns:
         missing = f"{column.missing:.1%}" if column.missing else "-"
-        table.add_row(
-            Text(column.name), draft.role(column), f"{column.distinct:,}", missing, Text(column.example)
-        )  # fmt: skip
+        table.add_row(Text(column.name), draft.role(column), f"{column.distinct:,}", missing, Text(column.example))
     Console().print(table)
     doubts = f" {plural(draft.unsure, 'comment')} in it begin with 'unsure:'." if draft.unsure else ""
     typer.echo(f"wrote {out}.{doubts}")

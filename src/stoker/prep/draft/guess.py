@@ -255,6 +255,8 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
         guess.code = guess.distinct > _CODES
         if guess.distinct > 2:
             guess.doubts.append("numbers or codes? Taken for codes; numbers want [[dense]]")
+    if guess.kind == "categorical" and whole and max(-low, high) >= 2**63:
+        guess.settings = {}  # type int has 64 bits
     if guess.kind == "categorical" and values.dtype == pl.String and numbers.count() < len(values):
         guess.settings = {}
         guess.doubts = ["most values are whole numbers, some are not: taken for texts"]
