@@ -21,6 +21,8 @@ __all__ = ["COMMANDS", "app", "main"]
 
 #: command -> module whose ``register(app)`` defines it, in the order of the help.
 COMMANDS = {
+    "init": "stoker.cli.init",
+    "schema": "stoker.cli.schema",
     "prepare": "stoker.cli.prepare",
     "synthetic": "stoker.cli.synthetic",
     "train": "stoker.cli.train",

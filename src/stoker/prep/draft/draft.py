@@ -1,0 +1,282 @@
+"""Draft a commented schema for a log from its first rows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stoker.base.errors import ConfigError
+from stoker.base.units import plural
+from stoker.prep.draft.guess import Guess, guess_columns, null_texts
+from stoker.prep.draft.look import Sample, look
+from stoker.prep.draft.toml import entries, toml_value
+from stoker.prep.parse.sources import expand, source_kind
+from stoker.prep.schema import VALUE_TYPES
+
+__all__ = ["ROWS", "Draft", "draft_log", "draft_schema"]
+
+ROWS = 100_000  # looked at unless told otherwise
+_USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
+_UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header
+_GROUP_NAME = re.compile(
+    r"session|impression|search|query|request|clickout|slate|visit(_|$)|list_?id|basket|order", re.I
+)
+_TIME_NAME = re.compile(r"time|(^|_)ts($|_)", re.I)
+_STRONG = 3  # candidates for the label up to this order tell an outcome by their names
+_MOST_MISSING = 0.2  # share of rows without a time from which on a column is no [timestamp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A schema draft and what it was made of.
+
+    Args:
+        text: the schema, TOML with comments.
+        columns: a guess for each column, in the order of the log.
+        label: the column to predict; None: none was found, and ``[label]`` is a comment.
+        features: columns that a model would see.
+        rows: that were looked at.
+        unsure: comments of the text that want a person's answer.
+    """
+
+    text: str
+    columns: Sequence[Guess]
+    label: str | None
+    features: int
+    rows: int
+    unsure: int
+
+    def role(self, column: Guess) -> str:
+        """Return what the draft makes of a column: label, dense, categorical, sequence, time or left out."""
+        return "label" if column.name == self.label else column.kind
+
+
+def draft_schema(
+    log: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, rows: int = ROWS, command: str | None = None
+) -> str:
+    """Draft a schema for a log of your own from its first rows, as TOML text with comments.
+
+    Comments that begin with ``unsure:`` want your answer. The text is a whole schema wherever a label was found; else
+    its ``[label]`` is a comment for you to fill in.
+
+    Args:
+        log: files or glob patterns: delimited text or JSON lines, also as .gz or .zst, or Parquet.
+        rows: to look at, the same number from the beginning of each file, and at most 128 MiB of text.
+        command: the next command to show in the first lines; None: one with the names of the files.
+
+    Raises:
+        DataError: a file that is not there, empty, or no log. ConfigError: fewer than one row.
+    """
+    return draft_log(log, rows=rows, command=command).text
+
+
+def draft_log(
+    log: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, rows: int = ROWS, command: str | None = None
+) -> Draft:
+    """As :func:`draft_schema`, with what was found of each column."""
+    if rows < 1:
+        raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
+    given = [log] if isinstance(log, str | os.PathLike) else list(log)
+    files, _ = expand(given)
+    sample = look(files, rows)
+    if source_kind(files[0], sample.source.kind) == "csv":
+        sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
+    columns = guess_columns(sample)
+    label = _choose_label(columns)
+    time = _choose_time(columns, label)
+    _leave_out_others(columns, label, time)
+    names = " ".join(shlex.quote(str(one)) for one in given)
+    head = [
+        f"Draft of a schema from {plural(sample.frame.height, 'row')} of {names}"
+        f"{'' if sample.whole else ', not all of its rows'}.",
+        "Comments that begin with `unsure:` want your answer; docs/prepare.md describes every key. Then:",
+        f"  {command or f'stoker prepare schema.toml {names} --out data'}",
+    ]
+    stem = files[0].name.split(".")[0] or "log"
+    features = [column for column in columns if column is not label and column.kind in _FEATURES]
+    if not features:
+        head.append(
+            "unsure: no column could be a feature. Add at least one [[dense]], [[categorical]] or [[sequence]]."
+        )
+    parts = [
+        [*map(_comment, head)],
+        [f"name = {toml_value(stem)}", *_group(columns)],
+        _source(sample),
+        _label(label, columns),
+        _timestamp(time),
+        _split(columns, label, time),
+        *_columns(features, sample.frame.height),
+        _left_out([column for column in columns if column.kind == "left out"]),
+    ]
+    text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return Draft(
+        text=text, columns=columns, label=label.name if label else None, features=len(features),
+        rows=sample.frame.height, unsure=sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines()),
+    )  # fmt: skip
+
+
+_FEATURES = ("dense", "categorical", "sequence")
+
+
+def _choose_label(columns: Sequence[Guess]) -> Guess | None:
+    found = [(column.outcome.order, place) for place, column in enumerate(columns) if column.outcome]
+    return columns[min(found)[1]] if found else None
+
+
+def _choose_time(columns: Sequence[Guess], label: Guess | None) -> Guess | None:
+    """Return the column for ``[timestamp]``: one with few missing values, by its name and then its place."""
+    found = [one for one in columns if one.kind == "time" and one is not label and one.missing < _MOST_MISSING]
+    return min(found, key=lambda one: (_TIME_NAME.search(one.name) is None, one.missing > 0), default=None)
+
+
+def _leave_out_others(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> None:
+    """Leave out other times, and other outcomes, of which a model would read off the label."""
+    for column in columns:
+        if column is label or column.kind == "left out":
+            continue
+        if column.kind == "time" and column is not time:
+            empty = column.missing >= _MOST_MISSING
+            why = f"a time that {column.missing:.0%} of the rows lack" if empty else "another time than [timestamp]"
+            column.kind, column.reason = "left out", f"{why}; docs/features.md makes features of times"
+        elif column.outcome is not None and column.outcome.order <= _STRONG:
+            column.kind = "left out"
+            column.reason = "another outcome? As a feature it could tell the label"
+
+
+def _comment(text: str) -> str:
+    return "# " + "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _doubts(doubts: Sequence[str]) -> list[str]:
+    return [_comment(f"unsure: {text}") for text in doubts]
+
+
+def _keys(values: dict[str, Any]) -> list[str]:
+    return [f"{key} = {toml_value(value)}" for key, value in values.items()]
+
+
+def _source(sample: Sample) -> list[str]:
+    values = entries(sample.source)
+    if not values and not sample.unsure and not sample.bad:
+        return []
+    said = ""
+    if "separator" in values:
+        said = "the first line names the columns" if sample.header else "no header: c1, c2, ... are for you to rename"
+    lines = [f"[source]  {_comment(said)}" if said else "[source]", *_doubts(sample.unsure)]
+    if sample.bad:
+        lines.append(_comment(f"{plural(sample.bad, 'line')} with other fields than the rest: bad lines, set aside"))
+    return lines + _keys(values)
+
+
+def _group(columns: Sequence[Guess]) -> list[str]:
+    found = [one.name for one in columns if _GROUP_NAME.search(one.name) and one.repeats > 1 and one.distinct > 1]
+    if not found:
+        return []
+    return [
+        f"# group = {_printable(found[0])}  # if its rows are one list to rank: MRR, nDCG and hit rate are reported"
+    ]
+
+
+def _printable(text: str) -> str:
+    """Return a text in TOML, fit for a comment."""
+    return _comment(toml_value(text))[2:]
+
+
+def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
+    others = [one for one in columns if one is not label and one.kind != "left out"]
+    two = [_printable(one.name) for one in others if one.distinct == 2]
+    candidates = [_comment(f"columns with two values: {', '.join(two[:20])}")] if two else []
+    if label is None or label.outcome is None:
+        return [
+            _comment("unsure: no column looks like a label. Name the column to predict and uncomment these lines;"),
+            _comment("a rule (>=, >, <=, <, ==, != and a number, or == and quoted text) says which values are 1."),
+            *candidates, "# [label]", '# column = "?"', '# rule = ">= 4"',
+        ]  # fmt: skip
+    found = label.outcome
+    doubts = [found.doubt] if found.doubt else []
+    if label.missing:
+        doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
+    others = [one for one in columns if one is not label and one.outcome]
+    more = [_comment(f"other candidates: {', '.join(_printable(one.name) for one in others[:20])}")] if others else []
+    return [
+        f"[label]  {_comment(f'{_values(label)}, such as {label.example!r}')}", *_doubts(doubts), *more,
+        *_keys({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
+    ]  # fmt: skip
+
+
+def _values(column: Guess) -> str:
+    return plural(column.distinct, "value")
+
+
+def _timestamp(time: Guess | None) -> list[str]:
+    if time is None:
+        return []
+    missing = [f"{time.missing:.1%} of the rows have no time: they are bad lines, set aside"] if time.missing else []
+    values = {"column": time.name, **time.settings}
+    lines = [f"[timestamp]  {_comment('; '.join([*time.notes, f'such as {time.example!r}']))}"]
+    return [*lines, *_doubts([*time.doubts, *missing]), *_keys({k: v for k, v in values.items() if v != "int"})]
+
+
+def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> list[str]:
+    """Split by time where there is one, and propose what suits logs of users better."""
+    codes = [one for one in columns if one is not label and one.code and one.kind != "left out" and one.repeats >= 2]
+    users = [one for one in codes if one.kind == "categorical" and _USER_NAME.search(one.name)]
+    unnamed = [one for one in codes if time and one.kind == "categorical" and not one.missing and _UNNAMED(one.name)]
+    lines = ["[split]"]
+    if time is not None:
+        lines += ['rule = "time"  # the earliest rows train', "train = 0.8", "valid = 0.1", "test = 0.1"]
+    else:
+        lines += ['rule = "hash"  # by row number', "train = 0.8", "valid = 0.1", "test = 0.1"]
+    for user in (users or unnamed)[:1]:
+        needs = "" if time is not None else ", with a [timestamp]"
+        doubt = "" if users else "unsure: "
+        lines += [
+            _comment(f"{doubt}instead, each user's last row for the test, the one before for validation{needs}:"),
+            '# rule = "leave_last_out"',
+            f"# column = {_printable(user.name)}",
+        ]
+    return lines
+
+
+def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
+    names: set[str] = set()
+    for kind in _FEATURES:
+        for column in features:
+            if column.kind != kind:
+                continue
+            name = _safe(column.name, names)
+            names.add(name)
+            values = {"name": name, **({} if name == column.name else {"source": column.name}), **column.settings}
+            said = [_values(column) + (f" in {rows:,} rows" if kind == "categorical" else "")]
+            said += [f"{column.missing:.1%} missing"] if column.missing else []
+            said += [*column.notes, f"such as {column.example!r}"]
+            lines = [f"[[{kind}]]  {_comment('; '.join(said))}", *_doubts(column.doubts)]
+            yield lines + _keys(values)
+
+
+def _safe(name: str, taken: set[str]) -> str:
+    """Return a name for a column that can also name a file."""
+    safe = re.sub(r"[\x00-\x1f\x7f/\\*]", "_", name).lstrip("_.")[:60] if _unsafe(name) else name
+    safe, number = safe or "column", 2
+    while safe in taken:
+        safe, number = f"{safe}_{number}", number + 1
+    return safe
+
+
+def _unsafe(name: str) -> bool:
+    return bool(re.search(r"[\x00-\x1f\x7f/\\*]", name)) or name.startswith(("__", ".")) or len(name.encode()) > 100
+
+
+def _left_out(columns: Sequence[Guess]) -> list[str]:
+    if not columns:
+        return []
+    lines = [_comment("Left out. To use a column all the same, uncomment its table.")]
+    for column in columns:
+        lines += ["", "# [[categorical]]  " + _comment(column.reason), f"# name = {_printable(column.name)}"]
+        if column.settings.get("type") in VALUE_TYPES:
+            lines.append(f'# type = "{column.settings["type"]}"')
+    return lines

@@ -1,0 +1,374 @@
+"""Drafts of schemas: what `stoker init` makes of logs that nobody has described."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import zstandard
+from recipe_logs import generated
+
+import stoker
+from stoker import Schema
+from stoker.base.errors import ConfigError, DataError
+from stoker.cli import main
+from stoker.prep.draft.draft import Draft, draft_log
+
+ROWS = 400
+
+
+def write(path: Path, columns: dict[str, Sequence[Any]], separator: str = ",", *, header: bool = True) -> Path:
+    lines = [separator.join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("\n".join([separator.join(columns)] * header + lines) + "\n", encoding="utf-8")
+    return path
+
+
+def table(**columns: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    return {
+        "clicked": [int(i % 4 == 0) for i in range(ROWS)],
+        "shop": [f"s{i * 7 % 13}" for i in range(ROWS)],
+        **columns,
+    }
+
+
+def numbers(step: float, of: int) -> list[float]:
+    return [i * 37 % of * step for i in range(ROWS)]
+
+
+def draft(tmp_path: Path, **columns: Sequence[Any]) -> Draft:
+    return draft_log(write(tmp_path / "log.csv", table(**columns)))
+
+
+def kinds(found: Draft) -> dict[str, str]:
+    return {column.name: found.role(column) for column in found.columns}
+
+
+def settings(found: Draft, kind: str, name: str) -> dict[str, Any]:
+    (one,) = [one for one in tomllib.loads(found.text)[kind] if one["name"] == name]
+    return {key: value for key, value in one.items() if key != "name"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "given"),
+    [
+        ("price", numbers(0.25, 97), "dense", {"transforms": ["zscore"]}),
+        ("price", [i % 50 or "" for i in range(ROWS)], "dense", {"fill": "median", "transforms": ["zscore"]}),
+        ("views", [1] * 390 + [10_000 + i for i in range(10)], "categorical", {"type": "int"}),
+        ("amount", [i % 20 for i in range(390)] + [9_999] * 10, "dense", {"transforms": ["log1p", "zscore"]}),
+        ("c", ["" if i % 9 == 0 else i * i for i in range(20)] * 20, "categorical", {"type": "int"}),
+        (
+            "c",
+            ["" if i % 9 == 0 else i**6 for i in range(40)] * 10,
+            "dense",
+            {"fill": "median", "transforms": ["log1p", "zscore"]},
+        ),
+        ("user_id", [1000 + i % 90 for i in range(ROWS)], "categorical", {"type": "int"}),
+        ("user_id", [10**25 + i % 90 for i in range(ROWS)], "categorical", {}),
+        ("zip", [f"{i % 90:05}" for i in range(ROWS)], "categorical", {}),
+        ("user_id", [f"{i % 90}.0" for i in range(ROWS)], "categorical", {"type": "float"}),
+        ("site", [f"{(i % 90 + 7) * 2654435761 % 2**32:08x}" for i in range(ROWS)], "categorical", {"type": "hex"}),
+        ("note", [f"word {i % 9}" for i in range(ROWS)], "categorical", {}),
+        (
+            "seen",
+            [f"{i % 7}|{i % 11}|{i % 3}" for i in range(ROWS)],
+            "sequence",
+            {"separator": "|", "type": "int", "max_length": 3},
+        ),
+        ("seen", [f"N{i % 7} N{i % 11}" for i in range(ROWS)], "sequence", {"separator": " ", "max_length": 2}),
+        ("tags", [f"a{i % 7};b{i % 5}" for i in range(ROWS)], "sequence", {"separator": ";", "max_length": 2}),
+    ],
+)
+def test_kinds_of_columns(tmp_path: Path, name: str, values: Sequence[Any], kind: str, given: dict[str, Any]) -> None:
+    found = draft(tmp_path, **{name: values})
+    assert kinds(found) == {"clicked": "label", "shop": "categorical", name: kind}
+    assert settings(found, kind, name) == given
+    prepared(tmp_path, tmp_path / "log.csv", found)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (range(ROWS), "a row id"),
+        ([f"r{i}" for i in range(ROWS)], "a row id"),
+        ([f"some words that nobody wrote before, number {i}".replace(",", "") * 2 for i in range(ROWS)], "free text"),
+        (["x"] * ROWS, "the same value in every row read: x"),
+        ([""] * ROWS, "no row read has a value"),
+        (["[1; 2]", "[3]"] * (ROWS // 2), "written as text"),
+    ],
+)
+def test_columns_that_are_left_out(tmp_path: Path, values: Sequence[Any], reason: str) -> None:
+    found = draft(tmp_path, it_id=values)
+    assert kinds(found)["it_id"] == "left out"
+    (line,) = [line for line in found.text.splitlines() if reason in line]
+    assert line.startswith("# [[categorical]]  # ")
+    assert '# name = "it_id"' in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "rule"),
+    [
+        ("label", [0, 1], None),
+        ("is_good", [0, 1], None),
+        ("label", ["no", "yes"], "== 'yes'"),
+        ("label", ["false", "true"], "== 'true'"),
+        ("label", [-1, 1], "== 1"),
+        ("rating", [1, 2, 3, 4, 5], ">= 4"),
+        ("rating", [i / 2 for i in range(1, 11)], ">= 4"),
+        ("score", list(range(1, 11)), ">= 7"),
+        ("clicks", [0, 1, 2, 3, 4], "> 0"),
+        ("event", ["view", "cart", "purchase"], "== 'purchase'"),
+    ],
+)
+def test_labels(tmp_path: Path, name: str, values: Sequence[Any], rule: str | None) -> None:
+    column = [values[i % len(values)] for i in range(ROWS)]
+    found = draft_log(write(tmp_path / "log.csv", {"item": [f"i{i % 9}" for i in range(ROWS)], name: column}))
+    assert found.label == name
+    schema = Schema.from_dict(tomllib.loads(found.text))
+    assert (schema.label.column, schema.label.rule) == (name, rule)
+    assert schema.features[0].name == "item"
+
+
+def test_the_name_decides_between_labels_and_other_outcomes_are_left_out(tmp_path: Path) -> None:
+    ones = [i % 2 for i in range(ROWS)]
+    found = draft(tmp_path, is_mobile=ones, flag=ones, purchased=ones)
+    assert kinds(found) == {
+        "clicked": "label", "shop": "categorical", "is_mobile": "categorical", "flag": "categorical",
+        "purchased": "left out",
+    }  # fmt: skip
+    assert "other candidates:" in found.text
+    assert "tell the label" in found.text
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ([1_600_000_000 + i * 999 for i in range(ROWS)], {}),
+        ([(1_600_000_000 + i * 999) * 1000 for i in range(ROWS)], {}),
+        ([1_600_000_000.5 + i for i in range(ROWS)], {"type": "float"}),
+        ([f"2017-03-{i % 28 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
+        ([f"2017-03-07T{i % 24:02}:{i % 60:02}:00Z" for i in range(ROWS)], {"type": "datetime"}),
+        ([f"201703{i % 28 + 1:02}" for i in range(ROWS)], {"type": "datetime"}),
+        (
+            [f"{i % 28 + 1:02}.03.2017 {i % 24:02}:15" for i in range(ROWS)],
+            {"type": "datetime", "format": "%d.%m.%Y %H:%M"},
+        ),
+    ],
+)  # fmt: skip
+def test_times(tmp_path: Path, values: Sequence[Any], settings: dict[str, str]) -> None:
+    found = draft(tmp_path, event_time=values)
+    assert kinds(found)["event_time"] == "time"
+    schema = tomllib.loads(found.text)
+    assert schema["timestamp"] in ({"column": "event_time", **settings}, {"column": "event_time", "type": "int"})
+    assert schema["split"]["rule"] == "time"
+    prepared(tmp_path, tmp_path / "log.csv", found)
+
+
+def test_a_date_that_could_be_another_is_unsure(tmp_path: Path) -> None:
+    found = draft(tmp_path, day=[f"0{i % 9 + 1}/0{i % 7 + 1}/2017" for i in range(ROWS)])
+    assert 'format = "%m/%d/%Y"' in found.text
+    assert '# unsure: the dates could also be written as format = "%d/%m/%Y"' in found.text
+
+
+def test_users_and_groups_are_proposed_in_comments(tmp_path: Path) -> None:
+    found = draft(
+        tmp_path, user_id=[i % 30 for i in range(ROWS)], session_id=[f"q{i // 5}" for i in range(ROWS)],
+        ts=[1_600_000_000 + i for i in range(ROWS)],
+    )  # fmt: skip
+    assert '# group = "session_id"' in found.text
+    assert '# rule = "leave_last_out"\n# column = "user_id"' in found.text
+    changed = found.text.replace('rule = "time"', "#", 1).replace("# rule", "rule").replace("# column", "column")
+    changed = "\n".join(line for line in changed.splitlines() if not line.startswith(("train", "valid", "test")))
+    assert Schema.from_dict(tomllib.loads(changed)).split.column == "user_id"
+
+
+def test_without_a_label_the_draft_has_a_commented_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write(tmp_path / "log.csv", {"shop": [f"s{i % 9}" for i in range(50)], "sex": ["m", "f"] * 25})
+    with pytest.raises(SystemExit) as done:
+        main(["init", str(log), "--out", str(tmp_path / "s.toml")])
+    assert not done.value.code
+    assert "no column looks like a label" in capsys.readouterr().out
+    text = (tmp_path / "s.toml").read_text()
+    assert "# [label]" in text
+    assert '# columns with two values: "sex"' in text
+    Schema.from_dict(
+        tomllib.loads(
+            text.replace("# [label]", "[label]").replace('# column = "?"', 'column = "sex"\nrule = "== \'m\'"')
+        )
+    )
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";", "|", "::", "\x01"])
+@pytest.mark.parametrize("header", [True, False])
+def test_separators_and_headers(tmp_path: Path, separator: str, header: bool) -> None:
+    log = write(tmp_path / "log.dat", table(price=numbers(0.25, 97)), separator, header=header)
+    schema = Schema.from_dict(tomllib.loads(draft_log(log).text))
+    assert (schema.source.separator or ",") == separator
+    assert schema.source.columns == (() if header else ("c1", "c2", "c3"))
+    assert schema.label.column == ("clicked" if header else "c1")
+
+
+def frames(path: Path) -> list[Path]:
+    columns = {**table(price=numbers(0.25, 97)), "seen": [[i % 7, i % 5] for i in range(ROWS)]}
+    frame = pl.DataFrame(columns)
+    frame.write_parquet(path / "a.parquet")
+    frame.write_ndjson(path / "a.jsonl")
+    text = frame.with_columns(pl.col("seen").cast(pl.List(pl.String)).list.join("|")).write_csv().encode()
+    (path / "a.csv").write_bytes(text)
+    (path / "a.csv.gz").write_bytes(gzip.compress(text))
+    (path / "b.log.zst").write_bytes(zstandard.ZstdCompressor().compress(text))
+    (path / "a.data").write_bytes((path / "a.parquet").read_bytes())
+    (path / "b.data").write_bytes((path / "a.jsonl").read_bytes())
+    return sorted(path.iterdir())
+
+
+def test_every_format_gives_the_same_columns(tmp_path: Path) -> None:
+    for file in frames(tmp_path):
+        found = draft_log(file)
+        assert kinds(found) == {"clicked": "label", "shop": "categorical", "price": "dense", "seen": "sequence"}, file
+        assert prepared(tmp_path, file, found).manifest["splits"], file
+
+
+def prepared(tmp_path: Path, log: Path, found: Draft) -> stoker.Dataset:
+    (tmp_path / "schema.toml").write_text(found.text, encoding="utf-8")
+    data = stoker.prepare(tmp_path / "schema.toml", log)
+    assert sum(len(split) for split in (data.train, data.valid, data.test)) == found.rows
+    return data
+
+
+def test_rows_bound_what_is_read_and_files_share_them(tmp_path: Path) -> None:
+    logs = [write(tmp_path / f"{name}.csv", table()) for name in "ab"]
+    assert draft_log(logs[0], rows=50).rows == 50
+    assert "not all of its rows" in draft_log(logs[0], rows=50).text
+    assert draft_log(logs[0], rows=ROWS).text.count("not all") == 0
+    assert draft_log(logs, rows=50).rows == 50
+    assert draft_log(logs).rows == 2 * ROWS
+    with pytest.raises(ConfigError, match="rows=0"):
+        draft_log(logs, rows=0)
+    write(tmp_path / "b.csv", {"x": [1], "y": [2]})
+    with pytest.raises(DataError, match=r"b.csv has the columns x, y, but .*a.csv has clicked, shop"):
+        draft_log(logs)
+
+
+MESSY = """\ufeffid;clicked;Preis (EUR);when;tags;a/b;constant;"name";city;weight;dup;dup
+"""
+
+
+def messy(path: Path) -> Path:
+    lines = [
+        f"{i};{i % 3 // 2};{'NULL' if i % 9 == 0 else i % 50 / 4};{i % 28 + 1}.3.2017 10:15;"
+        f"x{i % 5}|y{i % 3};k{i % 4};1;"
+        f'"Smith; ""J"" {i % 6}";Kö"ln{i % 5};{i % 40 if i != 77 else "heavy"};1;2'
+        for i in range(300)
+    ]
+    lines[40] = "broken;line"
+    lines[50] = ""
+    path.write_bytes((MESSY + "\r\n".join(lines) + "\r\n").encode())
+    return path
+
+
+def test_a_messy_log_prepares_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, out = messy(tmp_path / "messy log.csv"), tmp_path / "schema.toml"
+    trains(tmp_path, [log])
+    text = out.read_text(encoding="utf-8")
+    shown = capsys.readouterr().out
+    assert "'heavy'" in text
+    assert "1 line with other fields than the rest" in text
+    assert "more than once" in text
+    schema = Schema.from_file(out)
+    assert schema.source.null_values == ("NULL",)
+    assert schema.source.separator == ";"
+    assert schema.timestamp is not None
+    assert schema.timestamp.format == "%d.%m.%Y %H:%M"
+    assert {column.name: column.raw for column in schema.features}["a_b"] == "a/b"
+    assert "Preis (EUR)" in schema.dense_names
+    assert f"stoker prepare {out} '{log}' --out data" in shown
+
+
+@pytest.mark.parametrize("recipe", ["taobao", "movielens", "avazu", "criteo", "globo", "online-retail"])
+def test_generated_logs_prepare_and_train(tmp_path: Path, recipe: str) -> None:
+    files = generated(tmp_path, recipe, 600)
+    files = [file for file in files if "ratings" in file.name] or files[:1]
+    trains(tmp_path, files)
+
+
+def trains(tmp_path: Path, files: Sequence[Path]) -> None:
+    schema, data = tmp_path / "schema.toml", tmp_path / "data"
+    commands = [
+        ["init", *map(str, files), "--out", str(schema)],
+        ["prepare", str(schema), *map(str, files), "--out", str(data)],
+    ]
+    for command in commands:
+        with pytest.raises(SystemExit) as done:
+            main(command)
+        assert not done.value.code, command
+        if command[0] == "init" and "# [label]" in schema.read_text():
+            return
+    stoker.train(
+        data, out=tmp_path / "run", model="tabular", batch_size=16, steps=20, backend="reference", tensorboard=False
+    )
+
+
+def output(arguments: Sequence[object], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as done:
+        main([str(argument) for argument in arguments])
+    assert done.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert text.count("\n") < 10
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", b"", "is empty"),
+        ("a.csv", b"\n \n", "is empty"),
+        ("a.csv", b"x,y\n", "no rows"),
+        ("a.csv.gz", gzip.compress(b""), "is empty"),
+        ("a.csv", bytes(range(256)) * 40, "binary file"),
+        ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
+        ("a.csv", "x,y\n1,2\n".encode("utf-16"), "UTF-16"),
+        ("a.csv", b"one\ntwo\nthree\n", "no separator"),
+        ("a.parquet", b"PAR1 and nothing more", "cannot be read as Parquet"),
+        ("a.jsonl", b"no json\n", "no JSON object"),
+    ],
+)
+def test_files_that_are_no_logs(
+    tmp_path: Path, name: str, content: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    text = output(["init", tmp_path / name, "--out", tmp_path / "s.toml"], capsys)
+    assert said in text
+    assert str(tmp_path / name) in text
+    assert not (tmp_path / "s.toml").exists()
+
+
+def test_files_that_are_not_there_or_would_be_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, out = write(tmp_path / "log.csv", table()), tmp_path / "s.toml"
+    assert "there is no file" in output(["init", tmp_path / "no.csv", "--out", out], capsys)
+    assert "is a directory" in output(["init", tmp_path, "--out", out], capsys)
+    assert "does not end in .toml" in output(["init", log, "--out", log], capsys)
+    out.write_text("mine")
+    assert "--overwrite" in output(["init", log, "--out", out], capsys)
+    assert out.read_text() == "mine"
+    with pytest.raises(SystemExit) as done:
+        main(["init", str(log), "--out", str(out), "--overwrite"])
+    assert not done.value.code
+    assert out.read_text() == stoker.draft_schema(log, command=f"stoker prepare {out} {log} --out data")
+
+
+def test_texts_of_the_log_cannot_break_the_draft(tmp_path: Path) -> None:
+    bad = 'x"\\ \x7f# [label] \u2028'
+    rows = [json.dumps({"click": i % 2, bad: f"{bad}{i % 5}\n\x00", "deep": {"x": 1}, "u": [1.5]}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "[1]", "{"]) + "\n")
+    found = draft_log(tmp_path / "a.jsonl")
+    schema = Schema.from_dict(tomllib.loads(found.text))
+    assert schema.features[0].raw == bad
+    assert kinds(found)["deep"] == kinds(found)["u"] == "left out"
