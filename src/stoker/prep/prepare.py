@@ -377,7 +377,7 @@ def _read(task: Task) -> Rows:
         return featured_rows(task) if task.schema.feature else read_rows(task)
     except DataError as error:
         label = task.schema.label.column
-        absent = isinstance(error, MissingColumnError) and label in error.missing
+        absent = isinstance(error, MissingColumnError) and list(error.missing) == [label]
         if task.like is None and (absent or f"column {label}: missing value" in str(error)):
             remedy = f"Training needs labels ({label}). To score rows without: stoker prepare --like DATASET."
             kind = UnusableInput if isinstance(error, UnusableInput) else DataError
