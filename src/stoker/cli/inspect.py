@@ -254,6 +254,10 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
             for name, split in found["splits"].items()
         ],
     )
+    for name, split in found["splits"].items():
+        if "labelled" in split:
+            words = f"{split['rows'] - split['labelled']:,} rows of {name}: for stoker predict, not for training"
+            _line(console, "no label", words)
     if timed := {name: split["time"] for name, split in found["splits"].items() if "time" in split}:
         rows = [[name, str(time["first"]), str(time["last"])] for name, time in timed.items()]
         _table(console, "Times of the rows", ["split", "first", "last"], rows)

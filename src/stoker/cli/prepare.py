@@ -35,6 +35,9 @@ that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
 share of lines may be damaged. A compressed file that breaks off is named in
 the summary; with --max-bad or --strict it stops the run.
 
+With --like, rows may lack a label: a field that is empty, or the whole column,
+in all files. They are for stoker predict.
+
 \b
 stoker prepare criteo 'day_*.gz' --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
@@ -165,7 +168,7 @@ def _show(report: PrepareReport) -> None:
     splits.add_column("share", justify="right")
     for name, rows in report.rows.items():
         positive = report.positives[name]
-        share = f"{positive / rows:.2%}" if rows else "-"
+        share = f"{positive / report.labelled[name]:.2%}" if report.labelled[name] else "-"
         splits.add_row(name, f"{rows:,}", f"{positive:,}", share)
     console.print(splits)
     if report.tables:
@@ -197,6 +200,8 @@ def _show(report: PrepareReport) -> None:
             console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print("no bad lines")
+    if absent := sum(report.rows.values()) - sum(report.labelled.values()):
+        console.print(f"{plural(absent, 'row')} without label: score with stoker predict", highlight=False)
     if groups := report.groups:
         console.print(f"{plural(groups['count'], 'group')} by column {groups['column']}", highlight=False)
     for text in report.warnings:

@@ -78,6 +78,8 @@ def evaluate(
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
         return
+    if absent := len(chosen) - chosen.labelled:
+        typer.echo(f"{absent:,} of {len(chosen):,} rows of split {split} have no label: left out")
     from rich.console import Console
 
     console = Console()

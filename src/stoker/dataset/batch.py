@@ -25,7 +25,7 @@ class Batch:
     ids: Tensor  # [B, F] int32/int64 where every bag has exactly one id, else flat [L]
     offsets: Tensor | None = None  # None, or [B * F + 1] int64: bag i is ids[offsets[i]:offsets[i + 1]]
     weights: Tensor | None = None  # None, or [L] float32 per-sample weights (sum pooling only)
-    labels: Tensor | None = None  # [B] float32 in {0, 1}; None when predicting
+    labels: Tensor | None = None  # [B] float32 in {0, 1}, NaN for rows without; None when predicting
     step: int = 0  # position in the stream, counted from 0 over all epochs
 
     def __len__(self) -> int:

@@ -101,6 +101,20 @@ class Dataset:
                 "Dataset.save(DIRECTORY)."
             )
 
+    def check_labelled(self, done: str) -> None:
+        """Refuse a dataset with rows without labels.
+
+        Raises:
+            DataError: it has some; ``done`` is what cannot be done with it.
+        """
+        for name, split in self.splits.items():
+            if split.labelled < len(split):
+                raise DataError(
+                    f"{self.path}: {len(split) - split.labelled:,} of the {len(split):,} rows of split {name} have no "
+                    f"label, so the dataset cannot be {done}. It was prepared for stoker predict; take the one that it "
+                    f"was prepared like, {self.manifest.get('like', {}).get('source', 'with labels')}."
+                )
+
     @property
     def schema_hash(self) -> str:
         """sha256 of the schema the data was prepared by and, where it was reordered, of the order of its ids."""

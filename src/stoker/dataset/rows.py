@@ -38,7 +38,7 @@ class SplitRows:
         made_by: MadeBy = "prepare", files: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.name = name
-        self.entry = entry  # the manifest's record: rows, positives, shards
+        self.entry = entry  # the manifest's record: rows, positives, shards; labelled, where rows have no label
         self.schema = schema
         self.schema_hash = schema_hash
         self.made_by = made_by  # the command that makes it again
@@ -73,6 +73,11 @@ class SplitRows:
     def positives(self) -> int:
         """Rows with label 1."""
         return int(self.entry["positives"])
+
+    @property
+    def labelled(self) -> int:
+        """Rows that have a label: all of them, but for rows prepared for scoring, whose label may be NaN."""
+        return int(self.entry.get("labelled", self.rows))
 
     @property
     def bytes(self) -> int:

@@ -72,7 +72,8 @@ def _describe_split(split: Split) -> dict[str, Any]:
     return {
         "rows": len(split),
         "positives": split.positives,
-        "share": split.positives / len(split) if len(split) else None,
+        "share": split.positives / split.labelled if split.labelled else None,
+        **({"labelled": split.labelled} if split.labelled < len(split) else {}),
         "shards": len(split.entry["shards"]),
         "bytes": split.bytes,
         **({"groups": _describe_groups(split)} if "groups" in split.entry else {}),

@@ -36,11 +36,12 @@ from stoker.dataset.rebuild import check_out
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.split_rules import targets_of_files
 from stoker.prep.like import Like
+from stoker.prep.parse.frames import MissingColumnError
 from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
 from stoker.prep.parse.sources import BLOCK_BYTES, expand, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
-from stoker.prep.rows.raw_rows import read_rows
+from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema
 from stoker.prep.work.task import NO_ROOM, Progress, Task
@@ -61,6 +62,7 @@ class PrepareReport:
     path: Path
     rows: dict[str, int]  # split -> rows
     positives: dict[str, int]
+    labelled: dict[str, int]  # split -> rows that have a label
     tables: dict[str, dict[str, float]]  # table -> rows, unknown (share of valid and test ids that are 0)
     lines: int
     bad: int
@@ -102,7 +104,8 @@ def prepare(
             memory, as long as something in this process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts
             it in a directory. For what is tried once: its rows go from here to the batches without a disk in between.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
-            learned, and all rows go to the split ``test``.
+            learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
+            the column. Their label is NaN; :func:`stoker.predict` scores them.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10
@@ -337,7 +340,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     try:
         task.begin(resume=resume)
         try:
-            rows = featured_rows(task) if task.schema.feature else read_rows(task)
+            rows = _read(task)
             fitting = Fitting(task, rows.blocks)
             fitting.fit()
             note_request(task.out, request)
@@ -368,6 +371,20 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     return report
 
 
+def _read(task: Task) -> Rows:
+    """Read the rows with their features; an error that is due to absent labels says what they need."""
+    try:
+        return featured_rows(task) if task.schema.feature else read_rows(task)
+    except DataError as error:
+        label = task.schema.label.column
+        absent = isinstance(error, MissingColumnError) and list(error.missing) == [label]
+        if task.like is None and (absent or f"column {label}: missing value" in str(error)):
+            remedy = f"Training needs labels ({label}). To score rows without: stoker prepare --like DATASET."
+            kind = UnusableInput if isinstance(error, UnusableInput) else DataError
+            raise kind(f"{error} {remedy}") from error
+        raise
+
+
 def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
     """Return what the manifest of a prepared dataset tells."""
     quarantine = path / "quarantine.jsonl"
@@ -378,6 +395,7 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
         remedies=found.remedies,
         rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
         positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
+        labelled={name: entry.get("labelled", entry["rows"]) for name, entry in manifest["splits"].items()},
         tables=_table_summary(manifest),
         lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
         bad=manifest["quarantined"],

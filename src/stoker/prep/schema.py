@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from stoker.base.checks import build_schema, choice, fail, positive, read_mapping
 from stoker.base.errors import SchemaError
@@ -32,6 +32,7 @@ __all__ = [
     "CategoricalColumn",
     "DenseColumn",
     "Label",
+    "OptionalLabel",
     "Schema",
     "SequenceColumn",
     "SplitRule",
@@ -65,6 +66,7 @@ class Label:
 
     column: str
     rule: str | None = None  # e.g. ">= 4", "== 'clickout item'"; true is 1
+    required: ClassVar[bool] = True  # a row without one is a bad line
 
     def __post_init__(self) -> None:
         if self.rule is not None:
@@ -90,6 +92,12 @@ class Label:
             return match[1], float(text)
         except ValueError:
             fail("label", "rule", f"{self.rule!r} compares with neither a number nor quoted text")
+
+
+class OptionalLabel(Label):
+    """The label of a log that is prepared for scoring: rows, or whole files, may lack it."""
+
+    required: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,6 +189,7 @@ def _opened(
         config = config.replace(batch_order=batch_order(config, data))
     else:
         data, config = reopen(resume, dataset, config, settings)
+    data.check_labelled("trained on")
     if not len(data.train):
         raise ConfigError(f"{data.path} has no training rows.")
     if config.patience is not None and not data.splits.get("valid"):

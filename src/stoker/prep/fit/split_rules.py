@@ -116,8 +116,8 @@ class Splitter:
         seed = splitmix(np.array([self.schema.seed + 1], np.uint64))[0]
         hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
         with self._open(part) as arrays:
-            positive: npt.NDArray[np.bool_] = arrays["labels"] > 0.5
-        kept: npt.NDArray[np.bool_] = positive | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
+            other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
+        kept: npt.NDArray[np.bool_] = other | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
         return kept
 
     def _position(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:

@@ -47,6 +47,7 @@ class Field:
     max_length: int = 0  # of a list
     keep: str = "last"
     required: bool = False  # an empty field makes the line bad
+    optional: bool = False  # a file may lack the column, which is as if all its fields were empty
 
 
 @dataclass(kw_only=True)
@@ -65,6 +66,15 @@ class RawColumn:
     codes: npt.NDArray[np.uint32] | None = None  # [n] from 1, 0 where missing
     ends: npt.NDArray[np.int64] | None = None  # [D + 1] where the distinct ones, which ``data`` consists of, end
     counts: npt.NDArray[np.int32] | None = None  # [rows]: how many of the values belong to each row
+
+    @classmethod
+    def empty(cls, kind: str, rows: int) -> RawColumn:
+        """Return the column of a field whose value is missing in every row."""
+        if KINDS[kind] == kernels.TEXT:
+            return cls(data=np.zeros(1, np.uint8), starts=np.zeros(rows, np.int64), lengths=np.full(rows, -1, np.int32))
+        if kind == "float":
+            return cls(values=np.full(rows, np.nan))
+        return cls(values=np.zeros(rows, np.int64), missing=np.ones(rows, np.bool_))
 
     def take(self, keep: npt.NDArray[np.bool_]) -> RawColumn:
         """The rows that ``keep`` marks."""
@@ -159,11 +169,13 @@ class Block:
         self.rows = int(keep.sum())
 
     def drop_labels(self, item: Field) -> None:
-        """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines."""
+        """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines; an optional one may be missing."""
         if self.columns[item].textual:
             return
         values = self.columns[item].numbers()
         wrong = (values != 0) & (values != 1)
+        if item.optional:
+            wrong &= ~self.columns[item].absent()
         if wrong.any():
             self.drop(wrong, lambda row: f"column {item.column}: {values[row]:g} is neither 0 nor 1", label=True)
 

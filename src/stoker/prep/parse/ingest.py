@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.features.base import Derivation, column_taken
-from stoker.prep.parse.columns import BadLine, Block, Field, TextParser
+from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn, TextParser
 from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
@@ -38,6 +39,7 @@ class Source:
     name: str = ""  # for messages and the quarantine; empty: the path as it was given
     features: Sequence[Derivation] = ()  # which may make no column that the file has
     kind: str = ""  # csv | parquet | jsonl
+    absent: Sequence[Field] = ()  # optional fields whose column the file lacks
     _parser: TextParser | None = None
     _header: bool = False
 
@@ -52,11 +54,10 @@ class Source:
                 makes is there.
         """
         self.kind = source_kind(self.path, self.format.kind)
-        wanted = list(dict.fromkeys(item.column for item in self.fields))
         if self.kind == "parquet":
             names = parquet_columns(self.path)
             self._check_features(names)
-            check_columns(self.path, wanted, names)
+            self._check_columns(names)
             return
         check_text(self.path)
         if self.kind == "jsonl":
@@ -71,21 +72,49 @@ class Source:
                 name.strip().strip(self.format.quote or "")
                 for name in first_line(self.path, self.format.encoding).split(separator)
             ]
+        elif any(item.optional for item in self.fields):
+            names = self._without_optional(names, separator)
         self._check_features(names)
-        check_columns(self.path, wanted, names)
+        self._check_columns(names)
         self._parser = TextParser(
             names,
-            self.fields,
+            self._present,
             separator=separator,
             quote=self.format.quote,
             null_values=self.format.null_values,
         )
+
+    @property
+    def _present(self) -> list[Field]:
+        """Fields whose column the file has."""
+        return [item for item in self.fields if item not in self.absent]
+
+    def _without_optional(self, names: list[str], separator: str) -> list[str]:
+        """Return the names of a file without header that may lack optional columns, as the first line tells."""
+        optional = {item.column for item in self.fields if item.optional}
+        fewer = [name for name in names if name not in optional]
+        fields = len(first_line(self.path, "latin-1").split(separator))  # which reads any byte
+        return fewer if fields == len(fewer) else names
+
+    def _check_columns(self, names: Sequence[str]) -> None:
+        """Refuse a file that lacks a column that is not optional, and note those that are."""
+        self.absent = [item for item in self.fields if item.optional and item.column not in names]
+        check_columns(self.path, list(dict.fromkeys(item.column for item in self._present)), names)
 
     def _check_features(self, present: Sequence[str]) -> None:
         for feature in self.features:
             for column in feature.outputs:
                 if column in present:
                     raise column_taken(feature, column, f"the lines of {self.name}")
+
+    def read_parquet(self, start: int, rows: int) -> Block:
+        """Rows [start, start + rows) of a Parquet file."""
+        return self._completed(parquet_block(self.path, self._present, start, rows))
+
+    def _completed(self, block: Block) -> Block:
+        """Add the columns that the file lacks."""
+        block.columns |= {item: RawColumn.empty(item.kind, block.rows) for item in self.absent}
+        return block
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
         """Number, size for the progress and reader of every block."""
@@ -107,7 +136,7 @@ class Source:
         if self.format.encoding == "latin-1":
             data = np.frombuffer(bytearray(data.tobytes().decode("latin-1").encode()), np.uint8)
         if self._parser is not None:
-            result = self._parser.parse(data)
+            result = self._completed(self._parser.parse(data))
         else:
             result = json_block(data, self.fields)
         if skipped:
@@ -127,7 +156,7 @@ class _ParquetReader:
     rows: int
 
     def __call__(self) -> Block:
-        return parquet_block(self.source.path, self.source.fields, self.start, self.rows)
+        return self.source.read_parquet(self.start, self.rows)
 
 
 @dataclass(frozen=True)
@@ -185,6 +214,7 @@ def ingest(
     directory.mkdir(parents=True, exist_ok=True)
     for source in sources:
         source.open()
+    _check_agreement(sources)
 
     def jobs() -> Iterator[_Job]:
         for source in sources:
@@ -244,3 +274,15 @@ def ingest(
         raise UnusableInput(f"there is no usable row in {names}.{reason} {advice}")
     limit.check()
     return finished, reused
+
+
+def _check_agreement(sources: Sequence[Source]) -> None:
+    """Refuse files of which only some have an optional column; JSON lines may lack any key."""
+    columns = [source for source in sources if source.kind != "jsonl"]
+    lacking = [source for source in columns if source.absent]
+    having = [source for source in columns if not source.absent]
+    if lacking and having:
+        raise DataError(
+            f"{lacking[0].name} has no column {lacking[0].absent[0].column!r}, but {having[0].name} has. Prepare files "
+            "with labels and files without them one after the other."
+        )

@@ -35,12 +35,12 @@ _COMPARE = {
 class Layout:
     """What to read for a schema and where it goes in a part.
 
-    Arrays of a part: ``labels`` [n] float32; ``dense`` [n, D] float32, or when something is fitted ``raw.<c>`` [n],
-    as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of feature i, uint8, uint16 or
-    uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or ``bytes.<i>`` and
-    ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets hold ids and
-    have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its dictionary;
-    and for groups ``codes.group`` [n] with its dictionary (0: none).
+    Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``dense`` [n, D] float32, or when
+    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of
+    feature i, uint8, uint16 or uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or
+    ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets
+    hold ids and have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its
+    dictionary; and for groups ``codes.group`` [n] with its dictionary (0: none).
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
@@ -54,7 +54,10 @@ class Layout:
         self.fitted = any(column.fitted for column in self.columns)
         rule = schema.label.parsed()
         textual = rule is not None and isinstance(rule[1], str)
-        self.label = Field(column=schema.label.column, kind="string" if textual else "float", required=True)
+        needed = schema.label.required
+        self.label = Field(
+            column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed
+        )
         self.dense = [Field(column=column.raw, kind="float") for column in self.columns]
         self.feature_fields = [_feature_field(column) for column in self.features]
         self.time: Field | None = None
@@ -131,10 +134,14 @@ class Layout:
         if rule is None:
             return column.numbers().astype(np.float32)
         operator, operand = rule
+        result: npt.NDArray[np.float32]
         if isinstance(operand, str):
             same = text_equals(column, operand)
-            return (same if operator == "==" else ~same).astype(np.float32)
-        result: npt.NDArray[np.float32] = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
+            result = (same if operator == "==" else ~same).astype(np.float32)
+        else:
+            result = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
+        if self.label.optional:
+            result[column.absent()] = np.nan
         return result
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:

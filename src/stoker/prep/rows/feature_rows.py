@@ -34,7 +34,12 @@ def raw_fields(schema: Schema) -> list[Field]:
 def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
     """:func:`raw_fields`, and of the columns that are numbers for a feature only, which one it is."""
     made = {output for feature in schema.feature for output in feature.outputs}
-    fields = [item for item in Layout(schema).fields if item.column not in made]
+    read = {column for feature in schema.feature for column in feature.inputs}
+    fields = [
+        replace(item, optional=item.optional and item.column not in read)
+        for item in Layout(schema).fields
+        if item.column not in made
+    ]
     readers: dict[str, Derivation] = {}
     for feature in schema.feature:
         for column in feature.inputs:

@@ -149,14 +149,21 @@ def _raw_frame(
     task: Task, done: list[IngestedBlock], name: str, raw: RawInput, paths: Sequence[Path], total: int
 ) -> pl.LazyFrame:
     """Return one input of a recipe; ``total``: bytes of all inputs that are text."""
+    optional = {*raw.labels, task.schema.label.column} & raw.columns.keys() if task.like is not None else set()
     parquet = [path for path in paths if _is_parquet(path, raw)]
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
-        for path in parquet:
-            parquet_columns(path)  # raises for a file that is truncated or none
-        return pl.scan_parquet(parquet)
-    fields = [Field(column=column, kind=kind, required=column in raw.required) for column, kind in raw.columns.items()]
+        there = [parquet_columns(path) for path in parquet]  # raises for a file that is truncated or none
+        absent = [column for column in optional if all(column not in names for names in there)]
+        return pl.scan_parquet(parquet).with_columns(pl.lit(None, pl.Float64).alias(column) for column in absent)
+    fields = [
+        Field(
+            column=column, kind=kind, required=column in raw.required and column not in optional,
+            optional=column in optional,
+        )
+        for column, kind in raw.columns.items()
+    ]  # fmt: skip
     sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
     labels = [item for item in fields if item.column in raw.labels]
     blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet", total=total)

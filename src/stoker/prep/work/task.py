@@ -24,7 +24,7 @@ from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES
 from stoker.prep.recipe import Recipe
-from stoker.prep.schema import Label, Schema, SplitRule, Timestamp
+from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
 from stoker.prep.work.part_store import PartStore
 from stoker.prep.work.parts import Journal
 from stoker.prep.work.row_store import RowStore
@@ -195,7 +195,9 @@ def _stamp(path: Path) -> list[Any]:
 
 
 def _all_test(schema: Schema) -> Schema:
-    """For rows that nothing is learned from: a column may still drop rows, and no other rule needs its column."""
+    """For rows that nothing is learned from: a column may still drop rows, no other rule needs its column, and labels
+    may be absent."""
+    schema = replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule))
     if schema.split.rule == "column":
         return schema
     return replace(schema, split=SplitRule(rule="hash", train=0.0, valid=0.0, test=1.0))
@@ -206,6 +208,9 @@ def _featured(schema: Schema) -> Schema:
     values = {name: name for name in (*SPLITS, "drop")}
     time = Timestamp(column="__time") if schema.timestamp is not None else None
     return replace(
-        schema, label=Label(column="__label"), split=SplitRule(rule="column", column="__split", values=values),
-        timestamp=time, negative_keep=1.0,
-    )  # fmt: skip
+        schema,
+        label=type(schema.label)(column="__label"),
+        split=SplitRule(rule="column", column="__split", values=values),
+        timestamp=time,
+        negative_keep=1.0,
+    )

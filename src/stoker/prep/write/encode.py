@@ -193,8 +193,9 @@ class Encoder:
             bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
         return bags + len(rows) * len(self.layout.one_hot)
 
-    def fill(self, target: Target, rows_of: RowsOf) -> tuple[int, list[list[int]]]:
-        """Write the rows of a slice to their shard; return their positive labels, and zero and all ids by feature.
+    def fill(self, target: Target, rows_of: RowsOf) -> tuple[int, int, list[list[int]]]:
+        """Write the rows of a slice to their shard; return how many have label 1 and how many none, and zero and all
+        ids by feature.
 
         Slices of a shard may be filled in any order, and several at a time.
         """
@@ -223,7 +224,9 @@ class Encoder:
                         tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
                         rows[begin:end], out["ids"], known, labels, at + begin, zeros,
                     )  # fmt: skip
-        return int(labels[at:stop].sum(dtype=np.int64)), [zeros.tolist(), everything.tolist()]
+        given = labels[at:stop]
+        absent = int(np.count_nonzero(np.isnan(given))) if self.layout.label.optional else 0
+        return int(np.count_nonzero(given == 1)), absent, [zeros.tolist(), everything.tolist()]
 
     def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
         if "dense" in arrays:

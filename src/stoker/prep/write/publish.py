@@ -56,7 +56,11 @@ class _Written:
         self.splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
         self.unknown = {name: {feature: [0, 0] for feature in self._features} for name in SPLITS}  # zero ids, all ids
 
-    def add(self, split: str, rows: int, positives: int, unknown: list[list[int]]) -> None:
+    def add(self, split: str, rows: int, positives: int, absent: int, unknown: list[list[int]]) -> None:
+        """Add rows of a split, of which ``absent`` have no label."""
+        entry = self.splits[split]
+        if absent or "labelled" in entry:  # datasets whose rows all have labels do not say so
+            entry["labelled"] = entry.get("labelled", entry["rows"]) + rows - absent
         self.rows += rows
         self.splits[split]["rows"] += rows
         self.splits[split]["positives"] += positives
@@ -99,8 +103,9 @@ class _Publisher:
             made = [encoder.fill(target, self._rows_of(split)) for target in targets]
             info = write_shard(self.out / file, **targets[0].arrays)
             written(self.out / file, info.sha256, self._table_sizes)
-            unknown = np.sum([ids for _, ids in made], axis=0).tolist()  # [2, F] zero ids, all ids
-            return file, {**info.to_dict(), "positives": sum(labels for labels, _ in made), "unknown": unknown}, False
+            unknown = np.sum([ids for _, _, ids in made], axis=0).tolist()  # [2, F] zero ids, all ids
+            sums = {"positives": sum(one for one, _, _ in made), "absent": sum(absent for _, absent, _ in made)}
+            return file, {**info.to_dict(), **sums, "unknown": unknown}, False
 
         found = _Written(self.layout)
         for file, record, reused in ordered_map(work, jobs, self.task.threads):
@@ -108,7 +113,7 @@ class _Publisher:
                 self.task.journal.add(f"shard {file}", record)
             self.task.reused += reused
             split = file.split("/")[0]
-            found.add(split, record["rows"], record["positives"], record["unknown"])
+            found.add(split, record["rows"], record["positives"], record.get("absent", 0), record["unknown"])
             found.splits[split]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
             self._report(found.rows)
         return found
@@ -128,7 +133,7 @@ class _Publisher:
                 record = {"file": file, "rows": len(arrays["labels"]), "bytes": ShardFile(arrays).bytes, "sha256": None}
                 found.splits[name]["shards"].append(record)
 
-        def work(part: PartRows) -> list[tuple[str, int, int, list[list[int]]]]:
+        def work(part: PartRows) -> list[tuple[str, int, int, int, list[list[int]]]]:
             made = []
             for split, target in waiting.pop(part.index, ()):
                 rows = target.slice.end - target.slice.begin
@@ -137,8 +142,8 @@ class _Publisher:
             return made
 
         for made in ordered_map(work, self.fitting.parts, self.task.threads):
-            for name, rows, positives, unknown in made:
-                found.add(name, rows, positives, unknown)
+            for one in made:
+                found.add(*one)
             self._report(found.rows)
         for name, file, arrays in shards:
             home.keep(name, file, arrays)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.base.files import atomic_file, check_target
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -116,7 +116,8 @@ def evaluate(
     k: int = 10,
 ) -> dict[str, float]:
     """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
-    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.ranking.RankingMetrics`).
+    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.ranking.RankingMetrics`). Rows without
+    label are left out, also of their lists; ``rows`` of the result counts those that have one.
 
     Args:
         model: the model; nothing of it changes.
@@ -129,8 +130,13 @@ def evaluate(
         k: places of a list that nDCG and hit rate look at.
 
     Raises:
-        ConfigError: k below 1. DataError: damaged rows or groups.
+        ConfigError: k below 1. DataError: damaged rows or groups, or no row has a label.
     """
+    if not split.labelled and len(split):
+        raise DataError(
+            f"no row of split {split.name} has a label, so there is nothing to evaluate by; stoker predict scores them."
+        )
+    partial = split.labelled < len(split)
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
@@ -139,11 +145,16 @@ def evaluate(
             if stop is not None and stop():
                 break
             assert batch.labels is not None
-            logits = model(batch)
-            metrics.update(logits, batch.labels)
+            logits, labels = model(batch), batch.labels
+            groups = None if split.groups is None else split.groups[done : done + len(batch)]
+            if partial:
+                known = ~labels.isnan()
+                logits, labels = logits[known.to(logits.device)], labels[known]
+                groups = None if groups is None else groups[known.cpu().numpy()]
+            metrics.update(logits, labels)
             if ranking is not None:
-                assert split.groups is not None
-                ranking.update(logits, batch.labels, split.groups[done : done + len(batch)])
+                assert groups is not None
+                ranking.update(logits, labels, groups)
             done += len(batch)
     return metrics.compute() | ({} if ranking is None else ranking.compute())
 
@@ -166,7 +177,7 @@ class Scores:
     """The scores of the first rows of a split, in its order; an array of them for NumPy: ``np.asarray(scores)``."""
 
     scores: npt.NDArray[np.float32]  # [n], the probability of label 1
-    labels: npt.NDArray[np.float32] | None  # [n], None where the split has none
+    labels: npt.NDArray[np.float32] | None  # [n], NaN for rows without; None where no row has one
     groups: npt.NDArray[np.int32] | None  # [n], None where the split has none
 
     @property
@@ -219,7 +230,7 @@ def predict(
     found = torch.cat([score for _, score in kept]).numpy() if kept else np.empty(0, np.float32)
     return Scores(
         scores=found,
-        labels=torch.cat(labels).numpy() if labels else None,
+        labels=torch.cat(labels).numpy() if labels and split.labelled else None,
         groups=None if split.groups is None else np.asarray(split.groups[: len(found)]),
     )
 
@@ -234,8 +245,8 @@ def write_scores(
     lookahead: int | None = None,
     keep: Callable[[_Piece], None] | None = None,
 ) -> int:
-    """Write scores to a file: row (int64, position in the split), label (float32), score (float32); where the split has
-    groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
+    """Write scores to a file: row (int64, position in the split), label (float32, null where there is none), score
+    (float32); where the split has groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
 
     The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
     Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which decides the format, and ``keep``
@@ -251,13 +262,16 @@ def write_scores(
     columns = [("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())]
     schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
     done = 0
+    partial = split.labelled < len(split)  # NaN becomes null
 
     def table(batches: list[_Piece], start: int) -> Any:
         scores = torch.cat([score for _, score in batches]).numpy()
         labels = [label for label, _ in batches if label is not None]
         values = {
             "row": pa.array(range(start, start + len(scores)), pa.int64()),
-            "label": pa.array(torch.cat(labels).numpy()) if labels else pa.nulls(len(scores), pa.float32()),
+            "label": pa.array(torch.cat(labels).numpy(), from_pandas=partial)
+            if labels
+            else pa.nulls(len(scores), pa.float32()),
             "score": pa.array(scores),
         }
         if split.groups is not None:

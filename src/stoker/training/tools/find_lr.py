@@ -209,6 +209,7 @@ def find_lr(
     if trial_steps is not None and trial_steps < 1:
         raise ConfigError(f"trials of {trial_steps} steps show nothing. Give at least 1.")
     data = open_dataset(dataset)
+    data.check_labelled("trained on")
     config = (config or TrainConfig()).replace(**settings)
     if not len(data.train):
         raise ConfigError(f"{data.path} has no training rows.")
