@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,15 @@ from stoker.prep.parse.columns import BadLine, Block, Field, TextParser
 from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import (
+    BLOCK_BYTES,
+    LineBlock,
+    RecordRule,
+    check_text,
+    first_line,
+    line_blocks,
+    source_kind,
+)  # fmt: skip
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.work.parts import Journal
 
@@ -40,6 +50,7 @@ class Source:
     kind: str = ""  # csv | parquet | jsonl
     _parser: TextParser | None = None
     _header: bool = False
+    _rule: RecordRule | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or str(self.path)
@@ -67,10 +78,7 @@ class Source:
         names = list(self.format.columns)
         if not names:
             self._header = True
-            names = [
-                name.strip().strip(self.format.quote or "")
-                for name in first_line(self.path, self.format.encoding).split(separator)
-            ]
+            names = _header_names(first_line(self.path, self.format.encoding), separator, self.format.quote)
         self._check_features(names)
         check_columns(self.path, wanted, names)
         self._parser = TextParser(
@@ -80,6 +88,10 @@ class Source:
             quote=self.format.quote,
             null_values=self.format.null_values,
         )
+        if self.format.quote is not None:
+            self._rule = RecordRule(
+                separator=separator, quote=self.format.quote, encoding=self.format.encoding, header=self._header
+            )
 
     def _check_features(self, present: Sequence[str]) -> None:
         for feature in self.features:
@@ -95,7 +107,7 @@ class Source:
             for number, (start, rows) in enumerate(cuts):
                 yield number, int(rows * per_row), _ParquetReader(self, start, rows)
             return
-        for block in line_blocks(self.path, block_bytes=block_bytes):
+        for block in line_blocks(self.path, block_bytes=block_bytes, rule=self._rule):
             yield block.number, block.size, _TextReader(self, block)
 
     def read_text(self, block: LineBlock) -> Block:
@@ -118,6 +130,17 @@ class Source:
             result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
             result.lines += 1
         return result
+
+
+def _header_names(line: str, separator: str, quote: str | None) -> list[str]:
+    """Return the names in a header; those in quotes may hold the separator."""
+    names = line.split(separator)
+    if quote and quote in line and len(separator) == 1:
+        with suppress(csv.Error):  # a carriage return within the line
+            names = next(csv.reader([line], delimiter=separator, quotechar=quote))
+            cut = [name.strip() for name in names]
+            return [name[1:-1] if name[:1] == name[-1:] == quote else name for name in cut]
+    return [name.strip().strip(quote or "") for name in names]
 
 
 @dataclass(frozen=True)
