@@ -19,9 +19,9 @@ FLOORS = {
 # Lines of each room. To raise one is a decision, written in docs/architecture.md.
 LINES = {
     "base": 1_250, "ops": 6_100, "dataset": 3_450, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_300, "rewrite": 3_000, "prep": 14_650, "synthetic": 1_950, "cli": 3_300,
+    "training": 7_300, "rewrite": 3_000, "prep": 14_900, "synthetic": 1_950, "cli": 3_300,
 }  # fmt: skip
-ALL_LINES = 55_300
+ALL_LINES = 55_500
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

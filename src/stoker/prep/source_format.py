@@ -17,7 +17,7 @@ class SourceFormat:
     """How the raw files are written. Compression (.gz, .zst) is seen from the file itself.
 
     A quote opens a quoted field only at the start of a field (RFC 4180). Separators and line breaks in it are text, and
-    two quotes are one. A quote without a closing one within 1,000 lines and 1 MiB makes only its own line bad.
+    two quotes are one. A quote without a closing one within 1,000 lines or 1 MiB makes only its own line bad.
     """
 
     kind: str = "auto"  # auto (by file name) | csv (any delimited text) | parquet | jsonl

@@ -276,6 +276,11 @@ def _record_end(data, at, sep, joined, quote, wide):  # type: ignore[no-untyped-
             lines += breaks
             at = stop + 1
         begins = False
+        if joined < 0:
+            while at < size and data[at] != sep[0] and data[at] != _NL:
+                at += 1
+            if at == size:
+                break
         skip = _separator_bytes(data, at, sep, joined)
         if skip > 0:
             at += skip
@@ -290,12 +295,17 @@ def _record_end(data, at, sep, joined, quote, wide):  # type: ignore[no-untyped-
 @jit
 def _find(data, value, at, end):  # type: ignore[no-untyped-def]
     """Position of the first byte ``value`` in ``data[at:end]``; ``end`` if there is none."""
+    near = min(at + 128, end)  # where the byte is in every line, it is found here
+    while at < near:
+        if data[at] == value:
+            return at
+        at += 1
     while at < end:
-        stop = min(at + 256, end)
-        seen = False
-        for i in range(at, stop):
-            seen |= data[i] == value
-        if seen:
+        stop = min(at + 1024, end)
+        seen = 0
+        for byte in data[at:stop]:
+            seen += byte == value
+        if seen > 0:
             while data[at] != value:
                 at += 1
             return at
@@ -311,13 +321,19 @@ def record_start(data, at, goal, sep, joined, quote, wide, final):  # type: igno
     known, the position of a record to go on from with more data, and False. ``final``: no more data comes, and the last
     byte is a newline.
     """
+    walk = 0
     while at < goal:
         if goal > data.size:
             return at, False
         # Lines without the quote are records, so only a line with one is looked at, and the last one before the goal.
-        line = min(_find(data, quote, at, goal), goal - 1)
-        while line > at and data[line - 1] != _NL:
-            line -= 1
+        line = at
+        if walk > 0:
+            walk -= 1  # a quote in one record: likely in the next ones, too
+        else:
+            line = min(_find(data, quote, at, goal), goal - 1)
+            while line > at and data[line - 1] != _NL:
+                line -= 1
+            walk = 64 if line == at else 0
         stop, _, status = _record_end(data, line, sep, joined, quote, wide)
         if status == _OPEN and not final:
             return line, False
