@@ -14,12 +14,16 @@ ENCODINGS = ("utf-8", "latin-1")
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFormat:
-    """How the raw files are written. Compression (.gz, .zst) is seen from the file itself."""
+    """How the raw files are written. Compression (.gz, .zst) is seen from the file itself.
+
+    A quote opens a quoted field only at the start of a field (RFC 4180). Separators and line breaks in it are text, and
+    two quotes are one. A quote without a closing one within 1,000 lines or 1 MiB makes only its own line bad.
+    """
 
     kind: str = "auto"  # auto (by file name) | csv (any delimited text) | parquet | jsonl
     separator: str | None = None  # between fields; None: a comma, or a tab for .tsv and .txt
     columns: tuple[str, ...] = ()  # names of the fields in order, for files without a header line
-    quote: str | None = '"'  # None: quotes are ordinary characters. A quoted field ends on its own line
+    quote: str | None = '"'  # None: quotes are ordinary characters
     encoding: str = "utf-8"  # utf-8 | latin-1
     null_values: tuple[str, ...] = ()  # read as missing besides the empty field, e.g. "NULL", "\\N"
 

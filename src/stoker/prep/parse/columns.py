@@ -254,7 +254,7 @@ class TextParser:
         floats, ints, absent, starts, lengths, row_line, row_at = self._room(capacity)
         room_bad, room_slow = 64, 1024
         while True:
-            bad = np.empty((room_bad, 4), np.int64)
+            bad = np.empty((room_bad, 6), np.int64)
             slow = np.empty((room_slow, 4), np.int64)
             # A second run over the same bytes is harmless unless quotes were unescaped in place.
             data = raw.copy() if self._quote >= 0 else raw
@@ -267,10 +267,9 @@ class TextParser:
             if num_bad <= room_bad and num_slow <= room_slow:
                 break
             room_bad, room_slow = max(room_bad, num_bad), max(room_slow, num_slow)
-        original = raw.tobytes() if num_bad else b""
         bad_lines = [
-            BadLine(line=line, reason=self._reason(reason, where, original, at), text=self._text(raw, at))
-            for line, at, reason, where in bad[:num_bad].tolist()
+            BadLine(line=line, reason=self._reason(reason, where, raw[start:stop].tobytes()), text=self._text(raw, at))
+            for line, at, reason, where, start, stop in bad[:num_bad].tolist()
         ]
         block = Block(
             rows=rows, lines=lines, columns={}, row_line=row_line[:rows], row_at=row_at[:rows],
@@ -330,7 +329,7 @@ class TextParser:
         line = raw[at : at + 4 * TEXT_CUT].tobytes().split(b"\n", 1)[0]
         return cut_text(line.replace(bytes([self._sep]), self.separator))
 
-    def _reason(self, reason: int, where: int, data: bytes, at: int) -> str:
+    def _reason(self, reason: int, where: int, value: bytes) -> str:
         if reason == kernels.REASON_FEW:
             return f"{plural(where, 'field')}, expected {len(self.names)}"
         if reason == kernels.REASON_MANY:
@@ -339,9 +338,7 @@ class TextParser:
             return f"column {self.names[where]}: quoted field without a closing quote"
         if reason == kernels.REASON_UTF8:
             return "broken UTF-8"
-        stop = data.find(b"\n", at)
-        parts = data[at : stop if stop >= 0 else None].rstrip(b"\r").split(bytes([self._sep]))
-        return _not_a("hex", self.names[where], parts[where] if where < len(parts) else b"")
+        return _not_a("hex", self.names[where], value)
 
 
 def split_list(column: RawColumn, item: Field, wrong: dict[int, str]) -> RawColumn:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,15 @@ from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn, TextPars
 from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import (
+    BLOCK_BYTES,
+    LineBlock,
+    RecordRule,
+    check_text,
+    first_line,
+    line_blocks,
+    source_kind,
+)  # fmt: skip
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.work.parts import Journal
 
@@ -42,6 +52,7 @@ class Source:
     absent: Sequence[Field] = ()  # optional fields whose column the file lacks
     _parser: TextParser | None = None
     _header: bool = False
+    _rule: RecordRule | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or str(self.path)
@@ -68,10 +79,7 @@ class Source:
         names = list(self.format.columns)
         if not names:
             self._header = True
-            names = [
-                name.strip().strip(self.format.quote or "")
-                for name in first_line(self.path, self.format.encoding).split(separator)
-            ]
+            names = _header_names(first_line(self.path, self.format.encoding), separator, self.format.quote)
         elif any(item.optional for item in self.fields):
             names = self._without_optional(names, separator)
         self._check_features(names)
@@ -83,6 +91,10 @@ class Source:
             quote=self.format.quote,
             null_values=self.format.null_values,
         )
+        if self.format.quote is not None:
+            self._rule = RecordRule(
+                separator=separator, quote=self.format.quote, encoding=self.format.encoding, header=self._header
+            )
 
     @property
     def _present(self) -> list[Field]:
@@ -124,7 +136,7 @@ class Source:
             for number, (start, rows) in enumerate(cuts):
                 yield number, int(rows * per_row), _ParquetReader(self, start, rows)
             return
-        for block in line_blocks(self.path, block_bytes=block_bytes):
+        for block in line_blocks(self.path, block_bytes=block_bytes, rule=self._rule):
             yield block.number, block.size, _TextReader(self, block)
 
     def read_text(self, block: LineBlock) -> Block:
@@ -147,6 +159,17 @@ class Source:
             result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
             result.lines += 1
         return result
+
+
+def _header_names(line: str, separator: str, quote: str | None) -> list[str]:
+    """Return the names in a header; those in quotes may hold the separator."""
+    names = line.split(separator)
+    if quote and quote in line and len(separator) == 1:
+        with suppress(csv.Error):  # a carriage return within the line
+            names = next(csv.reader([line], delimiter=separator, quotechar=quote))
+            cut = [name.strip() for name in names]
+            return [name[1:-1] if name[:1] == name[-1:] == quote else name for name in cut]
+    return [name.strip().strip(quote or "") for name in names]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Raw files cut into blocks of whole lines, compressed or not, without ever holding a whole file.
+"""Raw files cut into blocks of whole records, compressed or not, without ever holding a whole file.
 
-Block k of a file holds the lines that start in bytes [k * size, (k + 1) * size) of its decompressed text.
-The cut depends on nothing else, so the same blocks come back when an interrupted run goes on.
+Block k of a file holds the records that start in bytes [k * size, (k + 1) * size) of its decompressed text. A record
+is a line, or several where line breaks are in quoted fields (:class:`RecordRule`). The cut depends on nothing else, so
+the same blocks come back when an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,13 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError, DependencyError
 from stoker.base.units import format_size, quoted
+from stoker.prep.parse import text_kernels as kernels
 
 __all__ = [
     "BLOCK_BYTES",
     "FRAME",
     "LineBlock",
+    "RecordRule",
     "check_text",
     "expand",
     "first_line",
@@ -49,12 +52,58 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class LineBlock:
-    """A stretch of whole lines, read when :meth:`load` is called."""
+    """A block of whole records, read when :meth:`load` is called."""
 
     number: int
     load: Callable[[], Bytes]  # writable, ends with a newline; may be empty
     size: int  # compressed bytes of the file used up with this block, for progress
     damage: str | None = None  # why the file ends with this block, where it ends too early
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRule:
+    """Where records of delimited text start: at each line that does not begin within a quoted field (RFC 4180).
+
+    Args:
+        separator, quote, encoding: as in :class:`stoker.prep.source_format.SourceFormat`.
+        header: the first line is a record whatever quotes are in it.
+    """
+
+    separator: str
+    quote: str
+    encoding: str = "utf-8"
+    header: bool = False
+
+    def first(self, data: Bytes, at: int, goal: int, *, start: bool, final: bool) -> tuple[int, bool]:
+        """Find the first record at ``goal`` or later.
+
+        Args:
+            data: text that begins with a record; ``at``: where one starts that is before the goal.
+            start: it is the start of the file.
+            final: no more text comes, and its last byte is a newline.
+
+        Returns:
+            Its position and True; or, where more text has to be read for that, the ``at`` of the next call and False.
+        """
+        if start and at == 0:
+            at = 3 if data[:3].tobytes() == _BOM else 0
+            if self.header:
+                ends = np.flatnonzero(data[:_READ] == 10)
+                if not len(ends):
+                    ends = np.flatnonzero(data == 10)
+                if not len(ends):
+                    return 0, False
+                at = int(ends[0]) + 1
+        wide = self.encoding == "latin-1"
+        try:
+            separator = self.separator.encode(self.encoding)
+        except UnicodeEncodeError:
+            separator = b""  # which no text has
+        # As the parser has it: one byte stands for a separator of several.
+        joined = 0x1F if len(self.separator.encode()) > 1 else -1
+        sep = np.frombuffer(separator, np.uint8)
+        found, known = kernels.record_start(data, at, goal, sep, joined, ord(self.quote), wide, final)
+        return int(found), bool(known)
 
 
 class _Inflater(Protocol):
@@ -200,13 +249,15 @@ def first_line(path: Path, encoding: str = "utf-8") -> str:
     raise DataError(f"{path} is empty: it has no header line.")
 
 
-def line_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> Iterator[LineBlock]:
-    """The blocks of a text file in order."""
+def line_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES, rule: RecordRule | None = None) -> Iterator[LineBlock]:
+    """The blocks of a text file in order. ``rule``: where its records start; None: at every line."""
     compression = _compression(path)
-    if compression is None:
+    if compression is not None:
+        yield from _inflated_blocks(path, compression, block_bytes, rule)
+    elif rule is None:
         yield from _plain_blocks(path, block_bytes)
     else:
-        yield from _inflated_blocks(path, compression, block_bytes)
+        yield from _record_blocks(path, block_bytes, rule)
 
 
 def _plain_blocks(path: Path, block_bytes: int) -> Iterator[LineBlock]:
@@ -229,17 +280,7 @@ class _PlainLoader:
             if begin >= self.end:
                 return np.empty(0, np.uint8)
             end = self.size if self.end == self.size else self._after_newline(file, self.end - 1)
-            data = np.empty(end - begin + 1, np.uint8)
-            file.seek(begin)
-            view, at = data.data[:-1], 0
-            while at < len(view):
-                got = file.readinto(view[at:])
-                if not got:
-                    raise DataError(f"{self.path} became shorter while it was read.")
-                at += got
-        if data[-2] == 10:
-            return _without_bom(data[:-1], begin == 0)
-        data[-1] = 10
+            data = _read_lines(file, self.path, begin, end)
         return _without_bom(data, begin == 0)
 
     def _after_newline(self, file: Any, at: int) -> int:
@@ -256,6 +297,43 @@ class _PlainLoader:
         return at
 
 
+def _read_lines(file: Any, path: Path, begin: int, end: int) -> Bytes:
+    """Read bytes ``begin`` to ``end``, and add a newline where they do not end with one."""
+    data = np.empty(end - begin + 1, np.uint8)
+    file.seek(begin)
+    view, at = data.data[:-1], 0
+    while at < len(view):
+        got = file.readinto(view[at:])
+        if not got:
+            raise DataError(f"{path} became shorter while it was read.")
+        at += got
+    if data[-2] == 10:
+        return data[:-1]
+    data[-1] = 10
+    return data
+
+
+def _record_blocks(path: Path, block_bytes: int, rule: RecordRule) -> Iterator[LineBlock]:
+    """Read the blocks of a plain file; where one ends is known when its quotes were looked at."""
+    size, begin = path.stat().st_size, 0
+    with path.open("rb", buffering=0) as file:
+        while begin < size:
+            number = begin // block_bytes
+            goal = min((number + 1) * block_bytes, size)
+            at, known, more = 0, False, _READ  # bytes read behind the goal: enough for most lines
+            while not known:
+                stop = min(goal + more, size)
+                if stop - goal > _MAX_LINE:
+                    raise _no_lines(path)
+                data = _read_lines(file, path, begin, stop)
+                whole = data if stop == size else data[: stop - begin]
+                at, known = rule.first(whole, at, goal - begin, start=begin == 0, final=stop == size)
+                more *= 4
+            used = min(begin + at, size) - begin
+            yield _loaded(number, whole[:at], begin, used)
+            begin += used
+
+
 def _no_lines(path: Path) -> DataError:
     return DataError(f"{path} has no line end within {format_size(_MAX_LINE)}: it is not a text log.")
 
@@ -264,43 +342,53 @@ def _without_bom(data: Bytes, first: bool) -> Bytes:
     return data[3:] if first and data[:3].tobytes() == _BOM else data
 
 
-def _inflated_blocks(path: Path, compression: str, block_bytes: int) -> Iterator[LineBlock]:
+def _inflated_blocks(path: Path, compression: str, block_bytes: int, rule: RecordRule | None) -> Iterator[LineBlock]:
     number, position = 0, 0  # position: decompressed byte at which the buffer starts
     buffer = bytearray()
-    used_before = 0
-    stream = _inflate(path, compression)
+    used, used_before = 0, 0
     damage: str | None = None
-    searched = 0  # bytes of the buffer known to hold no newline past the block's end
-    for piece, used, found in stream:
-        damage = found
-        buffer += piece
+    searched = 0  # bytes of the buffer in which the block does not end; with a rule, a record starts there
+    for got in chain(_inflate(path, compression), [None]):
+        if got is not None:
+            piece, used, damage = got
+            buffer += piece
+        elif damage is not None:
+            # The last line may lack its end, so only what a newline closed is taken for whole.
+            del buffer[buffer.rfind(b"\n") + 1 :]
+        elif buffer and buffer[-1] != 10:
+            buffer += b"\n"
         while True:
-            wanted = (number + 1) * block_bytes - 1 - position
-            if len(buffer) <= wanted:
+            goal = (number + 1) * block_bytes - position
+            if len(buffer) < goal:
                 break
-            cut = buffer.find(b"\n", max(wanted, searched))
-            if cut < 0:
-                searched = len(buffer)
-                if len(buffer) - wanted > _MAX_LINE:
-                    raise _no_lines(path)
+            cut, known = _cut(buffer, searched, goal, rule, start=position == 0, final=got is None)
+            if not known and len(buffer) - goal > _MAX_LINE:
+                raise _no_lines(path)
+            if not known or (got is None and cut >= len(buffer)):
+                searched = cut
                 break
             searched = 0
-            data = np.frombuffer(bytes(memoryview(buffer)[: cut + 1]), np.uint8).copy()
-            del buffer[: cut + 1]
+            data = np.frombuffer(bytes(memoryview(buffer)[:cut]), np.uint8).copy()
+            del buffer[:cut]
             yield _loaded(number, data, position, used - used_before)
-            position += cut + 1
+            position += cut
             used_before = used
             number += 1
             while position >= (number + 1) * block_bytes:
                 number += 1
     if buffer or damage is not None or number == 0:
-        if damage is not None:
-            # The last line may lack its end, so only what a newline closed is taken for whole.
-            del buffer[buffer.rfind(b"\n") + 1 :]
-        elif buffer and buffer[-1] != 10:
-            buffer += b"\n"
         data = np.frombuffer(bytes(buffer), np.uint8).copy()
         yield _loaded(number, data, position, path.stat().st_size - used_before, damage)
+
+
+def _cut(
+    buffer: bytearray, searched: int, goal: int, rule: RecordRule | None, *, start: bool, final: bool
+) -> tuple[int, bool]:
+    """Find where the block ends at the head of ``buffer``; arguments and results as of :meth:`RecordRule.first`."""
+    if rule is not None:
+        return rule.first(np.frombuffer(buffer, np.uint8), searched, goal, start=start, final=final)
+    found = buffer.find(b"\n", max(goal - 1, searched))
+    return (found + 1, True) if found >= 0 else (len(buffer), False)
 
 
 def _loaded(number: int, data: Bytes, position: int, size: int, damage: str | None = None) -> LineBlock:

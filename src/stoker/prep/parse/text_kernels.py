@@ -19,6 +19,8 @@ __all__ = [
     "FLOAT",
     "HEX",
     "INT",
+    "MAX_QUOTED_BYTES",
+    "MAX_QUOTED_LINES",
     "REASON_FEW",
     "REASON_MANY",
     "REASON_QUOTE",
@@ -29,13 +31,17 @@ __all__ = [
     "hash_spans",
     "parse_block",
     "parse_spans",
+    "record_start",
     "split_spans",
     "spread",
 ]
 
 FLOAT, INT, HEX, TEXT = 0, 1, 2, 3
 REASON_FEW, REASON_MANY, REASON_VALUE, REASON_QUOTE, REASON_UTF8 = 1, 2, 3, 4, 5
+MAX_QUOTED_LINES = 1_000  # lines of a quoted field; with more of them its quote is taken for a stray one
+MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no further line of it may begin
 _NL, _CR = 10, 13
+_CLOSED, _STRAY, _OPEN = 0, 1, 2
 _OK, _MISSING, _SLOW = 0, 1, 2
 _LONGEST = 40  # bytes of a number that the fast scanners look at
 _MAX_EXACT = 2**53  # mantissas up to here and powers of ten up to 22 divide to the correctly rounded double
@@ -199,6 +205,143 @@ def _plain_line(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _separator_bytes(data, at, sep, joined):  # type: ignore[no-untyped-def]
+    """Return how many bytes of a separator begin at ``at``; 0 for none."""
+    if data[at] == joined:
+        return 1
+    if sep.size == 0 or data[at] != sep[0] or at + sep.size > data.size:
+        return 0
+    for i in range(1, sep.size):
+        if data[at + i] != sep[i]:
+            return 0
+    return sep.size
+
+
+@jit
+def _record_end(data, at, sep, joined, quote, wide):  # type: ignore[no-untyped-def]
+    """Find the end of the record that goes on at ``at``, where a field begins.
+
+    A quote opens a quoted field only there. It is stray where no closing quote, followed by a separator or a line end,
+    comes within the bounds; the record then ends with the line on which that quote is.
+
+    Args:
+        sep: bytes of the separator; ``joined``: another separator of one byte, -1 for none.
+        quote: -1 for none. ``wide``: every byte outside ASCII counts twice, as it would in UTF-8.
+
+    Returns:
+        The position after the record's last newline, its newlines, and _CLOSED, _STRAY, or _OPEN where the data ends
+        within a quoted field (with the position as if it were stray) or on a line without a newline (-1).
+    """
+    size = data.size
+    lines = 0
+    begins = True
+    while at < size:
+        if begins and data[at] == quote:
+            start = at + 1
+            stop, breaks, counted = start, 0, 0  # counted: bytes as UTF-8, with separators of one byte, less real ones
+            status = _OPEN
+            while stop < size:
+                if joined >= 0:
+                    skip = _separator_bytes(data, stop, sep, joined)
+                    if skip > 0:
+                        counted -= skip - 1
+                        stop += skip
+                        continue
+                byte = data[stop]
+                if byte == _NL:
+                    breaks += 1
+                    if breaks >= MAX_QUOTED_LINES or stop - start + counted >= MAX_QUOTED_BYTES:
+                        status = _STRAY
+                        break
+                elif byte == quote:
+                    after = stop + 1
+                    if after < size and data[after] == quote:
+                        stop += 1
+                    else:
+                        if after < size and data[after] == _NL:
+                            status = _CLOSED
+                        elif after + max(sep.size, 2) <= size:
+                            ended = data[after] == _CR and data[after + 1] == _NL
+                            ended = ended or _separator_bytes(data, after, sep, joined) > 0
+                            status = _CLOSED if ended else _STRAY
+                        break
+                elif wide and byte >= 128:
+                    counted += 1
+                stop += 1
+            if status != _CLOSED:
+                stop = start
+                while stop < size and data[stop] != _NL:
+                    stop += 1
+                return (stop + 1, lines + 1, status) if stop < size else (np.int64(-1), lines, _OPEN)
+            lines += breaks
+            at = stop + 1
+        begins = False
+        if joined < 0:
+            while at < size and data[at] != sep[0] and data[at] != _NL:
+                at += 1
+            if at == size:
+                break
+        skip = _separator_bytes(data, at, sep, joined)
+        if skip > 0:
+            at += skip
+            begins = True
+        elif data[at] == _NL:
+            return at + 1, lines + 1, _CLOSED
+        else:
+            at += 1
+    return np.int64(-1), lines, _OPEN
+
+
+@jit
+def _find(data, value, at, end):  # type: ignore[no-untyped-def]
+    """Position of the first byte ``value`` in ``data[at:end]``; ``end`` if there is none."""
+    near = min(at + 128, end)  # where the byte is in every line, it is found here
+    while at < near:
+        if data[at] == value:
+            return at
+        at += 1
+    while at < end:
+        stop = min(at + 1024, end)
+        seen = 0
+        for byte in data[at:stop]:
+            seen += byte == value
+        if seen > 0:
+            while data[at] != value:
+                at += 1
+            return at
+        at = stop
+    return end
+
+
+@jit
+def record_start(data, at, goal, sep, joined, quote, wide, final):  # type: ignore[no-untyped-def]
+    """Find the first record that starts at ``goal`` or later, from the start ``at`` of an earlier one.
+
+    Other arguments are those of ``_record_end``. Returns its position and True; or, where the data ends before that is
+    known, the position of a record to go on from with more data, and False. ``final``: no more data comes, and the last
+    byte is a newline.
+    """
+    walk = 0
+    while at < goal:
+        if goal > data.size:
+            return at, False
+        # Lines without the quote are records, so only a line with one is looked at, and the last one before the goal.
+        line = at
+        if walk > 0:
+            walk -= 1  # a quote in one record: likely in the next ones, too
+        else:
+            line = min(_find(data, quote, at, goal), goal - 1)
+            while line > at and data[line - 1] != _NL:
+                line -= 1
+            walk = 64 if line == at else 0
+        stop, _, status = _record_end(data, line, sep, joined, quote, wide)
+        if status == _OPEN and not final:
+            return line, False
+        at = stop
+    return at, True
+
+
+@jit
 def parse_block(  # type: ignore[no-untyped-def]
     data,  # [bytes] uint8, ends with a newline; quoted text with doubled quotes is unescaped in place
     sep,  # uint8
@@ -217,13 +360,17 @@ def parse_block(  # type: ignore[no-untyped-def]
     lengths,  # [P, n] int32 out; -1 where missing
     row_line,  # [n] int64 out: line of each good row within the block
     row_at,  # [n] int64 out: byte where the row starts
-    bad,  # [m, 4] int64 out: line, start byte, reason, field
+    bad,  # [m, 6] int64 out: line, start byte, reason, field, and start and stop of its value for REASON_VALUE
     slow,  # [k, 4] int64 out: row, output, start, stop of a value that needs the careful parser
 ):
-    """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays."""
+    """Rows, lines, bad lines and careful values found; the latter two may exceed their arrays.
+
+    A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first.
+    """
     rows, lines, num_bad, num_slow, next_forced = np.int64(0), 0, 0, 0, 0
     at, size = np.int64(0), data.size
     plain = null_ends.size == 0
+    seps = np.array([sep], np.uint8)
     kinds, slots = np.full(fields, -1, np.int64), np.zeros(fields, np.int64)
     for j in range(fields):
         first, last = plan_start[j], plan_start[j + 1]
@@ -232,7 +379,8 @@ def parse_block(  # type: ignore[no-untyped-def]
             kinds[j], slots[j] = plan_kind[first], plan_slot[first]
     while at < size:
         line_start = at
-        reason, where = 0, 0
+        reason, where, value_start, value_stop = 0, 0, np.int64(0), np.int64(0)
+        more_lines = 0  # line breaks within quoted fields
         slow_before = num_slow
         if data[at] == _NL or (data[at] == _CR and data[at + 1] == _NL):
             at += 1 if data[at] == _NL else 2
@@ -262,26 +410,29 @@ def parse_block(  # type: ignore[no-untyped-def]
             first, last = plan_start[field], plan_start[field + 1]
             # Find the end of the field.
             stop = start
-            doubled = 0
+            doubled, breaks = 0, 0
             if quoted:
-                while data[stop] != _NL:
+                closed = False
+                while stop < size:
                     if data[stop] == quote:
-                        if data[stop + 1] == quote:
-                            doubled += 1
-                            stop += 1
-                        else:
+                        if data[stop + 1] != quote:
+                            closed = True
+                            break
+                        doubled += 1
+                        stop += 1
+                    elif data[stop] == _NL:
+                        breaks += 1
+                        if breaks >= MAX_QUOTED_LINES or stop - start >= MAX_QUOTED_BYTES:
                             break
                     stop += 1
                 after = stop + 1
-                if data[stop] == _NL:
-                    reason, where = REASON_QUOTE, field
-                    break
-                if data[after] == _CR and data[after + 1] == _NL:
+                if closed and data[after] == _CR and data[after + 1] == _NL:
                     after += 1
-                if data[after] != sep and data[after] != _NL:
+                if not closed or (data[after] != sep and data[after] != _NL):
                     reason, where = REASON_QUOTE, field
                     break
                 at = after
+                more_lines += breaks
                 if doubled > 0:
                     write = start
                     read = start
@@ -319,7 +470,7 @@ def parse_block(  # type: ignore[no-untyped-def]
                     absent[slot, rows] = null
                 if not null and (status != _OK or here != stop):
                     if kind == HEX:
-                        reason, where = REASON_VALUE, field
+                        reason, where, value_start, value_stop = REASON_VALUE, field, start, stop
                     else:
                         if num_slow < slow.shape[0]:
                             slow[num_slow, 0] = rows
@@ -338,22 +489,35 @@ def parse_block(  # type: ignore[no-untyped-def]
                 reason, where = REASON_MANY, field
             else:
                 at += 1
-        if reason != 0:
-            num_slow = slow_before
+        if reason == REASON_QUOTE:
+            at += 1
             while data[at] != _NL:
                 at += 1
+        elif data[at] != _NL or reason == REASON_UTF8:
+            # Behind a bad field, or at the start of a line of broken text: no line of the record is one of its own.
+            begin = at if reason == REASON_UTF8 else at + 1
+            stop, passed, _ = _record_end(data, begin, seps, -1, quote, False)
+            at = stop - 1
+            more_lines += passed - 1
+        while next_forced < forced.size and forced[next_forced] <= at:
+            reason = REASON_UTF8
+            next_forced += 1
+        if reason != 0:
+            num_slow = slow_before
             if num_bad < bad.shape[0]:
                 bad[num_bad, 0] = lines
                 bad[num_bad, 1] = line_start
                 bad[num_bad, 2] = reason
                 bad[num_bad, 3] = where
+                bad[num_bad, 4] = value_start
+                bad[num_bad, 5] = value_stop
             num_bad += 1
         else:
             row_line[rows] = lines
             row_at[rows] = line_start
             rows += 1
         at += 1
-        lines += 1
+        lines += 1 + more_lines
     return rows, lines, num_bad, num_slow
 
 
