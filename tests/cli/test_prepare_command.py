@@ -16,7 +16,7 @@ from stoker.base.errors import StokerError
 from stoker.cli import main
 from stoker.cli.common import bars
 from stoker.cli.prepare import register
-from stoker.prep.work.parts import Journal
+from stoker.prep.stages.parts import Journal
 
 SCHEMA = """
 label = "label"

@@ -18,7 +18,7 @@ from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.parts import Journal
+from stoker.prep.stages.parts import Journal
 
 SHOP = {
     "label": Label(column="label"),

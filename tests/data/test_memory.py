@@ -33,7 +33,7 @@ from stoker.dataset.memory import Home, home_of
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.part_store import PartStore
+from stoker.prep.stages.part_store import PartStore
 from stoker.prep.write import publish
 from stoker.prep.write.encode import Encoder, Target
 

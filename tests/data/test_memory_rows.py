@@ -20,7 +20,7 @@ from stoker.dataset.reading.gather import NumbaGather, NumpyGather, make_gather
 from stoker.dataset.reading.held import HeldTensors, bytes_held
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.part_store import PartStore
+from stoker.prep.stages.part_store import PartStore
 from stoker.prep.write import publish
 
 NUMBERS = {  # what parts of a column may have

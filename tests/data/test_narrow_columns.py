@@ -17,7 +17,7 @@ from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import frame_block
 from stoker.prep.schema import DenseColumn
-from stoker.prep.work.part_store import Arena
+from stoker.prep.stages.part_store import Arena
 
 NUMBERS = {
     "uint8": st.integers(0, 254).map(float) | st.just(np.nan),

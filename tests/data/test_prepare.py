@@ -447,7 +447,7 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.prep.work.part_store.write_part", no_room)  # of what is held, too, when the run stops
+        patch.setattr("stoker.prep.stages.part_store.write_part", no_room)  # of what is held, too, when the run stops
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: nothing was kept\."):
             run_prepare(shop(), raw, out=tmp_path / "out", hold_bytes=0)
         patch.setattr("stoker.prep.write.publish.collect_quarantine", no_room)
@@ -714,7 +714,7 @@ def test_interrupted_after_the_parts_it_resumes_to_the_same_bytes(
 ) -> None:
     raw = write(tmp_path / "log.tsv", criteo_lines(300))
     run_prepare("criteo", raw, out=tmp_path / "whole", preset="nvt")
-    from stoker.prep.work.parts import Journal
+    from stoker.prep.stages.parts import Journal
 
     add = Journal.add
 
@@ -744,7 +744,7 @@ def test_changed_input_is_not_mixed_with_old_parts(tmp_path: Path) -> None:
 
 def test_two_runs_into_one_directory(tmp_path: Path) -> None:
     pytest.importorskip("fcntl", reason="directories are locked on POSIX systems only")
-    from stoker.prep.work.parts import Journal
+    from stoker.prep.stages.parts import Journal
 
     raw = write(tmp_path / "log.csv", [HEAD, "1,u,a,1,0,mo"])
     journal = Journal(tmp_path / "out" / ".work", {})

@@ -20,8 +20,8 @@ from stoker.prep.features.fitted.keys import Coder, code_column
 from stoker.prep.prepare import run_prepare
 from stoker.prep.rows import feature_passes
 from stoker.prep.schema import DenseColumn, Schema, SplitRule
-from stoker.prep.work import task
-from stoker.prep.work.parts import Journal
+from stoker.prep.stages import task
+from stoker.prep.stages.parts import Journal
 
 MORE = (
     f.MeanTargetEncoding(name="both_mean", by=("user", "item"), folds=3),

@@ -22,7 +22,7 @@ from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.rows import feature_passes, featured
 from stoker.prep.rows.look_back import LookBack, can_deal
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
-from stoker.prep.work.row_store import RowStore
+from stoker.prep.stages.row_store import RowStore
 
 DAY = datetime.date(2020, 1, 1)
 LARGE = 2**53 + 1  # no float64

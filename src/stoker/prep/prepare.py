@@ -44,7 +44,7 @@ from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema
-from stoker.prep.work.task import NO_ROOM, Progress, Task
+from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.frame_files import Input, files_of
 from stoker.prep.write.group_numbers import cut_warning
 from stoker.prep.write.publish import publish

@@ -123,7 +123,7 @@ def run_reorder(
     """As :func:`reorder`, returning what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
-    ``request``: of a preparation that reorders, for :func:`stoker.prep.work.task.note_request`.
+    ``request``: of a preparation that reorders, for :func:`stoker.prep.stages.task.note_request`.
     """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)

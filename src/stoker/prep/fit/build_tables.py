@@ -14,7 +14,7 @@ from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.work.parts import Part, write_part
+from stoker.prep.stages.parts import Part, write_part
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like

@@ -21,8 +21,8 @@ from stoker.prep.fit.split_rules import PartRows, Splitter
 from stoker.prep.fit.transforms import DenseFit
 from stoker.prep.parse.ingest import IngestedBlock
 from stoker.prep.parse.layout import SPLIT_CODES, raw_columns
-from stoker.prep.work.parts import Part
-from stoker.prep.work.task import Progress, Task
+from stoker.prep.stages.parts import Part
+from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["Fitting", "same_file"]
 

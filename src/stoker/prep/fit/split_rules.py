@@ -18,7 +18,7 @@ from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.work.parts import Part
+from stoker.prep.stages.parts import Part
 
 __all__ = ["PartRows", "Splitter", "targets_of_files"]
 

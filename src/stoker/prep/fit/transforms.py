@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stoker.prep.fit.dense_kernels import TYPES, Order, narrowed, tiles, whole_narrowed, write_tile
 from stoker.prep.schema import DenseColumn
-from stoker.prep.work.part_store import Arena
+from stoker.prep.stages.part_store import Arena
 
 __all__ = ["DenseFit", "DenseSteps", "clips_and_logarithms", "compact", "dense_values"]
 

@@ -29,7 +29,7 @@ from stoker.prep.parse.sources import (
     source_kind,
 )  # fmt: skip
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.parts import Journal
+from stoker.prep.stages.parts import Journal
 
 __all__ = ["IngestedBlock", "Source", "ingest"]
 

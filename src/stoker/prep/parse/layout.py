@@ -19,8 +19,8 @@ from stoker.prep.parse.frames import column_series
 from stoker.prep.parse.moment_kernels import UNKNOWN
 from stoker.prep.parse.moments import read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
-from stoker.prep.work.part_store import Arena, padded
-from stoker.prep.work.parts import Part
+from stoker.prep.stages.part_store import Arena, padded
+from stoker.prep.stages.parts import Part
 
 __all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash", "time_value"]
 

@@ -30,8 +30,8 @@ from stoker.prep.features.past import Past, work_out
 from stoker.prep.features.pipeline import apply_feature
 from stoker.prep.rows.learn_in_memory import learn_in_memory, memory_to_learn
 from stoker.prep.rows.look_back import LookBack, can_deal
-from stoker.prep.work.parts import checksum
-from stoker.prep.work.task import Progress, Task
+from stoker.prep.stages.parts import checksum
+from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["GROUP_ROWS", "SPLIT", "TIME", "FeaturePasses", "passes_of", "write_pieces"]
 

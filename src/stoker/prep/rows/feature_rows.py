@@ -18,7 +18,7 @@ from stoker.prep.parse.columns import BadLine, Block, Field
 from stoker.prep.parse.frames import column_series, frame_block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.schema import Schema
-from stoker.prep.work.row_store import RowStore
+from stoker.prep.stages.row_store import RowStore
 
 __all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields"]
 

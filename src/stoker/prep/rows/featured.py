@@ -33,9 +33,9 @@ from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pi
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.parts import PartFile, checksum
-from stoker.prep.work.row_store import sibling
-from stoker.prep.work.task import Progress, Task
+from stoker.prep.stages.parts import PartFile, checksum
+from stoker.prep.stages.row_store import sibling
+from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["featured_rows"]
 

@@ -22,8 +22,8 @@ from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.work.parts import checksum
-from stoker.prep.work.task import Progress, Task
+from stoker.prep.stages.parts import checksum
+from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
 

@@ -18,7 +18,7 @@ from stoker.prep.fit.transforms import DenseFit, DenseSteps
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.work.parts import Part, PartFile
+from stoker.prep.stages.parts import Part, PartFile
 from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
 
 __all__ = ["Encoder", "Slice", "Target"]

@@ -16,7 +16,7 @@ from stoker.ops.codegen.jit import jit
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.schema import Schema
-from stoker.prep.work.task import SPLITS
+from stoker.prep.stages.task import SPLITS
 
 __all__ = ["Groups", "cut_warning", "write_groups"]
 

@@ -30,8 +30,8 @@ from stoker.prep.parse.frames import parquet_rows
 from stoker.prep.parse.layout import Layout, time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.work.parts import PartFile
-from stoker.prep.work.task import SPLITS, Progress, Task
+from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice, Target
 from stoker.prep.write.group_numbers import Groups, write_groups
 

@@ -25,9 +25,9 @@ from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
-from stoker.prep.work.part_store import PartStore
-from stoker.prep.work.parts import Journal
-from stoker.prep.work.row_store import RowStore
+from stoker.prep.stages.part_store import PartStore
+from stoker.prep.stages.parts import Journal
+from stoker.prep.stages.row_store import RowStore
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like

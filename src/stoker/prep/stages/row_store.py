@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from stoker.base.engine import full_disk
-from stoker.prep.work.parts import HELD, checksum, write_part
+from stoker.prep.stages.parts import HELD, checksum, write_part
 
 __all__ = ["RowStore", "sibling"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.prep.work.parts import ALIGN, HELD, Journal, Part, PartFile, write_part
+from stoker.prep.stages.parts import ALIGN, HELD, Journal, Part, PartFile, write_part
 
 __all__ = ["Arena", "PartStore"]
 
