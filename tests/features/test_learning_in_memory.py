@@ -12,11 +12,11 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stoker.prep.features.fitted.keys import Coder, code_column
 from test_featured_datasets import SCHEMA, hash_tree, write_log
 
 import stoker
 from stoker import features as f
-from stoker.prep.features.fitted.keys import Coder, code_column
 from stoker.prep.prepare import run_prepare
 from stoker.prep.rows import feature_passes
 from stoker.prep.schema import DenseColumn, Schema, SplitRule

@@ -24,10 +24,10 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.prep.features.base import ROW, Derivation, leading
 from stoker.prep.features.fitted.keys import Coder, code_column
-from stoker.prep.features.fitted.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
-from stoker.prep.features.fitted.store import StoredTable, write_table
+from stoker.prep.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
 from stoker.prep.features.past import Past, work_out
 from stoker.prep.features.pipeline import apply_feature
+from stoker.prep.features.store import StoredTable, write_table
 from stoker.prep.rows.learn_in_memory import learn_in_memory, memory_to_learn
 from stoker.prep.rows.look_back import LookBack, can_deal
 from stoker.prep.stages.parts import checksum

@@ -24,7 +24,7 @@ from stoker.base.ordered import ordered_map
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.features.base import ROW
 from stoker.prep.features.fitted.keys import batches
-from stoker.prep.features.fitted.learned import LABEL
+from stoker.prep.features.learned import LABEL
 from stoker.prep.fit.split_rules import PartRows, Splitter
 from stoker.prep.parse.frames import MissingColumnError, frame_block
 from stoker.prep.parse.ingest import IngestedBlock, Source

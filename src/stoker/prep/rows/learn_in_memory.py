@@ -16,7 +16,7 @@ import polars as pl
 
 from stoker.base.ordered import ordered_map
 from stoker.prep.features.fitted.keys import Coder, code_column
-from stoker.prep.features.fitted.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
+from stoker.prep.features.learned import LABEL, Learned, LearnedTable, MeanTargetEncoding
 
 __all__ = ["Taught", "learn_in_memory", "memory_to_learn"]
 
@@ -60,7 +60,7 @@ def learn_in_memory(
     """Fit features on training rows and work them out for all rows, as fitting and then attaching them does.
 
     Args:
-        features: whose keys are numbered (:attr:`~stoker.prep.features.fitted.learned.Learned.numbered`).
+        features: whose keys are numbered (:attr:`~stoker.prep.features.learned.Learned.numbered`).
         part: the rows of a piece, with the inputs of the features.
         keys: Arrow file with ``__label`` and ``__split`` of all rows.
         sizes: rows of every piece.

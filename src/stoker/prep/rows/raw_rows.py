@@ -14,7 +14,7 @@ import polars as pl
 
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import DataError
-from stoker.prep.features.fitted.store import StoredTable
+from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.frames import block_frame, parquet_columns
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest

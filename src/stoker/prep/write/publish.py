@@ -22,7 +22,7 @@ from stoker.dataset.integrity import written
 from stoker.dataset.memory import Home
 from stoker.dataset.shards import SHARD_ROWS, ShardFile, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.features.fitted.store import store_features
+from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import PartRows
 from stoker.prep.like import FEATURES
