@@ -38,7 +38,7 @@ def key(name: str, dtype: Any) -> pl.Expr:
     check_key(name, dtype)
     column = pl.col(name)
     if dtype.is_float():
-        return column.fill_nan(None) + 0.0
+        return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None))
     return column.cast(pl.String) if dtype in (pl.Categorical, pl.Enum) else column
 
 
