@@ -243,11 +243,13 @@ def test_keys_of_many_types_are_grouped() -> None:
         normal = frame.select(pl.col(some)).with_columns(pl.col(pl.Float64) + 0.0).rows()
         for left in range(frame.height):
             assert [codes[left] == code for code in codes] == [normal[left] == row for row in normal]
-        groups = Groups(codes)
+        groups = Groups(codes, bound)
         assert sum(groups.sizes) == frame.height
         assert groups.spread(groups.codes).tolist() == codes.tolist()
         assert groups.spread(groups.sums(np.ones(5))).tolist() == [normal.count(row) for row in normal]
-        assert groups.spread(groups.least(np.arange(5))).tolist() == [normal.index(row) for row in normal]
+        assert groups.spread(groups.first(np.ones(5, bool))).tolist() == [normal.index(row) for row in normal]
+        late = groups.spread(groups.first(np.arange(5) > 1)).tolist()
+        assert late == [normal.index(row, 2) if row in normal[2:] else -1 for row in normal]
     with pytest.raises(DataError, match=r"column 'l' holds List\(Int64\), which cannot be a key"):
         key_codes(pl.DataFrame({"l": [[1]]}), ["l"])
 

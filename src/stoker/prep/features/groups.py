@@ -5,7 +5,7 @@ Missing values are a key of their own, NaN is missing, and -0.0 is 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,16 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
+from stoker.base.ordered import ordered_map
+from stoker.ops.codegen.jit import jit
+from stoker.prep.parse.dictionaries import number_texts, text_column
 
-__all__ = ["Codes", "Groups", "check_key", "join_codes", "key", "key_codes"]
+__all__ = ["CODE", "Codes", "Groups", "check_key", "join_codes", "key", "key_codes", "sort_rows", "with_codes"]
 
 Codes = npt.NDArray[np.uint64]
+CODE = "__code:"  # how the name of a column with the codes of another one begins
 _MOST = 2**62  # codes of joined columns stay below
+_DIGIT = 11  # bits: counts of so many values stay in the first cache
 
 
 def check_key(name: str, dtype: Any) -> None:
@@ -38,8 +43,18 @@ def key(name: str, dtype: Any) -> pl.Expr:
     check_key(name, dtype)
     column = pl.col(name)
     if dtype.is_float():
-        return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None))
+        return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None)).alias(name)
     return column.cast(pl.String) if dtype in (pl.Categorical, pl.Enum) else column
+
+
+def with_codes(frame: pl.DataFrame, names: Iterable[str], threads: int = 1) -> pl.DataFrame:
+    """Return the frame with the codes of columns, so that keys that share them number their values once."""
+    wanted = [name for name in dict.fromkeys(names) if CODE + name not in frame.columns]
+
+    def work(name: str) -> pl.Series:
+        return pl.Series(CODE + name, key_codes(frame, [name])[0])
+
+    return frame.with_columns(list(ordered_map(work, wanted, threads)))
 
 
 def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
@@ -49,9 +64,13 @@ def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
         DataError: a column that cannot be a key.
     """
     codes, bound = np.zeros(frame.height, np.uint64), 1
-    keys = frame.select(key(name, frame.schema[name]) for name in by)
-    for series in keys.get_columns():
-        codes, bound = join_codes(codes, bound, *_codes(series))
+    for name in by:
+        if CODE + name in frame.columns:
+            more = frame.get_column(CODE + name).to_numpy()
+            codes, bound = join_codes(codes, bound, more, int(more.max(initial=0)) + 1)
+        else:
+            series = frame.select(key(name, frame.schema[name])).to_series()
+            codes, bound = join_codes(codes, bound, *_codes(series))
     return codes, bound
 
 
@@ -65,31 +84,60 @@ def join_codes(codes: Codes, bound: int, more: Codes, more_bound: int) -> tuple[
 
 
 def _ranked(codes: Codes) -> tuple[Codes, int]:
-    values, places = np.unique(codes, return_inverse=True)
-    return places.astype(np.uint64), len(values)
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    ranks = np.empty(len(codes), np.uint64)
+    ranks[order] = np.cumsum(np.append(False, ordered[1:] != ordered[:-1])[: len(codes)])
+    return ranks, int(ranks.max(initial=0)) + 1
+
+
+def sort_rows(codes: Codes, bound: int) -> npt.NDArray[np.int64]:
+    """Return int64 [n], the rows by rising code, those of equal code in their order; all codes are below ``bound``."""
+    if bound > 2 ** (4 * _DIGIT):
+        codes, bound = _ranked(codes)
+    rows = np.arange(len(codes))
+    for shift in range(0, (bound - 1).bit_length(), _DIGIT):
+        sorted_rows = np.empty_like(rows)
+        _sort_by_digit(codes, np.uint64(shift), rows, np.zeros((1 << _DIGIT) + 1, np.int64), sorted_rows)
+        rows = sorted_rows
+    return rows
+
+
+@jit
+def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-def]
+    """out: ``rows`` by the digit of their codes at ``shift``, else in their order; ``ends``: zeros, one more than
+    values."""
+    mask = np.uint64(ends.size - 2)
+    for i in range(rows.size):
+        ends[((codes[i] >> shift) & mask) + np.uint64(1)] += 1
+    for digit in range(1, ends.size):
+        ends[digit] += ends[digit - 1]
+    for i in range(rows.size):
+        digit = (codes[rows[i]] >> shift) & mask
+        out[ends[digit]] = rows[i]
+        ends[digit] += 1
 
 
 def _codes(series: pl.Series) -> tuple[Codes, int]:
     """Return codes of one column, 0 where it is missing."""
     if series.dtype == pl.String:
-        array: Any = series.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-        found = array.dictionary_encode()
-        places = pl.Series(pl.from_arrow(found.indices)).cast(pl.Int64).fill_null(-1).to_numpy()
-        return (places + 1).astype(np.uint64), len(found.dictionary) + 1
+        places, _, ends = number_texts(text_column(series), np.empty(len(series), np.uint32))
+        return places.astype(np.uint64), len(ends)
     missing = series.is_null().to_numpy()
     whole = series.to_physical()
     if whole.dtype == pl.Boolean:
         whole = whole.cast(pl.UInt8)
     if whole.dtype.is_float():
-        bits = whole.cast(pl.Float64).fill_null(0.0).to_numpy().view(np.uint64)
-        whole = pl.Series(bits).set(pl.Series(missing), None)
+        real = whole.cast(pl.Float64).fill_null(0.0).to_numpy()
+        whole = pl.Series(real.view(np.uint64)).set(pl.Series(missing), None)
     elif whole.dtype != pl.UInt64:
         whole = whole.cast(pl.Int64)
-    least, most = whole.min(), whole.max()
-    if least is None or most is None:
+    extremes: Any = (whole.min(), whole.max())
+    if None in extremes:
         return np.zeros(len(series), np.uint64), 1
-    bits = whole.fill_null(least).to_numpy().astype(np.int64 if whole.dtype == pl.Int64 else np.uint64).view(np.uint64)
-    codes, bound = bits - np.uint64(int(least) % 2**64), int(most) - int(least) + 1
+    bits: Any = whole.fill_null(extremes[0]).to_numpy()
+    codes = bits.view(np.uint64) - np.uint64(extremes[0] % 2**64)
+    bound = extremes[1] - extremes[0] + 1
     if bound > _MOST:
         codes, bound = _ranked(codes)
     return np.where(missing, np.uint64(0), codes + np.uint64(1)), bound + 1
@@ -100,11 +148,12 @@ class Groups:
 
     Args:
         codes: uint64 [n].
+        bound: all codes are below.
     """
 
-    def __init__(self, codes: Codes) -> None:
+    def __init__(self, codes: Codes, bound: int) -> None:
         #: int64 [n]: the rows in sorted order
-        self.order = np.argsort(codes, kind="stable")
+        self.order = sort_rows(codes, bound)
         sorted_codes = codes[self.order]
         #: int64 [groups]: where each group begins in sorted order
         self.starts = np.flatnonzero(np.append(True, sorted_codes[1:] != sorted_codes[:-1])[: len(codes)])
@@ -120,9 +169,17 @@ class Groups:
         """Return the sum of some values, in the order of the frame, over each group."""
         return np.add.reduceat(values[self.order], self.starts) if len(self.order) else np.zeros(0, values.dtype)
 
-    def least(self, values: Any) -> Any:
-        """Return the least of some values, in the order of the frame, of each group."""
-        return np.minimum.reduceat(values[self.order], self.starts) if len(self.order) else np.zeros(0, values.dtype)
+    def count(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return how many rows of each group are wanted."""
+        return self.sizes if wanted.all() else self.sums(wanted.astype(np.int64))
+
+    def first(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the first row of each group that is wanted, -1 where none is."""
+        if wanted.all():
+            return self.order[self.starts]
+        rows = np.where(wanted, np.arange(len(wanted)), len(wanted))[self.order]
+        found = np.minimum.reduceat(rows, self.starts)
+        return np.where(found < len(wanted), found, -1)
 
     def spread(self, values: Any) -> Any:
         """Return a value of each group for each of its rows, in the order of the frame."""

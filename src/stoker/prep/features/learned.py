@@ -9,8 +9,8 @@ means); out of fold as in the RecSys Challenge 2019 solution of Rabhi et al., "A
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -23,7 +23,17 @@ from stoker.prep.features.base import ROW, Derivation, texts
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["FIRST", "LABEL", "CountEncoding", "Keyed", "Learned", "LearnedTable", "MeanTargetEncoding", "look_up"]
+__all__ = [
+    "FIRST",
+    "LABEL",
+    "CountEncoding",
+    "KeySums",
+    "Keyed",
+    "Learned",
+    "LearnedTable",
+    "MeanTargetEncoding",
+    "look_up",
+]
 
 LABEL = "__label"  # the label, Float64; a column of the rows while features are fitted
 FIRST = "__first"  # the first training row of a key, Int64; a column of tables while they are fitted
@@ -31,21 +41,34 @@ _SUM, _COUNT = "sum", "count"
 _FOREIGN = "__foreign"
 
 
-@dataclass(kw_only=True)
 class LearnedTable:
     """A fitted feature: kept in the dataset and used unchanged on new rows.
 
     Args:
-        table: one row per distinct key.
+        table: one row per distinct key, or a function that makes it when it is asked for first.
         facts: plain values.
         folds: the sums of each key and fold, by which training rows leave out their own fold. Not kept with a dataset.
         distinct: whether the keys are known to be distinct.
     """
 
-    table: pl.DataFrame
-    facts: dict[str, Any] = field(default_factory=dict)
-    folds: pl.DataFrame | None = None
-    distinct: bool = False
+    def __init__(
+        self,
+        *,
+        table: pl.DataFrame | Callable[[], pl.DataFrame],
+        facts: dict[str, Any] | None = None,
+        folds: pl.DataFrame | None = None,
+        distinct: bool = False,
+    ) -> None:
+        self._table = table
+        self.facts: dict[str, Any] = {} if facts is None else facts
+        self.folds, self.distinct = folds, distinct
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """One row per distinct key."""
+        if callable(self._table):
+            self._table = self._table()
+        return self._table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +173,12 @@ class Keyed(Learned):
         """Return what all training rows say, whatever their keys."""
         return {}
 
+    def facts_in_memory(self, rows: pl.DataFrame) -> dict[str, Any]:
+        """As :meth:`facts`, of rows in memory."""
+        return self.facts(rows.lazy())
+
     @abstractmethod
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
         """Fit and encode at once.
 
         Args:
@@ -160,13 +187,14 @@ class Keyed(Learned):
             facts: by :meth:`facts`.
 
         Returns:
-            The table of these keys with ``__first``, in its order; and the output of each row.
+            What the table of these keys is made of, and the output of each row.
         """
 
     def learn_attach(self, rows: pl.DataFrame) -> tuple[LearnedTable, list[pl.Series]]:
-        facts = self.facts(rows.lazy())
-        table, made = self.work_out(rows, np.ones(rows.height, np.bool_), facts)
-        return LearnedTable(table=table.drop(FIRST), facts=facts, distinct=True), [made]
+        facts = self.facts_in_memory(rows)
+        sums, made = self.work_out(rows, np.ones(rows.height, np.bool_), facts)
+        keys = rows.select(*self.by, ROW)
+        return LearnedTable(table=lambda: sums.table(keys).drop(FIRST), facts=facts, distinct=True), [made]
 
     def _keys(self, rows: pl.LazyFrame) -> list[pl.Expr]:
         from stoker.prep.features.groups import key
@@ -175,25 +203,33 @@ class Keyed(Learned):
         return [key(name, schema[name]) for name in self.by]
 
 
-def _tabled(rows: pl.DataFrame, by: Sequence[str], first: Any, columns: Mapping[str, Any]) -> pl.DataFrame:
-    """Return keys in the order of their first training rows, as a table.
+@dataclass(frozen=True, kw_only=True)
+class KeySums:
+    """The learned values of some keys.
 
     Args:
-        rows: the rows.
         by: the columns of the key.
-        first: int64 [keys]: place of the first training row; ``len(rows)`` for a key that has none and is left out.
-        columns: name -> [keys].
+        first: int64 [keys]: place of the first training row of each; -1 for a key that has none and is left out.
+        values: column -> [keys].
     """
-    import polars as pl
 
-    from stoker.prep.features.groups import key
+    by: Sequence[str]
+    first: Any
+    values: Mapping[str, Any]
 
-    wanted = np.flatnonzero(first < rows.height)
-    wanted = wanted[np.argsort(first[wanted])]
-    places = pl.Series(first[wanted])
-    keys = rows.select(pl.col(*by, ROW).gather(places)).with_columns(key(name, rows.schema[name]) for name in by)
-    made = [pl.Series(name, values[wanted]) for name, values in columns.items()]
-    return keys.rename({ROW: FIRST}).with_columns(made)
+    def table(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Return one row per key with ``__first``, in its order; ``rows`` have the key and ``__row``."""
+        import polars as pl
+
+        from stoker.prep.features.groups import key
+
+        key_of = np.full(rows.height, -1)
+        known = self.first >= 0
+        key_of[self.first[known]] = np.flatnonzero(known)
+        places = np.flatnonzero(key_of >= 0)
+        keys = rows.select(pl.col(*self.by, ROW).gather(pl.Series(places))).rename({ROW: FIRST})
+        made = [pl.Series(name, values[key_of[places]]) for name, values in self.values.items()]
+        return keys.with_columns(key(name, rows.schema[name]) for name in self.by).with_columns(made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,15 +256,15 @@ class CountEncoding(Keyed):
         found = look_up(frame, {name: name for name in self.by}, learned.table, {self.name: _COUNT})
         return found.with_columns(pl.col(self.name).fill_null(0))
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
         import polars as pl
 
         from stoker.prep.features.groups import Groups, key_codes
 
-        groups = Groups(key_codes(rows, self.by)[0])
-        counts = groups.sums(train.astype(np.int64))
-        first = groups.least(np.where(train, np.arange(rows.height), rows.height))
-        return _tabled(rows, self.by, first, {_COUNT: counts}), pl.Series(self.name, groups.spread(counts))
+        groups = Groups(*key_codes(rows, self.by))
+        counts = groups.count(train)
+        sums = KeySums(by=self.by, first=groups.first(train), values={_COUNT: counts})
+        return sums, pl.Series(self.name, groups.spread(counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,13 +335,23 @@ class MeanTargetEncoding(Keyed):
         sums = rows.group_by(fold).agg(label.sum().alias(_SUM), pl.len().alias(_COUNT),
                                        (~label.is_finite()).fill_null(True).sum().alias("without"))  # fmt: skip
         found = collect(sums, engine)
-        if without := int(found["without"].sum()):
-            raise DataError(
-                f"{self.where}: the label is missing or no number in {without:,} of {found[_COUNT].sum():,} training "
-                "rows. Leave such rows out, or fill the label."
-            )
         of_fold = np.zeros((self.folds, 2))
         of_fold[found[self.fold_column].to_numpy()] = found.select(_SUM, _COUNT).to_numpy()
+        return self._means(of_fold, int(found["without"].sum()))
+
+    def facts_in_memory(self, rows: pl.DataFrame) -> dict[str, Any]:
+        labels = rows.get_column(LABEL).fill_null(np.nan).to_numpy()
+        fold = rows.get_column(self.fold_column).to_numpy()
+        sums, counts = (np.bincount(fold, weights, self.folds) for weights in (labels, None))
+        return self._means(np.stack([sums, counts], axis=1), int((~np.isfinite(labels)).sum()))
+
+    def _means(self, of_fold: Any, without: int) -> dict[str, Any]:
+        """Return the facts of the sum and number of labels of each fold [folds, 2]."""
+        if without:
+            raise DataError(
+                f"{self.where}: the label is missing or no number in {without:,} of {of_fold[:, 1].sum():,.0f} "
+                "training rows. Leave such rows out, or fill the label."
+            )
         (total, count), sides = of_fold.sum(axis=0).tolist(), of_fold.tolist()
         mean = total / count if count else 0.0
         others = [(total - s) / (count - n) if count > n else mean for s, n in sides]
@@ -342,31 +388,35 @@ class MeanTargetEncoding(Keyed):
         mean = pl.when(weight > 0).then((total + self.smoothing * prior) / weight).otherwise(prior)
         return made.with_columns(mean.alias(self.name)).drop(*of_key, *mine)
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
         import polars as pl
 
         from stoker.prep.features.groups import Groups, join_codes, key_codes
 
         fold = rows.get_column(self.fold_column).to_numpy()
-        codes, _ = join_codes(*key_codes(rows, self.by), fold.astype(np.uint64), self.folds)
-        groups = Groups(codes)  # by key and fold: the groups of a key follow each other
+        groups = Groups(
+            *join_codes(*key_codes(rows, self.by), fold.astype(np.uint64), self.folds)
+        )  # by key and fold: the groups of a key follow each other
         keys = groups.codes // np.uint64(self.folds)
         starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
         size = np.diff(starts, append=len(keys))
-        label = np.where(train, rows.get_column(LABEL).fill_null(0.0).to_numpy(), 0.0)
-        sums, counts = groups.sums(label), groups.sums(train.astype(np.float64))
+        label = rows.get_column(LABEL).fill_null(0.0).to_numpy()
+        sums = groups.sums(label if train.all() else np.where(train, label, 0.0))
+        counts = groups.count(train).astype(np.float64)
         totals = [np.add.reduceat(one, starts) if len(one) else one for one in (sums, counts)]
         prior = np.array(facts["other_folds_mean"])[(groups.codes % np.uint64(self.folds)).astype(np.int64)]
         rests = [np.repeat(total, size) - one for total, one in zip(totals, (sums, counts), strict=True)]
-        every = np.repeat(self._smoothed(*totals, np.float64(facts["mean"])), size)
-        own = groups.spread(self._smoothed(*rests, prior))
-        made = own if train.all() else np.where(train, own, groups.spread(every))
-        first = groups.least(np.where(train, np.arange(rows.height), rows.height))
-        first = np.minimum.reduceat(first, starts) if len(first) else first
-        table = _tabled(rows, self.by, first, {_SUM: totals[0], _COUNT: totals[1].astype(np.int64)})
-        return table, pl.Series(self.name, made)
+        made = groups.spread(self._smoothed(rests, prior))
+        if not train.all():
+            every = np.repeat(self._smoothed(totals, facts["mean"]), size)
+            made = np.where(train, made, groups.spread(every))
+        first = groups.first(train)  # -1 is the greatest number without a sign
+        first = np.minimum.reduceat(first.view(np.uint64), starts).view(np.int64) if len(first) else first
+        values = {_SUM: totals[0], _COUNT: totals[1].astype(np.int64)}
+        return KeySums(by=self.by, first=first, values=values), pl.Series(self.name, made)
 
-    def _smoothed(self, total: Any, count: Any, prior: Any) -> Any:
-        weight = count + self.smoothing
-        found = total + self.smoothing * prior
+    def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
+        """Return the encodings of sums of labels and numbers of rows."""
+        weight = sums[1] + self.smoothing
+        found = sums[0] + self.smoothing * prior
         return np.where(weight > 0, found / np.where(weight > 0, weight, 1.0), prior)

@@ -19,6 +19,8 @@ from stoker.prep.features.explain import explained
 if TYPE_CHECKING:
     import polars as pl
 
+    from stoker.prep.features.groups import Codes
+
 __all__ = ["Difference", "GroupOrder", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out"]
 
 
@@ -67,12 +69,14 @@ class GroupOrder:
 
     Args:
         frame: whole groups.
-        codes: uint64 [n], of the groups, by :func:`~stoker.prep.features.groups.key_codes`.
+        groups: codes of the groups and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
         order, direction: of the features that share it.
     """
 
-    def __init__(self, frame: pl.DataFrame, codes: Any, order: str, direction: int) -> None:
+    def __init__(self, frame: pl.DataFrame, groups: tuple[Codes, int], order: str, direction: int) -> None:
         import polars as pl
+
+        from stoker.prep.features.groups import sort_rows
 
         values = frame.get_column(order)
         if values.dtype.is_temporal():
@@ -85,11 +89,11 @@ class GroupOrder:
         order_of = _ordered(values.fill_null(0).to_numpy())[rows]
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
-        codes = codes[rows]
+        codes = groups[0][rows]
         if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
             places = np.argsort(order_of, kind="stable")
             rows, codes, order_of = rows[places], codes[places], order_of[places]
-        places = np.argsort(codes, kind="stable")
+        places = sort_rows(codes, groups[1])
         #: int64 [m]: the rows in sorted order; all below is in it
         self.sorted = rows[places]
         self.order = order_of[places]
@@ -129,11 +133,16 @@ class GroupOrder:
         """int64 [m]: the first row of the group whose order is at least that of the row less ``window``."""
         if window is None:
             return self.group_start
-        bound, bounded = self.order - np.float64(window), np.ones(len(self.order), np.bool_)
+        bounded = np.ones(len(self.order), np.bool_)
         if self.order.dtype == np.int64:  # between whole numbers are whole numbers
-            width = int(min(np.floor(window), 2.0**63 - 1024)) if window < 2.0**63 else 2**63 - 1
+            width = int(min(window, 2.0**63 - 1024))
             bounded = self.order >= -(2**63) + width  # for others the window begins before all numbers
             bound = self.order - np.int64(width)
+            if window >= 2.0**63:
+                bounded[:] = False
+        else:
+            with np.errstate(invalid="ignore"):  # an endless window before infinity: no order is below
+                bound = self.order - np.float64(window)
         low, high = self.group_start.copy(), np.where(bounded, self.moment_start, self.group_start)
         while (open_ := low < high).any():  # a binary search for all rows at once
             middle = (low + high) // 2
@@ -294,7 +303,7 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
         key = (feature.by, feature.order, feature.direction)
         with explained(feature):
             if feature.by not in codes:
-                codes = {feature.by: key_codes(frame, feature.by)[0]}
+                codes = {feature.by: key_codes(frame, feature.by)}
             if key not in orders:  # one at a time: each holds three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             series[feature.name] = feature.compute(frame, orders[key])

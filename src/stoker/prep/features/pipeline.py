@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
 from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
 from stoker.prep.features.explain import explained
-from stoker.prep.features.learned import LABEL, Learned, LearnedTable
+from stoker.prep.features.learned import LABEL, Keyed, Learned, LearnedTable
 from stoker.prep.features.past import Past, work_out
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fitted", "add_helpers", "apply_feature", "check_present", "fit", "fit_apply"]
 
-_FOLDS = "__fold:"  # how the names of helper columns begin
+_HELPERS = ("__fold:", "__code:")  # how the names of helper columns begin
 
 
 def check_present(feature: Derivation, columns: Sequence[str], who: str = "the rows") -> None:
@@ -146,6 +147,10 @@ class Fitted:
                 made = add_helpers(made, run)
             if isinstance(run[0], Past):
                 made = _look_back(made, [feature for feature in run if isinstance(feature, Past)])
+            elif eager and isinstance(run[0], Learned):
+                frame = made.collect()
+                work = partial(self._outputs, frame, training=training)
+                made = frame.with_columns([series for part in ordered_map(work, run, 2) for series in part]).lazy()
             else:
                 for feature in run:
                     with explained(feature):
@@ -154,6 +159,15 @@ class Fitted:
                 with explained(run[-1]):
                     made = made.collect().lazy()
         return cast("pl.LazyFrame", _without_helpers(made))
+
+    def _outputs(self, frame: pl.DataFrame, feature: Derivation, *, training: bool) -> list[pl.Series]:
+        """Return the outputs of a learned feature of rows in memory."""
+        assert isinstance(feature, Learned)
+        with explained(feature):
+            helpers = [one.meta.output_name() for one in feature.helpers()] if training else []
+            rows = frame.lazy().select(*dict.fromkeys([*feature.inputs, *helpers]))
+            made = apply_feature(rows, feature, self.learned.get(feature.name), _all_train(training))
+            return made.select(feature.outputs).collect().get_columns()
 
     def save(self, directory: str | Path) -> None:
         """Write the tables, and the features themselves, to a directory, with checksums."""
@@ -231,6 +245,8 @@ def fit_apply(
         SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
         DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
     """
+    from stoker.prep.features.groups import with_codes
+
     check_features(features)
     frame, learned = rows, dict[str, LearnedTable]()
     names, numbered = list(frame.columns), False
@@ -238,7 +254,7 @@ def fit_apply(
         lazy = _started(frame.lazy(), run, names, label, [], numbered=numbered)
         numbered |= not isinstance(run[0], RowSteps)
         with explained(f"label column {label!r}" if isinstance(run[0], Learned) else run[0]):
-            frame = lazy.collect()
+            frame = with_codes(lazy.collect(), _keys(run), threads)
 
         def work(feature: Derivation, frame: pl.DataFrame = frame) -> list[pl.Series]:
             assert isinstance(feature, Learned)
@@ -282,6 +298,10 @@ def _started(
     return cast("pl.LazyFrame", add_helpers(frame, run))
 
 
+def _keys(features: Sequence[Derivation]) -> list[str]:
+    return [name for one in features if isinstance(one, Keyed | Past) for name in one.by]
+
+
 def _all_train(training: bool) -> Any:
     import polars as pl
 
@@ -290,7 +310,7 @@ def _all_train(training: bool) -> Any:
 
 def _without_helpers(frame: Any) -> Any:
     names = frame.collect_schema().names()
-    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(_FOLDS)])
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(_HELPERS)])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:

@@ -23,7 +23,6 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.features.base import ROW
-from stoker.prep.features.fitted.keys import batches
 from stoker.prep.features.learned import LABEL
 from stoker.prep.fit.split_rules import PartRows, Splitter
 from stoker.prep.parse.frames import MissingColumnError, frame_block
@@ -161,7 +160,7 @@ def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame 
     """The rows, some at a time, and the number of the first of them."""
     start, held = 0, pl.DataFrame()
     with explained(task):
-        for some in batches(rows):
+        for some in _batches(rows):
             held = held.vstack(some) if held.width else some
             while held.height >= _SLICE:
                 yield start, held[:_SLICE]
@@ -169,6 +168,14 @@ def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame 
     if held.height:
         yield start, held
     task.journal.add("derived rows", {"count": start + held.height})
+
+
+def _batches(rows: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+    """Yield the rows in order, some at a time."""
+    if hasattr(rows, "collect_batches"):
+        yield from rows.collect_batches(engine="streaming", maintain_order=True)
+    else:  # Polars before 1.34
+        yield rows.collect(engine="streaming")
 
 
 def _forget_broken(task: Task) -> None:
