@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.ops.codegen.jit import jit
 from stoker.prep.fit.ranks import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import splitmix
@@ -37,24 +36,6 @@ class PartRows:
 
 
 Open = Callable[[PartRows], Part]
-
-
-@jit
-def _latest(positions, users, times, first_row, two_times, last_row, before_row, seen):  # type: ignore[no-untyped-def]
-    """Per user: time and row of the latest row, the row that was latest before it, and how many rows."""
-    latest_time, before_time = two_times[0], two_times[1]
-    for i in positions:
-        user = users[i]
-        time, row = times[i], first_row + i
-        if seen[user] == 0 or time >= latest_time[user]:
-            before_time[user] = latest_time[user]
-            before_row[user] = last_row[user]
-            latest_time[user] = time
-            last_row[user] = row
-        elif seen[user] == 1 or time >= before_time[user]:
-            before_time[user] = time
-            before_row[user] = row
-        seen[user] += 1
 
 
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
@@ -153,8 +134,8 @@ class Splitter:
         rows = np.arange(part.start, part.start + part.rows)
         held = self._seen[users] >= self.rule.min_rows
         result = np.zeros(part.rows, np.uint8)
-        result[held & (rows == self._before_row[users])] = 1
-        result[held & (rows == self._last_row[users])] = 2
+        result[held & (rows == self._latest_rows[0, users])] = 1
+        result[held & (rows == self._latest_rows[1, users])] = 2
         return result
 
     def _cut(self, times: Array) -> npt.NDArray[np.uint8]:
@@ -185,21 +166,39 @@ class Splitter:
                 self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
         users = builder.entries
         del builder
-        times = np.full((2, users), np.iinfo(np.int64).min)
-        self._last_row, self._before_row = np.full(users, -1, np.int64), np.full(users, -1, np.int64)
         self._seen = np.zeros(users, np.int64)
+        # [2, users] of the row before the latest one, and of the latest one
+        times, self._latest_rows = np.full((2, users), np.iinfo(np.int64).min), np.full((2, users), -1, np.int64)
         for part in self.parts:
             with self._open(part) as arrays:
                 # A row that was not kept must not become a user's last one.
                 kept = self._kept(part) if self.schema.negative_keep < 1 else np.ones(part.rows, np.bool_)
-                _latest(
-                    np.flatnonzero(kept), self._refs[part.index][arrays["codes.user"] - 1], arrays["time"],
-                    part.start, times, self._last_row, self._before_row, self._seen,
-                )  # fmt: skip
-        self._last_time = times[0]
+                found = self._refs[part.index][arrays["codes.user"][kept] - 1]
+                _update_latest(found, arrays["time"][kept], part.start + np.flatnonzero(kept), times, self._latest_rows)
+            np.add.at(self._seen, found, 1)
+        self._last_time = times[1]
         if self.rule.rule == "last_touch":
             present = self._last_time[self._seen > 0]
             self._find_cuts(lambda: iter([present]), len(present))
+
+
+def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array, latest_rows: Array) -> None:
+    """Update the times and rows [2, all users] of the two latest rows of each user; among equal times the later row.
+
+    Args:
+        users: [n] of the rows of a part.
+        times: [n] of these rows.
+        rows: [n] their numbers, above those of the parts before.
+        latest_times, latest_rows: of the parts before, least first; the least int64 and -1 where there is no row.
+    """
+    known, counts = np.unique(users, return_counts=True)
+    users = np.concatenate([known, known, users])
+    times = np.concatenate([*latest_times[:, known], times])
+    rows = np.concatenate([*latest_rows[:, known], rows])
+    order = np.lexsort((rows, times, users))
+    last = np.cumsum(counts + 2) - 1
+    latest = order[np.stack([last - 1, last])]
+    latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,6 @@ from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.fit.dense_kernels import finite, nan_for_null
 from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
 from stoker.prep.parse.dictionaries import WIDE, list_column, text_column
 
@@ -155,7 +154,7 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     if kind == "float" and (whole or series.dtype.is_float()):
         # Not in one piece before somebody needs it: NaN for null.
         pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
-        return RawColumn(pieces=pieces) if whole or all(map(finite, pieces)) else None
+        return RawColumn(pieces=pieces) if whole or not any(np.isinf(piece).any() for piece in pieces) else None
     if kind == "int" and whole and not series.null_count():
         return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
     return None
@@ -163,16 +162,9 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
 
 def _values(piece: pl.Series) -> Any:
     """Numbers as they lie, int64 or float64, where none is null; else float64, NaN for null."""
-    if piece.dtype not in (pl.Int64, pl.Float64):
+    if piece.dtype not in (pl.Int64, pl.Float64) or piece.null_count():
         piece = piece.cast(pl.Float64)
-    if not piece.null_count():
-        return piece.to_numpy()
-    array: Any = piece.to_arrow()
-    bits, values = (np.frombuffer(buffer, np.uint8) for buffer in array.buffers())
-    given = values.view(np.int64 if piece.dtype == pl.Int64 else np.float64)[array.offset : array.offset + len(array)]
-    found = np.empty(len(array))
-    nan_for_null(given, bits, array.offset, found)
-    return found
+    return piece.to_numpy()
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.dataset.leftovers import UnusableInput
+from stoker.prep.fit.ranks import ordered_floats, ordered_int
 from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse import dictionary_kernels, text_kernels
-from stoker.prep.parse.code_columns import CodeColumns, code_type
 from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import column_series
@@ -22,7 +22,7 @@ from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.part_store import Arena, padded
 from stoker.prep.stages.parts import Part
 
-__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash", "time_value"]
+__all__ = ["Layout", "code_type", "feature_codes", "raw_columns", "share_of_hash", "time_value"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
@@ -199,22 +199,15 @@ class Layout:
         out["split"] = lookup[codes]
 
 
+def code_type(most: int) -> np.dtype[Any]:
+    """Return the narrowest type of codes up to ``most``."""
+    return np.dtype(next(dtype for dtype in (np.uint8, np.uint16, np.uint32) if most <= np.iinfo(dtype).max))
+
+
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the last takes the rest."""
     fractions = (hashes >> np.uint64(11)) * 2.0**-53
     return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
-
-
-def ordered_int(values: Array) -> npt.NDArray[np.int64]:
-    """int64 as they are; float64 mapped to int64 with the same order."""
-    if values.dtype != np.float64:
-        return values.astype(np.int64)
-    return _turned((values + 0.0).view(np.int64))
-
-
-def _turned(bits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bits of float64 as int64 of the same order, and back."""
-    return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
 
 
 def time_value(number: int, kind: str) -> int | float | str:
@@ -222,7 +215,7 @@ def time_value(number: int, kind: str) -> int | float | str:
     if kind == "int":
         return number
     if kind == "float":
-        return float(_turned(np.array([number])).view(np.float64)[0])
+        return float(ordered_floats(np.array([number]))[0])
     unit: Any = "us" if number % 1_000_000 else "s"
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
@@ -302,11 +295,6 @@ def hash_of_missing(buckets: int) -> int:
 def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
     """The dense columns of a part, as read."""
     return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
-
-
-def one_hot_codes(arrays: Part, layout: Layout) -> CodeColumns:
-    """The codes of a part's features that have one a row."""
-    return CodeColumns([arrays[f"codes.{index}"] for index in layout.one_hot])
 
 
 def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
