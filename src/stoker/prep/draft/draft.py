@@ -200,8 +200,8 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
     doubts = [found.doubt] if found.doubt else []
     if label.missing:
         doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
-    others = [one for one in columns if one is not label and one.outcome]
-    more = [_comment(f"other candidates: {', '.join(_printable(one.name) for one in others[:20])}")] if others else []
+    rivals = [_printable(one.name) for one in columns if one is not label and one.outcome]
+    more = [_comment(f"other candidates: {', '.join(rivals[:20])}")] if rivals else []
     return [
         f"[label]  {_comment(f'{_values(label)}, such as {label.example!r}')}", *_doubts(doubts), *more,
         *_keys({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
@@ -226,11 +226,8 @@ def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) ->
     codes = [one for one in columns if one is not label and one.code and one.kind != "left out" and one.repeats >= 2]
     users = [one for one in codes if one.kind == "categorical" and _USER_NAME.search(one.name)]
     unnamed = [one for one in codes if time and one.kind == "categorical" and not one.missing and _UNNAMED(one.name)]
-    lines = ["[split]"]
-    if time is not None:
-        lines += ['rule = "time"  # the earliest rows train', "train = 0.8", "valid = 0.1", "test = 0.1"]
-    else:
-        lines += ['rule = "hash"  # by row number', "train = 0.8", "valid = 0.1", "test = 0.1"]
+    rule = 'rule = "hash"  # by row number' if time is None else 'rule = "time"  # the earliest rows train'
+    lines = ["[split]", rule, "train = 0.8", "valid = 0.1", "test = 0.1"]
     for user in (users or unnamed)[:1]:
         needs = "" if time is not None else ", with a [timestamp]"
         doubt = "" if users else "unsure: "

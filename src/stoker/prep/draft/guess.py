@@ -22,7 +22,6 @@ NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None"
 _PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # which mean nothing else, in texts neither
 _CODES = 20  # whole numbers with at most so many different values are codes, unless their name says otherwise
 _NUMERIC = 0.95  # share of numbers from which on other texts count as damage
-_ALPHABET = r"^[0-9a-fA-F]+$"
 _TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
 _CODE_NAME = re.compile(
     r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
@@ -133,17 +132,17 @@ def _guess(column: pl.Series, *, named: bool) -> Guess:
         return _leave_out(guess, "no row read has a value")
     if not plain or values.dtype in (pl.Binary, pl.Object):
         return _nested(guess, values)
-    if values.dtype == pl.Boolean:
+    if values.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         values = values.cast(pl.String)
-    if values.dtype in (pl.Categorical, pl.Enum):
-        values = values.cast(pl.String)
+    if values.dtype in (pl.Time, pl.Duration):
+        return _leave_out(guess, "a time of day or a duration: write it as a number")
     if values.dtype.is_temporal():
-        return _typed_time(guess, values)
+        guess.kind, guess.settings = "time", {"type": "datetime"}
+        return guess
     if values.dtype.is_decimal():
         values = values.cast(pl.Float64)
-    textual = values.dtype == pl.String
     numbers, whole = _numbers(values)
-    if not textual or numbers.count() >= _NUMERIC * len(values):
+    if values.dtype != pl.String or numbers.count() >= _NUMERIC * len(values):
         if wrong := len(values) - numbers.count():
             bad = values.filter(numbers.is_null())[0]
             guess.doubts.append(
@@ -183,22 +182,14 @@ def _nested(guess: Guess, values: pl.Series) -> Guess:
     lengths = lists.list.len()
     if items.dtype.is_float():
         return _leave_out(guess, "lists of numbers, such as embeddings, are no ids")
+    _sequence(guess, items, {"type": "int"} if items.dtype.is_integer() else {}, int(lengths.max() or 1))  # type: ignore[arg-type]
+    return guess
+
+
+def _sequence(guess: Guess, items: pl.Series, settings: dict[str, Any], longest: int) -> None:
     guess.kind, guess.distinct, guess.code = "sequence", items.n_unique(), True
-    guess.settings = {"type": "int"} if items.dtype.is_integer() else {}
-    _max_length(guess, int(lengths.max() or 1))  # type: ignore[arg-type]
-    return guess
-
-
-def _max_length(guess: Guess, longest: int) -> None:
-    guess.settings["max_length"] = max(1, min(longest, 50))
+    guess.settings = {**settings, "max_length": max(1, min(longest, 50))}
     guess.notes.append(f"lists of up to {longest:,} values")
-
-
-def _typed_time(guess: Guess, values: pl.Series) -> Guess:
-    if values.dtype in (pl.Time, pl.Duration):
-        return _leave_out(guess, "a time of day or a duration: write it as a number")
-    guess.kind, guess.settings = "time", {"type": "datetime"}
-    return guess
 
 
 def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
@@ -314,19 +305,14 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
     if _list_text(guess, values):
         return
     lengths = values.str.len_chars()
+    width = int(lengths[0])
     if guess.distinct == rows and rows >= 10:
         what = "a row id" if int(lengths.max()) <= 40 else "free text"  # type: ignore[arg-type]
         _leave_out(guess, f"a different text in every row read: {what}, which teaches nothing as it is")
         return
     if float(lengths.mean()) > 60:  # type: ignore[arg-type]
         guess.doubts.append("long texts: every different one gets an id. Leave it out if it is free text")
-    width = int(lengths[0])
-    if (
-        guess.distinct >= _CODES
-        and width in (8, 16)
-        and (lengths == width).all()
-        and values.str.contains(_ALPHABET).all()
-    ):
+    if guess.distinct >= _CODES and width in (8, 16) and values.str.contains(rf"^[0-9a-fA-F]{{{width}}}$").all():
         guess.settings = {"type": "hex"}
     guess.code = guess.distinct > 2
     if guess.distinct > len(values) / 2 and guess.distinct > 100:
@@ -344,10 +330,8 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
         return True
     if len(values[0]) < 6 or not values[0][-1:].strip() or not re.search(r"[-/.: ]", values[0].strip()):
         return False
-    settings = [one for one in suggestions(texts) if one.startswith("format")]
-    fitting = [one.split('"')[1] for one in settings]
-    counts = [read_moments(text_column(texts), pattern) != UNKNOWN for pattern in fitting]
-    good = [pattern for pattern, read in zip(fitting, counts, strict=True) if read.mean() >= _NUMERIC]
+    patterns = [one.split('"')[1] for one in suggestions(texts) if one.startswith("format")]
+    good = [one for one in patterns if (read_moments(text_column(texts), one) != UNKNOWN).mean() >= _NUMERIC]
     if not good:
         return False
     guess.kind, guess.settings = "time", {"type": "datetime", "format": good[0]}
@@ -368,9 +352,8 @@ def _list_text(guess: Guess, values: pl.Series) -> bool:
         if (separator == " " and not codes) or (separator == "," and blanks) or pieces.n_unique() > len(pieces) / 1.5:
             continue
         whole = bool(pieces.drop_nulls().str.contains(r"^(0|[1-9][0-9]{0,17})$").all())
-        guess.kind, guess.distinct, guess.code = "sequence", pieces.n_unique(), True
-        guess.settings = {"separator": separator, **({"type": "int"} if whole else {})}
-        _max_length(guess, int(values.str.count_matches(separator, literal=True).max()) + 1)  # type: ignore[arg-type]
+        longest = int(values.str.count_matches(separator, literal=True).max()) + 1  # type: ignore[arg-type]
+        _sequence(guess, pieces, {"separator": separator, **({"type": "int"} if whole else {})}, longest)
         if not codes and separator in ",;":
             guess.doubts.append(f"lists separated by {separator!r}, or texts with such a character in them?")
         return True
@@ -396,10 +379,10 @@ def _number_outcome(name: str, numbers: pl.Series, *, named: bool) -> Outcome | 
             return Outcome(order=1, rule=rule)
         return Outcome(order=7, rule=rule, doubt="chosen because it has two values") if values == [-1, 1] else None
     halves = all(value * 2 == round(value * 2) and 0 <= value <= 10 for value in values)
-    if len(values) >= 3 and halves and (_RATING_NAME.search(name) or not named):
+    rating = bool(_RATING_NAME.search(name))
+    if len(values) >= 3 and halves and (rating or not named):
         top = max(values)
         rule = f">= {'4' if top == 5 else '7' if top == 10 else f'{top:g}'}"
-        rating = bool(_RATING_NAME.search(name))
         doubt = "" if rating and top in (5, 10) else "a rating? Say from which value on a row counts as liked"
         return Outcome(order=2 if rating else 8, rule=rule, doubt=doubt)
     if strong:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -81,13 +82,12 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
         magic = file.read(4)
     if not magic:
         raise DataError(f"{path} is empty. Name a file with rows.")
-    kind = "parquet" if magic == b"PAR1" else source_kind(path)
-    if kind == "parquet":
+    if magic == b"PAR1" or source_kind(path) == "parquet":
         return _parquet(path, rows)
     head = _head(path)
-    if kind == "csv" and head.lstrip()[:1] == b"{" and _is_object(head.lstrip().split(b"\n", 1)[0]):
-        kind = "jsonl"
-    return _json_lines(path, rows, most) if kind == "jsonl" else _text(path, head, rows, most, like)
+    if source_kind(path) == "jsonl" or _object(head.lstrip().split(b"\n", 1)[0]) is not None:
+        return _json_lines(path, rows, most)
+    return _text(path, head, rows, most, like)
 
 
 def _head(path: Path) -> bytes:
@@ -114,6 +114,17 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
             return
 
 
+def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
+    """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
+    lines: list[bytes] = []
+    for data in _pieces(path, most):
+        most -= len(data)
+        lines += filter(bytes.strip, data.split(b"\n"))
+        if len(lines) > rows:
+            return lines[:rows], False
+    return lines, most > 0
+
+
 def _parquet(path: Path, rows: int) -> Sample:
     source = SourceFormat() if source_kind(path) == "parquet" else SourceFormat(kind="parquet")
     try:
@@ -127,59 +138,24 @@ def _parquet(path: Path, rows: int) -> Sample:
     return sample
 
 
-def _is_object(line: bytes) -> bool:
+def _object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if there is none."""
     try:
-        return isinstance(json.loads(line), dict)
+        value = json.loads(line)
     except ValueError:
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _json_lines(path: Path, rows: int, most: int) -> Sample:
-    source = SourceFormat() if source_kind(path) == "jsonl" else SourceFormat(kind="jsonl")
-    frames: list[pl.DataFrame] = []
-    sample = Sample(frame=pl.DataFrame(), source=source)
-    seen = read = 0
-    for data in _pieces(path, most):
-        read += len(data)
-        found: dict[str, list[object]] = {}
-        count = 0
-        for line in filter(bytes.strip, data.split(b"\n")):
-            if seen + count >= rows:
-                sample.whole = False
-                break
-            try:
-                values = json.loads(line)
-            except ValueError:
-                values = None
-            if not isinstance(values, dict):
-                sample.bad += 1
-                continue
-            for key in values:
-                found.setdefault(key, [None] * count)
-            for key, column in found.items():
-                column.append(values.get(key))
-            count += 1
-        found.pop("", None)
-        if found:
-            frames.append(pl.DataFrame([_json_series(name, column) for name, column in found.items()]))
-        seen += count
-        if not sample.whole:
-            break
-    if not frames:
+    lines, whole = _lines(path, rows, most)
+    objects = [found for line in lines if (found := _object(line)) is not None]
+    names = dict.fromkeys(name for found in objects for name in found if name)
+    if not names:
         raise DataError(f"{path} has no JSON object in its first lines. JSON lines have one object per line.")
-    sample.whole = sample.whole and read < most
-    types: dict[str, set[pl.DataType]] = {}
-    for frame in frames:
-        for name, kind in frame.schema.items():
-            types.setdefault(name, set()).add(kind)
-    numeric = {pl.Int64(), pl.Float64(), pl.Null()}
-    mixed = {name for name, kinds in types.items() if len(kinds - {pl.Null()}) > 1 and not kinds <= numeric}
-    same = [
-        frame.with_columns(pl.col(name).cast(pl.String, strict=False) for name in frame.columns if name in mixed)
-        for frame in frames
-    ]
-    sample.frame = pl.concat(same, how="diagonal_relaxed")
-    return sample
+    source = SourceFormat() if source_kind(path) == "jsonl" else SourceFormat(kind="jsonl")
+    frame = pl.DataFrame([_json_series(name, [found.get(name) for found in objects]) for name in names])
+    return Sample(frame=frame, source=source, whole=whole, bad=len(lines) - len(objects))
 
 
 def _json_series(name: str, values: list[object]) -> pl.Series:
@@ -197,31 +173,19 @@ def _json_series(name: str, values: list[object]) -> pl.Series:
 
 
 def _text(path: Path, head: bytes, rows: int, most: int, like: Sample | None) -> Sample:
-    sample = _notation(path, head) if like is None else replace(like, whole=True, bad=0)
-    source, encoding = sample.source, sample.source.encoding
-    separator = source.separator or ","
-    names: list[str] = list(source.columns)
-    frames: list[pl.DataFrame] = []
-    seen = read = 0
-    for number, data in enumerate(_pieces(path, most)):
-        read += len(data)
-        lines = [line for line in data.decode(encoding, errors="replace").split("\n") if line.strip()]
-        if number == 0 and not source.columns and lines:
-            quote = source.quote or ""
-            names = [name.strip().strip(quote) for name in lines.pop(0).rstrip("\r").split(separator)]
-        if seen + len(lines) > rows:
-            lines, sample.whole = lines[: rows - seen], False
-        found = [_fields(line.rstrip("\r"), separator, source.quote) for line in lines]
-        fitting = [fields for fields in found if len(fields) == len(names)]
-        sample.bad += len(found) - len(fitting)
-        seen += len(found)
-        # Names may be there twice; columns of a frame may not.
-        columns = [[fields[place] for fields in fitting] for place in range(len(names))]
-        frames.append(pl.DataFrame({str(place): column for place, column in enumerate(columns)}, strict=False))
-        if not sample.whole:
-            break
-    sample.whole = sample.whole and read < most
-    frame = pl.concat(frames).cast(pl.String).with_columns(pl.all().replace("", None))
+    sample = _notation(path, head) if like is None else replace(like, bad=0, unsure=[])
+    source = sample.source
+    separator, names = source.separator or ",", list(source.columns)
+    raw, sample.whole = _lines(path, rows + (not names), most)
+    lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw]
+    if not names:
+        names = [name.strip().strip(source.quote or "") for name in lines.pop(0).split(separator)]
+    found = [_fields(line, separator, source.quote) for line in lines]
+    fitting = [fields for fields in found if len(fields) == len(names)]
+    sample.bad = len(found) - len(fitting)
+    # Names may be there twice; columns of a frame may not.
+    columns = {str(place): [fields[place] for fields in fitting] for place in range(len(names))}
+    frame = pl.DataFrame(columns, schema=dict.fromkeys(columns, pl.String)).with_columns(pl.all().replace("", None))
     twice = {name for name, count in Counter(names).items() if count > 1}
     kept = [(place, name) for place, name in enumerate(names) if name and name not in twice]
     for name in sorted(twice):
