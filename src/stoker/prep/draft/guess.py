@@ -42,7 +42,7 @@ _OUTCOME_NAME = re.compile(
 _IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
 _RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
 _EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
-_YES = ("true", "yes", "y", "t", "True", "TRUE", "Yes", "YES", "Y", "T")
+_YES = ("true", "yes", "y", "t")
 _NO = ("false", "no", "n", "f")
 _EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 _FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
@@ -221,22 +221,17 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
     if whole and padded and guess.repeats > 1 and not quantity:
         guess.settings, guess.code = {}, True  # 007 is not 7
         return
-    if guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code):
-        steps = numbers.diff().drop_nulls()
-        if code or rows >= 1000 or bool((steps == 1).all()):
-            _leave_out(guess, "a different whole number in every row read: a row id, which teaches nothing")
-            return
-    if not whole:
-        as_codes = bool((numbers == numbers.round()).all()) and code and not quantity
-        if not as_codes:
-            _dense(guess, numbers)
-            return
+    different = guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code)
+    if different and (code or rows >= 1000 or bool((numbers.diff().drop_nulls() == 1).all())):
+        _leave_out(guess, "a different whole number in every row read: a row id, which teaches nothing")
+        return
+    if not whole and code and not quantity and bool((numbers == numbers.round()).all()):
         guess.settings, guess.code = {"type": "float"}, True
         guess.doubts.append("whole numbers written as floats; taken for codes because of the name")
+    elif not whole or (quantity and not code and guess.distinct > 2):
+        _dense(guess, numbers)
     elif code and not quantity:
         guess.code = True
-    elif quantity and not code and guess.distinct > 2:
-        _dense(guess, numbers)
     elif guess.distinct > _CODES and (
         low < 0 or guess.repeats < 1.5 or (high < 1000 and name) or _are_counts(guess, low, numbers, high)
     ):
@@ -396,20 +391,14 @@ def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
     """Return how a column of texts could be the label."""
     found: Sequence[str] = values.unique().sort().to_list() if values.n_unique() <= 20 else []
     strong = bool(_OUTCOME_NAME.match(name))
-    lower = {text.lower() for text in found}
-    if len(found) == 2 and lower & set(_YES) and lower & set(_NO):
-        yes = next(text for text in found if text in _YES or text.lower() in _YES)
-        return Outcome(
-            order=1 if strong else 5, rule=_equals(yes), doubt="" if strong else "chosen because of its values"
-        )
-    for event in _EVENTS:
-        if len(found) > 1 and event in lower:
-            text = next(one for one in found if one.lower() == event)
-            return Outcome(order=1 if strong else 5, rule=_equals(text), doubt="say which of the events count as 1")
+    lower = {text.lower(): text for text in reversed(found)}  # the first of those that differ in capitals
+    yes, no = (next((lower[one] for one in words if one in lower), None) for words in (_YES, _NO))
+    order = 1 if strong else 5
+    if len(found) == 2 and yes and no:
+        return Outcome(order=order, rule=f"== '{yes}'", doubt="" if strong else "chosen because of its values")
+    event = next((lower[one] for one in _EVENTS if one in lower), None)
+    if len(found) > 1 and event:
+        return Outcome(order=order, rule=f"== '{event}'", doubt="say which of the events count as 1")
     if strong and len(found) == 2 and "'" not in found[1]:
-        return Outcome(order=2, rule=_equals(found[1]), doubt=f"say which of {found} counts as 1")
+        return Outcome(order=2, rule=f"== '{found[1]}'", doubt=f"say which of {found} counts as 1")
     return None
-
-
-def _equals(text: str) -> str:
-    return f"== '{text}'"

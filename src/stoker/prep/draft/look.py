@@ -6,8 +6,9 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
 
 def _head(path: Path) -> bytes:
     """Return the first lines of a text, and refuse what is no text."""
-    head = b"".join(_pieces(path, 2**16))[: 2**18]
+    head = next((block.load().tobytes() for block in line_blocks(path, block_bytes=2**16)), b"")
     if not head.strip():
         raise DataError(f"{path} is empty. Name a file with rows.")
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -104,25 +105,16 @@ def _head(path: Path) -> bytes:
     return head
 
 
-def _pieces(path: Path, most: int) -> Iterator[bytes]:
-    """Yield blocks of whole lines from the beginning of a text until ``most`` bytes are reached."""
-    for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
-        data = block.load().tobytes()
-        yield data
-        most -= len(data)
-        if most <= 0:
-            return
-
-
 def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
     """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
     lines: list[bytes] = []
-    for data in _pieces(path, most):
+    for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
+        data = block.load().tobytes()
         most -= len(data)
         lines += filter(bytes.strip, data.split(b"\n"))
-        if len(lines) > rows:
+        if len(lines) > rows or most <= 0:
             return lines[:rows], False
-    return lines, most > 0
+    return lines, True
 
 
 def _parquet(path: Path, rows: int) -> Sample:
@@ -235,23 +227,24 @@ def _notation(path: Path, head: bytes) -> Sample:
 
 def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
     """Return the separator that cuts most lines into the same number of fields, that share of lines, and the quote."""
-    found: list[tuple[bool, int, float, str, str | None]] = []
-    for separator in _SEPARATORS:
-        for quote in ('"', None):
-            if quote and len(separator) > 1:
-                continue
-            width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
-            if width > 1:
-                share = count / len(lines)
-                # Quotes stay unless lines fit better without them; "::" goes before "|" and "," inside its fields.
-                found.append((share >= _ALIKE, (separator == "::") * 1000 + width, share, separator, quote))
+    found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a line, and the share of such lines
+    for separator, quote in product(_SEPARATORS, ('"', None)):
+        width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
+        if width > 1 and not (quote and len(separator) > 1):
+            # "::" goes before "|" and "," inside its fields.
+            found[separator, quote] = width + 1000 * (separator == "::"), count / len(lines)
     if not found:
         return None, 0.0, '"'
-    _, _, share, separator, quote = max(found, key=lambda one: (one[0], one[1] if one[0] else one[2], one[2]))
-    plain = [one for one in found if one[3] == separator and one[4] == '"']
-    if plain and plain[0][2] >= share - 0.02:
-        share, quote = plain[0][2], '"'
-    return separator, share, quote
+
+    def order(one: tuple[str, str | None]) -> tuple[bool, float, float]:
+        width, share = found[one]
+        return share >= _ALIKE, width if share >= _ALIKE else share, share
+
+    separator, quote = max(found, key=order)
+    # Quotes stay unless lines fit better without them.
+    if found.get((separator, '"'), (0, 0.0))[1] >= found[separator, quote][1] - 0.02:
+        quote = '"'
+    return separator, found[separator, quote][1], quote
 
 
 def _is_header(first: list[str], rows: Sequence[list[str]]) -> tuple[bool, bool]:
