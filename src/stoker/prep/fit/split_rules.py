@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,9 @@ class Splitter:
     def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str], open_part: Open) -> None:
         self.schema, self.rule, self.parts, self._open = schema, schema.split, list(parts), open_part
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
-        self._kept_before = [part.start for part in self.parts]  # kept rows in the parts before
-        kept = [part.rows for part in self.parts]
-        if schema.negative_keep < 1:
-            kept = [int(self._kept(part).sum()) for part in self.parts]
-            self._kept_before = np.concatenate([[0], np.cumsum(kept)[:-1]]).tolist() if kept else []
-        self._total = sum(kept)
+        kept = [int(self._kept(part).sum()) for part in self.parts]
+        self._kept_before = list(accumulate(kept, initial=0))  # kept rows in the parts before
+        self._total = self._kept_before.pop()
         self._kept_in_file = {
             file: sum(n for part, n in zip(self.parts, kept, strict=True) if part.file == file)
             for file in range(len(files))
@@ -87,28 +85,25 @@ class Splitter:
 
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
         """[rows] split of every row of a part."""
-        kept = self._kept(part) if self.schema.negative_keep < 1 else None
+        kept = self._kept(part)
         result = self._assign(part, kept)
-        if kept is not None:
-            result[~kept] = DROP
+        result[~kept] = DROP
         return result
 
     def _kept(self, part: PartRows) -> npt.NDArray[np.bool_]:
-        seed = splitmix(np.array([self.schema.seed + 1], np.uint64))[0]
-        hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
+        """Return [rows] whether ``negative_keep`` keeps each row."""
+        if self.schema.negative_keep >= 1:
+            return np.ones(part.rows, np.bool_)
         with self._open(part) as arrays:
             other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
-        kept: npt.NDArray[np.bool_] = other | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
-        return kept
+        other |= _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
+        return other
 
-    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-        """Number of each row among the kept ones."""
-        before = self._kept_before[part.index]
-        if kept is None:
-            return np.arange(before, before + part.rows)
-        return before + np.cumsum(kept) - kept
+    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the number of each row among the kept ones."""
+        return self._kept_before[part.index] + np.cumsum(kept) - kept
 
-    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint8]:
+    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
         rule = self.rule.rule
         if rule == "runs":
             return _halved_runs(self._position(part, kept), self._total, self.rule.runs)
@@ -120,9 +115,7 @@ class Splitter:
             within = self._position(part, kept) - self._file_start[part.file]
             return np.where(within < -(-size // 2), 2, 1).astype(np.uint8)
         if rule == "hash" and self.rule.column is None:
-            seed = splitmix(np.array([self.rule.seed], np.uint64))[0]
-            hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
-            return share_of_hash(hashes, (self.rule.train, self.rule.valid))
+            return _shares_of_rows(part, self.rule.seed, (self.rule.train, self.rule.valid))
         with self._open(part) as arrays:
             if rule == "time":
                 return self._cut(arrays["time"])
@@ -153,7 +146,7 @@ class Splitter:
             for part in self.parts:
                 with self._open(part) as arrays:
                     time = np.array(arrays["time"])
-                yield time[self._kept(part)] if self.schema.negative_keep < 1 else time
+                yield time[self._kept(part)]
 
         self._find_cuts(times, self._total)
 
@@ -172,7 +165,7 @@ class Splitter:
         for part in self.parts:
             with self._open(part) as arrays:
                 # A row that was not kept must not become a user's last one.
-                kept = self._kept(part) if self.schema.negative_keep < 1 else np.ones(part.rows, np.bool_)
+                kept = self._kept(part)
                 found = self._refs[part.index][arrays["codes.user"][kept] - 1]
                 _update_latest(found, arrays["time"][kept], part.start + np.flatnonzero(kept), times, self._latest_rows)
             np.add.at(self._seen, found, 1)
@@ -199,6 +192,12 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
     last = np.cumsum(counts + 2) - 1
     latest = order[np.stack([last - 1, last])]
     latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
+
+
+def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+    """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
+    key = splitmix(np.array([seed], np.uint64))[0]
+    return share_of_hash(splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ key), shares)
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:

@@ -119,9 +119,7 @@ class Encoder:
                     continue
                 codes, lengths = feature_codes(arrays, self.layout, index)
                 unknown = (codes > 0) & (self._ids_of(part, index, codes) == 0)
-                rows = np.flatnonzero(unknown) if lengths is None else (
-                    np.repeat(np.arange(part.rows), lengths)[unknown]
-                )  # fmt: skip
+                rows = np.repeat(np.arange(part.rows), 1 if lengths is None else lengths)[unknown]
                 if column.oov == "drop":
                     drop[rows] = True
                 elif rows.size:
@@ -212,8 +210,8 @@ class Encoder:
 
     def _write_bags(self, arrays: Part, rows: Array, target: Target) -> Array:
         """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are zero by feature."""
-        layout, at, first = self.layout, target.id, target.row
-        zeros = np.zeros(len(layout.features), np.int64)
+        layout, at, first, width = self.layout, target.id, target.row, len(self.layout.features)
+        zeros = np.zeros(width, np.int64)
         begins = {index: _offsets(arrays[f"counts.{index}"]) for index in layout.sequences}
         for begin, chosen in blocks(len(rows), rows):
             here = slice(first + begin, first + begin + len(chosen))
@@ -222,11 +220,9 @@ class Encoder:
             for index in layout.sequences:
                 lengths[:, index] = arrays[f"counts.{index}"][chosen]
             places = at + _offsets(lengths)  # where each bag begins, row by row
-            target.arrays["row_offsets"][here.start + 1 : here.stop + 1] = places[
-                len(layout.features) :: len(layout.features)
-            ]
+            target.arrays["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
             places, at = places[:-1].reshape(lengths.shape), int(places[-1])
-            for index in range(len(layout.features)):
+            for index in range(width):
                 source, to = chosen, places[:, index]
                 if index in begins:
                     within = _within(lengths[:, index])
