@@ -38,9 +38,9 @@ the summary; with --max-bad or --strict it stops the run.
 With --like, rows may lack a label: a field that is empty, or the whole column,
 in all files. They are for stoker predict.
 
---split takes random:TRAIN,VALID, hash:COLUMN:TRAIN,VALID, time:TRAIN,VALID,
-last_touch:COLUMN:TRAIN,VALID, leave_last_out:COLUMN[:MIN_ROWS], runs[:RUNS] and
-column:COLUMN. TRAIN and VALID are shares; the rest is the test split.
+--split takes random:0.8,0.1 (shares of train and valid; the rest is test),
+time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
+leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
 
 \b
 stoker prepare criteo 'day_*.gz' --out data/criteo

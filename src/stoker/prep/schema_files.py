@@ -61,11 +61,8 @@ def _expanded(schema: Schema, file: Path, present: Sequence[str]) -> Schema:
         if not names:
             outputs = [output for feature in schema.feature for output in feature.outputs]
             also = f". Features make: {listed(outputs)}" if outputs else ""
-            fail(
-                where,
-                "name",
-                f"matches no column of {file} besides those named elsewhere. It has: {listed(present)}{also}",
-            )
+            there = f"It has: {listed(present)}{also}"
+            fail(where, "name", f"matches no column of {file} besides those named elsewhere. {there}")
         for name in names:
             if name in taken:
                 fail(where, "name", f"matches {name!r}, as {taken[name]!r} does. Narrow one of them")

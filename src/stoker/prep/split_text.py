@@ -21,7 +21,7 @@ _FORMS: dict[str, tuple[str, bool, str]] = {
     "runs": ("runs", False, "runs"),
     "column": ("column", True, ""),
 }
-_HELP = """The forms, each with shares of train and valid (the rest is test; behind train alone, valid and test halve it):
+_HELP = """The forms, with shares of train and valid (the rest is test; behind train alone, valid and test halve it):
   random:0.8,0.1                  by chance, row by row
   hash:COLUMN:0.8,0.1             by chance, rows with equal values of the column together
   time:0.8,0.1                    the earliest rows train

@@ -78,11 +78,8 @@ class KeptColumns:
 class KeptWriter:
     """Writes rows to a Parquet file in row groups of ``KEPT_ROWS``, however they arrive. See :func:`kept_writer`."""
 
-    def __init__(self, file: Any, schema: pa.Schema) -> None:
-        import pyarrow.parquet as pq
-
-        self._schema = schema
-        self._writer = pq.ParquetWriter(file, schema, compression="zstd")
+    def __init__(self, writer: Any) -> None:
+        self._writer, self._schema = writer, writer.schema
         self._waiting: list[pa.Table] = []
         self._rows = 0  # in them
 
@@ -91,16 +88,13 @@ class KeptWriter:
         self._waiting.append(table.cast(self._schema))
         self._rows += len(table)
         while self._rows >= KEPT_ROWS:
-            self._flush(KEPT_ROWS)
+            self.flush(KEPT_ROWS)
 
-    def close(self) -> None:
-        """Write what waits, and the footer."""
-        self._flush(self._rows)
-        self._writer.close()
-
-    def _flush(self, rows: int) -> None:
+    def flush(self, rows: int | None = None) -> None:
+        """Write the first ``rows`` of those that wait, None: all, as a row group."""
         import pyarrow as pa
 
+        rows = self._rows if rows is None else rows
         if not rows:
             return
         table = pa.concat_tables(self._waiting)
@@ -115,7 +109,9 @@ def kept_writer(path: Path, schema: pa.Schema) -> Iterator[KeptWriter]:
     Raises:
         DataError: a full disk.
     """
-    with atomic_file(path) as file:
-        writer = KeptWriter(file, schema)
+    import pyarrow.parquet as pq
+
+    with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as made:
+        writer = KeptWriter(made)
         yield writer
-        writer.close()
+        writer.flush()
