@@ -248,7 +248,6 @@ def test_in_memory_saved_reordered_and_prepared_like(tmp_path: Path) -> None:
     check_aligned(memory, raw, columns)
     assert digests(memory.save(tmp_path / "saved").path) == digests(data.path)
     check_aligned(stoker.reorder(data, tmp_path / "r", tables=["user"]), raw, columns)
-    check_aligned(stoker.prepare(schema, path, out=tmp_path / "r2", reorder=False, split="time:0.8,0.1"), raw, columns)
     path.unlink()
     new = write(raw.drop("click"), tmp_path, 1, "parquet")
     like = stoker.prepare(files=new, like=data.path, out=tmp_path / "like", keep=["city"])

@@ -110,6 +110,14 @@ def test_recipes_and_reordering_take_it_rows_like_a_dataset_do_not(log: Path, tm
     recipe = get("movielens")
     data = stoker.prepare(recipe, tmp_path / "ratings.dat", out=tmp_path / "m", split="runs:3")
     assert data.manifest["schema"]["split"]["rule"] == "runs"
-    made = stoker.prepare(SCHEMA, log, out=tmp_path / "r", split="time:0.8,0.1", reorder=False)
+    wide = [f"{n % 2},{n},{n % 1100},train" for n in range(4000)]
+    (tmp_path / "wide.csv").write_text("\n".join(["y,t,user,part", *wide]) + "\n")
+    made = stoker.prepare(
+        SCHEMA, tmp_path / "wide.csv", out=tmp_path / "r", split="time:0.8,0.1", keep=["t"], reorder=True
+    )
+    assert made.reordered is not None
+    assert [len(split) for split in made.splits.values()] == [3200, 400, 400]
+    assert made.test.kept is not None
+    assert made.test.kept.read()["t"].to_pylist() == list(range(3600, 4000))
     with pytest.raises(ConfigError, match="a split rule has no effect"):
         stoker.prepare(files=log, like=made.path, out=tmp_path / "l", split="time:0.8,0.1")
