@@ -33,8 +33,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.group_writer import GroupWriter
 from stoker.dataset.groups import group_file, write_group_file
 from stoker.dataset.integrity import ShardChecks
-from stoker.dataset.manifest import write_manifest
+from stoker.dataset.manifest import describe_file, write_manifest
 from stoker.dataset.reading.gather import make_gather
+from stoker.dataset.reading.kept import kept_writer
 from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.shards import write_shard
 from stoker.rewrite.hot_mask import make_hot_mask
@@ -100,17 +101,20 @@ def run_classify(
         return _report(there, started, reused=True)
     size = data.train.bytes
     grouped = [group_file("train")] if "groups" in data.train.entry else []
-    with rebuilt(data, out, splits=("train",), files=grouped, size=size, overwrite=overwrite) as folder:
+    kept = [data.train.entry["keep"]["file"]] if "keep" in data.train.entry else []
+    size += sum(int(data.manifest["files"][file]["bytes"]) for file in kept)
+    with rebuilt(data, out, splits=("train",), files=[*grouped, *kept], size=size, overwrite=overwrite) as folder:
         writer = _Writer(data, profile.hot_rows, folder, progress or _quiet, check_threads(threads))
         hot, cold = writer.run()
         shards = [*hot.shards, *cold.shards]
         groups, files = writer.write_groups() if grouped else ({}, {})
+        files |= writer.write_kept(kept[0]) if kept else {}
         manifest = {
             **data.manifest,
             "splits": {
                 **data.manifest["splits"],
                 "train": {
-                    **{name: data.train.entry[name] for name in ("time",) if name in data.train.entry},
+                    **{name: data.train.entry[name] for name in ("time", "keep") if name in data.train.entry},
                     "rows": hot.rows + cold.rows,
                     "positives": hot.positives + cold.positives,
                     "shards": shards,
@@ -157,6 +161,8 @@ def _classified(data: Dataset, profile: Profiled, out: Path) -> Dataset | None:
     if known is None or there.path.resolve() == data.path.resolve():
         return None
     if known["source_data_hash"] != data.train.data_hash or there.schema_hash != data.schema_hash:
+        return None
+    if there.kept_names != data.kept_names:
         return None
     if known["profile_hash"] == profile.hash:
         return there
@@ -280,7 +286,7 @@ class _Writer:
         shard, first = self.split.shards[number], self.split.starts[number]
         self.checks.before(first, first + shard.rows)
         hot = self.mask(shard)
-        if "groups" in self.split.entry:
+        if "groups" in self.split.entry or "keep" in self.split.entry:
             self.hot_bits[number] = np.packbits(hot)
         parts = tuple(self._take(first + np.flatnonzero(which)) for which in (hot, ~hot))
         shard.release()
@@ -293,15 +299,28 @@ class _Writer:
         writer = GroupWriter(int(split.entry["groups"]["count"]))
 
         def numbers() -> Iterator[npt.NDArray[np.int32]]:
-            for wanted in (True, False):
-                for number, shard in enumerate(split.shards):
-                    hot = np.unpackbits(self.hot_bits[number], count=shard.rows).astype(np.bool_)
-                    chosen = np.flatnonzero(hot == wanted)
-                    yield writer.add(groups[split.starts[number] + chosen], shard.labels[chosen])
+            for number, chosen in self._new_order():
+                yield writer.add(groups[split.starts[number] + chosen], split.shards[number].labels[chosen])
 
         file = group_file("train")
         written = write_group_file(self.folder / file, split.rows, numbers())
         return {"groups": {**writer.summary(), "file": file}}, {file: written}
+
+    def write_kept(self, file: str) -> dict[str, Any]:
+        """Write the kept columns of the rows in their new order; return the entry of the file."""
+        kept, starts = self.split.kept, self.split.starts
+        assert kept is not None
+        with kept_writer(self.folder / file, kept.schema) as writer:
+            for number, chosen in self._new_order():
+                writer.write(kept.read(starts[number], starts[number + 1]).take(chosen))
+        return {file: describe_file(self.folder / file)}
+
+    def _new_order(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Number of a shard of the source and the hot rows in it, of every shard; then its cold ones."""
+        for wanted in (True, False):
+            for number, shard in enumerate(self.split.shards):
+                hot = np.unpackbits(self.hot_bits[number], count=shard.rows).astype(np.bool_)
+                yield number, np.flatnonzero(hot == wanted)
 
     def _take(self, rows: npt.NDArray[np.int64]) -> Part:
         tensors = self.gather(rows, _fresh)

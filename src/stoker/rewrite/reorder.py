@@ -224,6 +224,8 @@ def _reordered(data: Dataset, settings: Mapping[str, Any], out: Path) -> Dataset
         return None
     if (known["source_data_hash"], known["source_schema_hash"]) != (data.train.data_hash, data.schema_hash):
         return None
+    if there.kept_names != data.kept_names:
+        return None
     if known["settings"] == settings and known["stoker_version"] == __version__:
         return there
     raise DataError(
