@@ -25,8 +25,8 @@ from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.dataset.dataset import Dataset
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.rewrite.classified import hot_limits, hot_mask
 from stoker.rewrite.fae.row_estimates import ExactRows
-from stoker.rewrite.hot_mask import NumpyHotMask
 from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, hot_ids, new_ids, tiers
 from stoker.rewrite.id_windows import IdWindows, TableUse
 from stoker.rewrite.reorder import run_reorder
@@ -312,7 +312,8 @@ def test_profile_and_classification_are_right_on_it(pair: tuple[Dataset, Dataset
     assert any((counts[2:] > counts[1:-1]).any() for counts in made.counts.values())  # ids no longer follow the count
     profile = stoker.profile(made, budget="2KiB", embedding_dim=4, sample=None)
     hot = stoker.classify(made, profile, tmp_path / "hot")
-    mask = np.concatenate([NumpyHotMask(made.schema, profile.hot_rows)(shard) for shard in made.train.shards])
+    limits = hot_limits(made.schema, profile.hot_rows)
+    mask = np.concatenate([hot_mask(shard, limits) for shard in made.train.shards])
     assert 0 < len(hot.hot) == int(mask.sum()) < len(made.train)
     assert hot.reordered == made.reordered
     assert torch.equal(hot.new_ids["C1"], made.new_ids["C1"])
