@@ -108,7 +108,6 @@ def test_windows_are_whole_and_overlap_by_half() -> None:
     assert all(len(np.intersect1d(held[i], held[i + 1])) == 1 for i in range(1, 5))
     assert all(len(np.intersect1d(held[i], held[j])) == 0 for i in range(1, 6) for j in range(i + 2, 6))
     assert use.first.tolist() == [5, 0, 1, 2, 3, 4]
-    assert use.share == 1
 
 
 def test_bisection_finds_what_is_used_together() -> None:

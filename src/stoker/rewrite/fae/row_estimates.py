@@ -69,7 +69,8 @@ class ExactRows:
             from scipy.optimize import isotonic_regression
 
             fitted = isotonic_regression(known, increasing=False).x
-        starts = np.flatnonzero(np.diff(fitted, prepend=np.nan))  # of each step of equal counts
+        falls = np.append([True], fitted[1:] != fitted[:-1])[: len(fitted)]
+        starts = np.flatnonzero(falls)  # of each step of equal counts
         self._all = counts
         self._counts = fitted[starts].astype(np.float64)  # [R], falling
         self._ends = np.append(starts, len(known)).astype(np.int64) + 1  # [R + 1] row after each step; the first is 1
