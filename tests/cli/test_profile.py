@@ -85,8 +85,6 @@ def test_an_estimate_is_shown_beside_the_truth(data: Dataset, capsys: pytest.Cap
     sampled = stoker.profile(data, budget="256KiB", sample=0.05, confidence=0.99)
     truth = true_hot_rows(data, sampled)
     judged = [table for table in sampled.tables if not table.whole]
-    beyond = [table.name for table in judged if table.hot_rows > table.high]
-    assert beyond  # of few sampled rows many have equal counts, and those fill the budget
     _, out, _ = output(capsys, *arguments)
     lines = [line.split() for line in out.splitlines()]
     for table in judged:
@@ -94,7 +92,6 @@ def test_an_estimate_is_shown_beside_the_truth(data: Dataset, capsys: pytest.Cap
         cells = [f"{table.estimate:,}", f"{table.low:,}-{table.high:,}", f"{truth[table.name]:,}", off]
         assert [table.name, *cells] in lines
     assert "by the counts of all rows; 99% intervals" in out
-    assert f"hot beyond the interval: {', '.join(beyond)}; rows whose counts tie" in out
 
 
 def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -140,9 +140,6 @@ def _show(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, wri
         line(
             f"truth: rows that reach the threshold by the counts of all rows; {100 * settings.confidence:g}% intervals"
         )
-        if beyond := [table.name for table in found.tables if not table.whole and table.hot_rows > table.high]:
-            named = ", ".join(beyond) if len(beyond) < 4 else f"{beyond[0]}, {beyond[1]} and {len(beyond) - 2} more"
-            line(f"hot beyond the interval: {named}; rows whose counts tie just below the threshold fill the budget")
     if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
         named = ", ".join(others)
         warning = f"ids of {named} do not follow the count (hash_buckets? reordered?): their first ids were taken"

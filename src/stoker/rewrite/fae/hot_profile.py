@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.base.units import format_size, quoted
@@ -30,18 +30,37 @@ _KIND = "stoker.HotProfile"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """What :func:`stoker.profile` was asked."""
+    """What :func:`stoker.profile` was asked.
+
+    Raises:
+        ConfigError: a setting outside its range.
+    """
 
     budget: int  # L: bytes for hot rows and their optimizer state
     embedding_dim: int  # columns of every table
     dtype: str  # of the weights
     optimizer: str  # kind of the row optimizer, whose state counts
     sample: float | None  # x: share of the training inputs that was read; None: the vocabulary's counts
-    method: str  # "stratified", "chunks" or "exact"
+    method: str  # "exact" or "chunks"; "stratified" in profiles of earlier versions
     confidence: float  # of the intervals, 0.999 for 99.9 %
     chunks: int  # n
     chunk_rows: int  # m
     seed: int
+
+    def __post_init__(self) -> None:
+        if self.sample == 0:
+            raise ConfigError("sample is 0: nothing would be read. Give a share such as 5%.", settings=("sample",))
+        if not 0 < self.confidence < 1:
+            raise ConfigError(
+                f"confidence is {self.confidence:g}; give a share above 0 and below 100 %, such as 99.9%.",
+                settings=("confidence",),
+            )
+        if self.chunks < 2 or self.chunk_rows < 1:
+            raise ConfigError(
+                f"chunks={self.chunks} and chunk_rows={self.chunk_rows} must be at least 2 and 1.", settings=("chunks",)
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; give 0 or more.", settings=("seed",))
 
 
 @dataclass(frozen=True, kw_only=True)

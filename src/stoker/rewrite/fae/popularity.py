@@ -75,7 +75,12 @@ def profile(
         ConfigError: settings out of their range, or a budget that holds no row.
         DataError: no dataset there, no training rows or tables, or an id outside its table.
     """
-    settings = _settings(budget, embedding_dim, dtype, optimizer, sample, confidence, chunks, chunk_rows, seed)
+    settings = ProfileSettings(
+        budget=parse_size(budget), embedding_dim=embedding_dim, dtype=dtype,
+        optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind,
+        sample=None if sample is None else _share("sample", sample), method="exact" if sample is None else "chunks",
+        confidence=_share("confidence", confidence), chunks=chunks, chunk_rows=chunk_rows, seed=seed,
+    )  # fmt: skip
     size = row_size(embedding_dim, dtype, optimizer)
     if settings.budget < size:
         raise ConfigError(
@@ -153,39 +158,6 @@ def true_hot_rows(dataset: Dataset, found: HotProfile) -> dict[str, int]:
     if not found.threshold:
         return {name: len(each) for name, each in counts.items()}
     return {name: ExactRows(each).interval(found.threshold * max(each.sum(), 1))[0] for name, each in counts.items()}
-
-
-def _settings(
-    budget: int | str,
-    embedding_dim: int,
-    dtype: str,
-    optimizer: str | RowOptimizer,
-    sample: float | str | None,
-    confidence: float | str,
-    chunks: int,
-    chunk_rows: int,
-    seed: int,
-) -> ProfileSettings:
-    share = None if sample is None else _share("sample", sample)
-    if share == 0:
-        raise ConfigError("sample is 0: nothing would be read. Give a share such as 5%.", settings=("sample",))
-    sure = _share("confidence", confidence)
-    if not 0 < sure < 1:
-        raise ConfigError(
-            f"confidence is {confidence}; give a share above 0 and below 100 %, such as 99.9%.",
-            settings=("confidence",),
-        )
-    if chunks < 2 or chunk_rows < 1:
-        raise ConfigError(
-            f"chunks={chunks} and chunk_rows={chunk_rows} must be at least 2 and 1.", settings=("chunks",)
-        )
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; give 0 or more.", settings=("seed",))
-    return ProfileSettings(
-        budget=parse_size(budget), embedding_dim=embedding_dim, dtype=dtype,
-        optimizer=optimizer if isinstance(optimizer, str) else optimizer.kind, sample=share,
-        method="exact" if share is None else "chunks", confidence=sure, chunks=chunks, chunk_rows=chunk_rows, seed=seed,
-    )  # fmt: skip
 
 
 def _share(setting: str, value: float | str) -> float:
