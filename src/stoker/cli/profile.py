@@ -74,18 +74,17 @@ def profile(
         check_plot(plot)
     from stoker.base.files import check_target
 
-    for path in (out, plot):
-        if path is not None and path.exists():
+    written = [path for path in (out, plot) if path is not None]
+    for path in written:
+        if path.exists():
             raise ConfigError(f"{path} exists. Choose another name, or delete it first.")
-        if path is not None:
-            check_target(path)
+        check_target(path)
     from stoker.dataset.dataset import Dataset
-    from stoker.rewrite.fae.popularity import profile as run_profile
-    from stoker.rewrite.fae.popularity import true_hot_rows
+    from stoker.rewrite.fae import popularity
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
-        found = run_profile(
+        found = popularity.profile(
             data,
             budget=budget,
             embedding_dim=dim,
@@ -103,8 +102,7 @@ def profile(
     if as_json:
         typer.echo(json.dumps({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}))
     else:
-        truth = None if sample is None else true_hot_rows(data, found)
-        _show(dataset, found, truth, [path for path in (out, plot) if path is not None])
+        _show(dataset, found, None if sample is None else popularity.true_hot_rows(data, found), written)
 
 
 def _show(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, written: list[Path]) -> None:
@@ -119,9 +117,9 @@ def _show(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, wri
         console.print(text, highlight=False, soft_wrap=True)
 
     settings = found.settings
-    read = (
-        "the vocabulary's counts" if settings.sample is None else f"{100 * settings.sample:.3g}% of the training rows"
-    )
+    read = "the vocabulary's counts"
+    if settings.sample is not None:
+        read = f"{100 * settings.sample:.3g}% of the training rows"
     line(f"{dataset}: hot rows within {format_size(settings.budget)}, from {read}")
     console.print(_tables(found))
     rows, hot = (sum(getattr(table, name) for table in found.tables) for name in ("rows", "hot_rows"))
@@ -160,10 +158,9 @@ def _tables(found: HotProfile) -> Table:
     for column in ("rows", "hot rows", "share", "by", "hot bytes", "accesses"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in sorted(found.tables, key=lambda each: -each.rows):
+        by = "counts" if found.settings.sample is None else "sample"
         if each.whole or not found.threshold:
             by = "whole" if each.whole else "all"
-        else:
-            by = "counts" if found.settings.sample is None else "sample"
         table.add_row(
             each.name,
             f"{each.rows:,}",
@@ -188,8 +185,8 @@ def _estimates(found: HotProfile, truth: Mapping[str, int]) -> Table:
     for each in sorted(found.tables, key=lambda each: -each.rows):
         if not each.whole:
             true = truth[each.name]
-            off = f"{each.estimate / max(true, 1) - 1:+.1%}"
-            table.add_row(each.name, f"{each.estimate:,}", f"{each.low:,}-{each.high:,}", f"{true:,}", off)
+            cells = [f"{each.estimate:,}", f"{each.low:,}-{each.high:,}", f"{true:,}"]
+            table.add_row(each.name, *cells, f"{each.estimate / max(true, 1) - 1:+.1%}")
     return table
 
 
