@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
+from stoker.prep.fit.build_tables import count_codes
 from stoker.prep.fit.split_rules import PartRows
-from stoker.prep.fit.transforms import DenseFit, DenseSteps
-from stoker.prep.parse.dictionary_kernels import count_codes
-from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
+from stoker.prep.fit.transforms import DenseFit, blocks, dense_values
+from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import Part, PartFile
-from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
 
 __all__ = ["Encoder", "Slice", "Target"]
 
@@ -79,66 +78,48 @@ class Encoder:
         *,
         wide: bool,
     ) -> None:
-        self.layout, self._open = layout, open_part
-        self._steps = DenseSteps(layout.columns, fit)
+        self.layout, self._open, self._fit = layout, open_part, fit
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
-        self._starts: dict[str, Array] = {}
-        self._ids: dict[str, Array] = {}
-        self._last = threading.local()  # of each thread: the part it looked up last, and what it found
-        of_table: dict[str, int] = {}
+        self._ids: dict[str, tuple[Array, Array]] = {}  # of each table: all ids, and where those of a dictionary begin
+        of_table: dict[str, int] = defaultdict(int)  # features
         self._rank: list[int] = []  # of each feature among the features of its table
         for column in layout.features:
-            self._rank.append(of_table.get(column.table_name, 0))
-            of_table[column.table_name] = self._rank[-1] + 1
+            name = column.table_name
+            self._rank.append(of_table[name])
+            of_table[name] += 1
+            if column.hash_buckets is None and name not in self._ids:
+                with PartFile(self._tables[name]) as arrays:
+                    # Mapped: the system caches what there is room for.
+                    self._ids[name] = arrays["ids"], np.array(arrays["starts"])
         self._width = of_table
-        for column in layout.features:
-            if column.hash_buckets is None and column.table_name not in self._starts:
-                with PartFile(self._tables[column.table_name]) as arrays:
-                    self._starts[column.table_name] = np.array(arrays["starts"])
-                    self._ids[column.table_name] = arrays["ids"]  # mapped: the system keeps what there is room for
 
-    def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Ids by code of all features of a part, one after the other, and where each feature's begin."""
-        known = getattr(self._last, "found", None)
-        if known is None or known[0] != part.index:
-            self._last.found = known = (part.index, *self._look_up(part))
-        return known[1], known[2]
-
-    def _look_up(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
-        pieces, bases, at = [], [], 0
-        for index, column in enumerate(self.layout.features):
-            if column.hash_buckets is not None:
-                ids = np.arange(column.hash_buckets + 1)
-            else:
-                starts = self._starts[column.table_name]
-                position = part.index * self._width[column.table_name] + self._rank[index]
-                ids = self._ids[column.table_name][starts[position] : starts[position + 1]]
-            pieces.append(ids)
-            bases.append(at)
-            at += len(ids)
-        flat = np.concatenate(pieces).astype(self._id_type) if pieces else np.empty(0, self._id_type)
-        return flat, np.array(bases, np.int64)
+    def _ids_of(self, part: PartRows, index: int, codes: Array) -> Array:
+        """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
+        column = self.layout.features[index]
+        if column.hash_buckets is not None:
+            return codes
+        ids, starts = self._ids[column.table_name]
+        place = part.index * self._width[column.table_name] + self._rank[index]
+        found: Array = ids[starts[place] : starts[place + 1]][codes]
+        return found
 
     def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
-        """Rows in which a column with oov="drop" has a value without id.
+        """Return the rows in which a column with oov="drop" has a value without id.
 
         ``place_of`` words where a row of a part stands, for the error.
 
         Raises:
             DataError: a column with oov="error" has one.
         """
-        lut, bases = self.lookup(part)
         drop = np.zeros(part.rows, np.bool_)
         with self._open(part) as arrays:
             for index, column in enumerate(self.layout.features):
                 if column.oov == "reserved" or column.hash_buckets is not None:
                     continue
                 codes, lengths = feature_codes(arrays, self.layout, index)
-                unknown = (codes > 0) & (lut[bases[index] + codes.astype(np.int64)] == 0)
-                rows = np.flatnonzero(unknown) if lengths is None else (
-                    np.repeat(np.arange(part.rows), lengths)[unknown]
-                )  # fmt: skip
+                unknown = (codes > 0) & (self._ids_of(part, index, codes) == 0)
+                rows = np.repeat(np.arange(part.rows), 1 if lengths is None else lengths)[unknown]
                 if column.oov == "drop":
                     drop[rows] = True
                 elif rows.size:
@@ -153,7 +134,7 @@ class Encoder:
     def count(
         self, parts: Sequence[PartRows], train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Training occurrences by id of every table, counted afresh after rows were dropped."""
+        """Return the training occurrences by id of every table, counted again after rows were dropped."""
         counts = {}
         for name, path in self._tables.items():
             with PartFile(path) as arrays:
@@ -162,14 +143,11 @@ class Encoder:
             chosen = train_rows(part)
             if chosen is None:
                 continue
-            lut, bases = self.lookup(part)
-            bounds = [*bases.tolist(), len(lut)]
             with self._open(part) as arrays:
                 for index, column in enumerate(self.layout.features):
-                    codes, lengths = feature_codes(arrays, self.layout, index)
-                    by_code = np.zeros(bounds[index + 1] - bounds[index], np.int64)
-                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), by_code)
-                    np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
+                    by_code = count_codes(arrays, self.layout, index, chosen, 0)
+                    ids = self._ids_of(part, index, np.arange(len(by_code)))
+                    np.add.at(counts[column.table_name], ids, by_code)
         return counts
 
     def allocate(self, slices: Sequence[Slice], rows_of: RowsOf) -> list[Target]:
@@ -199,68 +177,68 @@ class Encoder:
 
         Slices of a shard may be filled in any order, and several at a time.
         """
-        piece, out, at = target.slice, target.arrays, target.row
+        piece, out = target.slice, target.arrays
         rows = rows_of(piece.part)[piece.begin : piece.end]
-        stop, width = at + len(rows), len(self.layout.features)
-        labels, zeros = out["labels"], np.zeros(width, np.int64)
-        everything = np.full(width, len(rows))
-        lut, bases = self.lookup(piece.part)
+        here = slice(target.row, target.row + len(rows))
+        labels = out["labels"][here]
         with self._open(piece.part) as arrays:
-            if self.layout.sequences:
-                self._bags(arrays, lut, bases, rows, target, zeros)
-                everything = out["lengths"][at:stop].sum(axis=0)
-            if self.layout.sequences or "dense" in arrays:
-                labels[at:stop] = arrays["labels"][rows]
-                self._dense(arrays, rows, out["dense"], at)
-                if not self.layout.sequences:
-                    codes = one_hot_codes(arrays, self.layout)
-                    gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, out["ids"], at, zeros)
+            labels[:] = arrays["labels"][rows]
+            if "dense" in arrays:
+                out["dense"][here] = arrays["dense"][rows]
             else:
-                raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
-                known = arrays["labels"]
-                scales, places = self._steps.scales, self._steps.places
-                for begin, end, tile in self._steps.tiles(raw, rows):
-                    write_rows(
-                        tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
-                        rows[begin:end], out["ids"], known, labels, at + begin, zeros,
-                    )  # fmt: skip
-        given = labels[at:stop]
-        absent = int(np.count_nonzero(np.isnan(given))) if self.layout.label.optional else 0
-        return int(np.count_nonzero(given == 1)), absent, [zeros.tolist(), everything.tolist()]
+                raw = raw_columns(arrays, self.layout)
+                dense_values(self.layout.columns, raw, self._fit, rows=rows, out=out["dense"], at=target.row)
+            write = self._write_bags if self.layout.sequences else self._write_ids
+            zeros = write(arrays, rows, target)
+        everything = [len(rows)] * len(zeros)
+        if self.layout.sequences:
+            everything = out["lengths"][here].sum(axis=0).tolist()
+        absent = int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0
+        return int(np.count_nonzero(labels == 1)), absent, [zeros.tolist(), everything]
 
-    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
-        if "dense" in arrays:
-            out[at : at + len(rows)] = arrays["dense"][rows]
-        else:
-            self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
+    def _write_ids(self, arrays: Part, rows: Array, target: Target) -> Array:
+        """Write the ids of some rows, one per feature; return how many are zero by feature."""
+        zeros = np.zeros(len(self.layout.features), np.int64)
+        codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
+        for begin, chosen in blocks(len(rows), rows):
+            out = target.arrays["ids"][target.row + begin : target.row + begin + len(chosen)]
+            for index, column in enumerate(codes):
+                ids = self._ids_of(target.slice.part, index, column[chosen])
+                out[:, index] = ids
+                zeros[index] += len(ids) - np.count_nonzero(ids)
+        return zeros
 
-    def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, target: Target, zeros: Array) -> None:
-        """Write the ids of some rows, bag by bag, and their lengths and offsets."""
-        layout = self.layout
-        slots = np.array(
-            [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
-             for i in range(len(layout.features))],
-            np.int64,
-        )  # fmt: skip
-        first, stop = target.row, target.row + len(rows)
-        lengths = target.arrays["lengths"][first:stop]
-        lengths.fill(1)
-        flat, bags, flat_base, bag_base = [], [], [], []
-        flat_at, bag_at = 0, 0
-        for index in layout.sequences:
-            codes, counts = arrays[f"codes.{index}"], arrays[f"counts.{index}"]
-            lengths[:, index] = counts[rows]
-            flat.append(codes)
-            bags.append(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
-            flat_base.append(flat_at)
-            bag_base.append(bag_at)
-            flat_at += len(codes)
-            bag_at += len(bags[-1])
-        starts = np.full(len(rows) + 1, target.id)
-        starts[1:] += np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-        target.arrays["row_offsets"][first + 1 : stop + 1] = starts[1:]
-        one_hot = one_hot_codes(arrays, layout)
-        gather_bags(
-            one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
-            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, target.arrays["ids"], zeros,
-        )  # fmt: skip
+    def _write_bags(self, arrays: Part, rows: Array, target: Target) -> Array:
+        """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are zero by feature."""
+        layout, at, first, width = self.layout, target.id, target.row, len(self.layout.features)
+        zeros = np.zeros(width, np.int64)
+        begins = {index: _offsets(arrays[f"counts.{index}"]) for index in layout.sequences}
+        for begin, chosen in blocks(len(rows), rows):
+            here = slice(first + begin, first + begin + len(chosen))
+            lengths = target.arrays["lengths"][here]
+            lengths.fill(1)
+            for index in layout.sequences:
+                lengths[:, index] = arrays[f"counts.{index}"][chosen]
+            places = at + _offsets(lengths)  # where each bag begins, row by row
+            target.arrays["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
+            places, at = places[:-1].reshape(lengths.shape), int(places[-1])
+            for index in range(width):
+                source, to = chosen, places[:, index]
+                if index in begins:
+                    within = _within(lengths[:, index])
+                    source = np.repeat(begins[index][chosen], lengths[:, index]) + within
+                    to = np.repeat(to, lengths[:, index]) + within
+                ids = self._ids_of(target.slice.part, index, arrays[f"codes.{index}"][source])
+                target.arrays["ids"][to] = ids
+                zeros[index] += len(ids) - np.count_nonzero(ids)
+        return zeros
+
+
+def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
+    """Return where each of some lists begins, one after the other, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _within(lengths: Array) -> npt.NDArray[np.int64]:
+    """Return 0, 1, ... for the values of each list."""
+    return np.arange(lengths.sum(dtype=np.int64)) - np.repeat(_offsets(lengths)[:-1], lengths)
