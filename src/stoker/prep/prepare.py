@@ -317,8 +317,9 @@ def _like(path: Path, recipe: object, preset: str | None) -> Like:
             "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
         )
     if recipe is not None and not isinstance(recipe, Recipe):
+        named = "another schema" if isinstance(recipe, Schema) else repr(recipe)
         raise ConfigError(
-            f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
+            f"{path} has its schema, so {named} cannot be used, too. Leave the recipe out.", settings=("like",)
         )
     return Like(path, recipe)
 
