@@ -433,7 +433,7 @@ def test_tables_in_memory_are_read_by_the_schema_of_files(
             stoker.prepare(schema, wrong)
     with pytest.raises(DataError, match="has no column 'item'"):
         stoker.prepare(schema, frame.drop("item"))
-    with pytest.raises(DataError, match="polars.DataFrame cannot be read"):
+    with pytest.raises(DataError, match=r"polars\.DataFrame cannot be read"):
         stoker.prepare(schema, frame.with_columns(pl.Series("item", [object()] * 90)))
 
 

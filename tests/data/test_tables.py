@@ -44,7 +44,8 @@ def arrow() -> pa.Table:
     start = datetime.datetime(2024, 3, 30, 22, tzinfo=datetime.UTC)
     return pa.table({
         "label": pa.array(number % 2, pa.int8()),
-        "when": pa.array([start + datetime.timedelta(minutes=int(n)) for n in number], pa.timestamp("ms", "Europe/Oslo")),
+        "when": pa.array([start + n * datetime.timedelta(minutes=1) for n in range(ROWS)],
+                         pa.timestamp("ms", "Europe/Oslo")),
         "price": pa.array(price, pa.float32()),
         "cost": pa.array([Decimal(int(n)) / 8 for n in number], pa.decimal128(12, 3)),
         "item": pa.array([None if n % 13 == 0 else f"item {n % 31}" for n in number], pa.string_view()),
@@ -190,7 +191,7 @@ def test_rows_of_a_table_are_prepared_like_a_dataset(tmp_path: Path) -> None:
 
 def test_a_recipe_that_tells_its_files_by_name_wants_files() -> None:
     with pytest.raises(
-        ConfigError, match="recipe movielens reads several files, .*It takes files, not tables such as po"
+        ConfigError, match=r"recipe movielens reads several files, .*It takes files, not tables such as po"
     ):
         stoker.prepare("movielens", pl.DataFrame({"a": [1]}))
 
@@ -210,8 +211,8 @@ def test_what_is_wrong_with_a_table_is_said_in_one_message(tmp_path: Path) -> No
         stoker.prepare(schema(), pd.DataFrame({"x": ["a", 1, None]}))
     with pytest.raises(DataError, match=r"pandas\.DataFrame cannot be read: .*uplicate column names"):
         stoker.prepare(schema(), pd.DataFrame([[1, 2]], columns=["a", "a"]))
-    with pytest.raises(DataError, match=r"pyarrow\.RecordBatchReader cannot be read: .*same name"):
-        twice = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    twice = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pytest.raises(DataError, match=r"pyarrow\.RecordBatchReader cannot be read: .*more than once"):
         stoker.prepare(schema(), pa.RecordBatchReader.from_batches(twice.schema, [twice]))
     with pytest.raises(ConfigError, match="files mixes tables and paths"):
         stoker.prepare(schema(), [arrow(), "rows.parquet"])

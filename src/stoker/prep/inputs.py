@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Input", "Inputs", "Table", "files_of"]
 
 _GROUP_ROWS = 2**16  # rows of a row group of the temporary files, however many came at once
-_ADVICE = "Give its columns plain types: numbers, texts, times, lists of these."
+_ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."
 
 
 class Table(Protocol):
@@ -184,7 +184,4 @@ def _stream(reader: Any) -> pl.LazyFrame:
             if left == 0:
                 return
 
-    with suppress(AttributeError):
-        if len(set(reader.schema.names)) < len(reader.schema.names):
-            raise ValueError("two of its columns have the same name")
     return register_io_source(batches, schema=schema)
