@@ -16,6 +16,7 @@ import pytest
 import stoker
 from stoker.base import remote
 from stoker.base.errors import ConfigError, DataError
+from stoker.dataset.rebuild import check_out
 from stoker.testing import make_dataset
 from stoker.training.files.checkpoint import verify
 from tests.cli.calling import output
@@ -44,13 +45,14 @@ def checkpoints(memory: Any, url: str) -> list[str]:
 def test_a_run_is_uploaded_continued_and_scored(
     tmp_path: Path, memory: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", rows=800)
     memory.put(f"{data.path}/", "/b/data", recursive=True)
-    local = stoker.train(data, out=tmp_path / "local", steps=6, **SMALL)
+    stoker.train(data, out=tmp_path / "local", steps=4, **SMALL)
+    local = stoker.train(resume=tmp_path / "local", steps=6, display="quiet")
     there = stoker.train("memory://b/data", out="memory://b/run", steps=4, **SMALL)
     assert checkpoints(memory, "b/run") == sorted(path.name for path in (there.run / "checkpoints").iterdir())
     assert json.loads(memory.cat_file("/b/run/config.json"))["dataset"] == "memory://b/data"
-    with pytest.raises(ConfigError, match="memory://b/run is not empty. Continue the run there with --resume"):
+    with pytest.raises(ConfigError, match=r"memory://b/run is not empty. Continue the run there with --resume"):
         stoker.train("memory://b/data", out="memory://b/run", steps=4, **SMALL)
     shutil.rmtree(tmp_path / "cache")  # another machine
     again = stoker.train(resume="memory://b/run", steps=6, display="quiet")
@@ -73,7 +75,7 @@ def test_a_run_is_uploaded_continued_and_scored(
 def test_a_run_that_is_stopped_is_uploaded_and_names_its_url(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", rows=800)
     original, uploads = remote.upload_run, []
 
     def upload(folder: Path, url: str, **more: Any) -> None:
@@ -94,7 +96,7 @@ def test_a_run_that_is_stopped_is_uploaded_and_names_its_url(
 def test_a_failed_upload_does_not_stop_training_but_is_told(
     tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", rows=800)
     original, failing = type(memory).put_file, [True]
 
     def put_file(self: Any, source: str, target: str, **more: Any) -> None:
@@ -106,9 +108,9 @@ def test_a_failed_upload_does_not_stop_training_but_is_told(
     monkeypatch.setattr(type(memory), "put_file", put_file)
     with pytest.raises(DataError, match="cannot be used: gone"):
         stoker.train(data, out="memory://b/run", steps=2, **SMALL | {"display": "plain"})
-    assert "The run goes on" in capsys.readouterr().out
+    assert "The run goes on" in capsys.readouterr().err
     failing[0] = False
-    with pytest.raises(DataError, match="is neither a run nor a checkpoint|is damaged|has no checkpoint"):
+    with pytest.raises(DataError, match="is neither a run nor a checkpoint"):
         stoker.load("memory://b/none")
     monkeypatch.undo()
     monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
@@ -119,9 +121,9 @@ def test_a_failed_upload_does_not_stop_training_but_is_told(
 
 
 def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:
-    data = make_dataset(tmp_path / "data")
+    data = make_dataset(tmp_path / "data", rows=800)
     model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), optimizer=stoker.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="cannot be written to a URL"):
         stoker.save("memory://b/model", model)
     with pytest.raises(ConfigError, match="cannot be written to a URL"):
-        stoker.reorder(data, "memory://b/ordered")
+        check_out(Path("memory://b/ordered"), overwrite=False)

@@ -494,8 +494,9 @@ def _has_rich() -> bool:
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time fill a folder; a killed one lets go by itself."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        file = folder.with_name(f".{folder.name}.lock").open("w")
+        for parent in (locks := cache_folder() / "locks", folder.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        file = (locks / _short(str(folder))).open("w")
     except OSError as error:
         raise DataError(
             f"{folder.parent} cannot be written to ({error.strerror}). Let STOKER_CACHE name a folder for copies."
