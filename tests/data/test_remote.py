@@ -7,6 +7,8 @@ import http.server
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -294,3 +296,44 @@ def test_the_command_line_takes_urls(tmp_path: Path, web: tuple[str, Path], caps
     assert json.loads(like)["rows"]["test"] == 100
     code, _, error = output(capsys, "prepare", shop, f"{address}/none.csv", "--out", tmp_path / "none")
     assert (code, error.strip()) == (2, f"error: there is nothing at {address}/none.csv. Check the URL.")
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of a local S3 server."""
+    pytest.importorskip("s3fs", reason="s3:// needs it")
+    server = pytest.importorskip("moto.server", reason="it is the server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}"), ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    fs.mkdir("bucket")
+    yield fs
+    fsspec.filesystem("s3").clear_instance_cache()
+    server.stop()
+
+
+def test_s3_buckets_are_inputs_and_outputs(tmp_path: Path, s3: Any, cache: Path) -> None:
+    local_days(tmp_path / "logs")
+    s3.put(str(tmp_path / "logs"), "bucket/logs", recursive=True)
+    expected = stoker.prepare(schema(), str(tmp_path / "logs" / "day_*"), out=tmp_path / "a")
+    made = stoker.prepare(schema(), "s3://bucket/logs/day_*", out="s3://bucket/data")
+    assert digests(made.path) == digests(expected.path)
+    shutil.rmtree(cache)
+    assert digests(stoker.Dataset("s3://bucket/data").path) == digests(expected.path)
+    stoker.prepare(schema(), "s3://bucket/logs/day_2*", out="s3://bucket/data", overwrite=True)
+    assert len(stoker.Dataset("s3://bucket/data").splits) == 3
+    with pytest.raises(DataError, match="there is nothing at s3://bucket/none"):
+        stoker.prepare(schema(), "s3://bucket/none.csv")
+    with pytest.raises(DataError, match=r"s3://elsewhere/data (cannot be used|.*nothing at)|nothing at s3://elsewhere"):
+        stoker.prepare(schema(), tmp_path / "logs" / "day_2.csv.gz", out="s3://elsewhere/data")
+    assert not s3.exists("elsewhere"), "no bucket is made"
+
+
+def test_fsspec_is_imported_for_urls_only() -> None:
+    code = "import sys, stoker.base.remote as remote; remote.local_run('a'); sys.exit('fsspec' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
