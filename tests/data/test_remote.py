@@ -264,6 +264,8 @@ def test_web_addresses_are_inputs_and_datasets(tmp_path: Path, web: tuple[str, P
     assert digests(stoker.Dataset(f"{address}/data").path) == digests(folder / "data")
     with pytest.raises(DataError, match=rf"there is nothing at {address}/none.csv"):
         stoker.prepare(schema(), f"{address}/none.csv")
+    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:1/a\.csv cannot be used: Cannot connect to host"):
+        stoker.prepare(schema(), "http://127.0.0.1:1/a.csv")
     with pytest.raises(DataError, match="http:// cannot be written"):
         stoker.prepare(schema(), urls, out=f"{address}/new")
 

@@ -149,7 +149,7 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
             name.split("/")[1] for name in names if re.fullmatch(r"checkpoints/step_\d+/manifest\.json", name)
         }
         if "config.json" not in names and not checkpoints:
-            raise DataError(f"{url} is neither a run nor a checkpoint: it has no config.json and no {_MANIFEST}.")
+            raise DataError(f"{url} is no run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
         loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
         with _locked(folder):  # logs and settings are small, and may have changed
             remote.download([(name, folder / name, names[name], None) for name in loose])
@@ -316,6 +316,9 @@ class _Files:
         except StokerError:
             raise
         except FileNotFoundError as error:
+            cause = error.__cause__
+            if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # of a web server
+                raise _failure(self.url, cause) from error
             raise DataError(f"there is nothing at {self.url}. Check the URL.") from error
         except Exception as error:
             raise _failure(self.url, error) from error
