@@ -39,6 +39,7 @@ class Like:
 
     def __init__(self, path: Path, recipe: Recipe | None = None) -> None:
         self.data = Dataset(path)
+        path = self.data.path
         manifest = self.data.manifest
         try:
             self.schema = Schema.from_dict(manifest["schema"], where=f"{path / 'manifest.json'}: schema")

@@ -77,7 +77,14 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     _forget_broken(task)
     fields = raw_fields(task.splitting)
     sources = [
-        Source(number=number, path=path, fields=fields, format=task.schema.source, features=task.schema.feature)
+        Source(
+            number=number,
+            path=path,
+            fields=fields,
+            format=task.schema.source,
+            features=task.schema.feature,
+            name=task.names.get(path, ""),
+        )
         for number, path in enumerate(task.files)
     ]
     # Files of rows are read as one table, whose columns have one type.

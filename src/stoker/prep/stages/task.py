@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.device import available_memory
 from stoker.base.errors import DataError
+from stoker.base.files import hash_file
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
 from stoker.dataset.memory import Home, home_of
@@ -22,7 +23,7 @@ from stoker.prep.features.merge import Merge
 from stoker.prep.parse.columns import Block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
-from stoker.prep.parse.sources import BLOCK_BYTES
+from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
 from stoker.prep.stages.part_store import PartStore
@@ -78,6 +79,7 @@ class Task:
     hold_bytes: int | None = None  # of parts in memory; None: what the machine's memory leaves room for
     reused: int = 0  # steps that an interrupted run had finished
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
+    names: Mapping[Path, str] = field(default_factory=dict)  # of inputs, in messages and the quarantine
     splitting: Schema = field(init=False)  # by which rows are split
     inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
@@ -193,6 +195,8 @@ def _room() -> int:
 
 
 def _stamp(path: Path) -> list[Any]:
+    if path.suffix == FRAME:  # a table: its rows tell it from another
+        return [path.name, *hash_file(path)]
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
