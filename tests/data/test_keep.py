@@ -26,7 +26,7 @@ from stoker.dataset.reading import kept as kept_module
 from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
-from stoker.rewrite.classified import Profiled, run_classify
+from stoker.rewrite.classified import write_classified
 
 SCHEMA = Schema(
     label=Label(column="click"),
@@ -269,18 +269,18 @@ def test_classified_rows_take_their_columns_along(tmp_path: Path) -> None:
     schema = replace(SCHEMA, keep=("id", "user"), sequence=())
     path = write(raw, tmp_path, 0, "parquet")
     data = stoker.prepare(schema, path, out=tmp_path / "d")
-    profile = Profiled(hot_rows={"user": 10, "city": 4}, hash="a", values={})
-    run_classify(data, profile, tmp_path / "hot")
+    profile: dict[str, Any] = {"hot_rows": {"user": 10, "city": 4}, "profile_hash": "a", "profile": {}}
+    write_classified(data, tmp_path / "hot", **profile)
     hot = stoker.Dataset(tmp_path / "hot")
     assert 0 < len(hot.hot) < len(data.train)
     check_aligned(hot, raw, ("id", "user"))
     assert hot.verify() > 0
     both = pl.concat([table(hot.hot), table(hot.cold)])
     assert both.equals(table(hot.train))
-    assert run_classify(data, profile, tmp_path / "hot").reused
+    assert write_classified(data, tmp_path / "hot", **profile).reused
     other = stoker.prepare(schema, path, out=tmp_path / "d2", keep="city")
     with pytest.raises(DataError, match="already holds a dataset"):
-        run_classify(other, profile, tmp_path / "hot")
+        write_classified(other, tmp_path / "hot", **profile)
 
 
 def test_row_groups_do_not_depend_on_how_rows_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

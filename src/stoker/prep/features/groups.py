@@ -17,7 +17,18 @@ from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
 from stoker.prep.parse.dictionaries import number_texts, text_column
 
-__all__ = ["CODE", "Codes", "Groups", "check_key", "join_codes", "key", "key_codes", "sort_rows", "with_codes"]
+__all__ = [
+    "CODE",
+    "Codes",
+    "Groups",
+    "check_key",
+    "join_codes",
+    "key",
+    "key_codes",
+    "order_codes",
+    "sort_rows",
+    "with_codes",
+]
 
 Codes = npt.NDArray[np.uint64]
 CODE = "__code:"  # how the name of a column with the codes of another one begins
@@ -84,23 +95,34 @@ def join_codes(codes: Codes, bound: int, more: Codes, more_bound: int) -> tuple[
 
 
 def _ranked(codes: Codes) -> tuple[Codes, int]:
-    order = np.argsort(codes, kind="stable")
+    order = sort_rows(codes, int(codes.max(initial=0)) + 1)
     ordered = codes[order]
     ranks = np.empty(len(codes), np.uint64)
     ranks[order] = np.cumsum(np.append(False, ordered[1:] != ordered[:-1])[: len(codes)])
     return ranks, int(ranks.max(initial=0)) + 1
 
 
-def sort_rows(codes: Codes, bound: int) -> npt.NDArray[np.int64]:
-    """Return int64 [n], the rows by rising code, those of equal code in their order; all codes are below ``bound``."""
-    if bound > 2 ** (4 * _DIGIT):
-        codes, bound = _ranked(codes)
-    rows = np.arange(len(codes))
+def sort_rows(codes: Codes, bound: int, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """Return int64 [n], the rows by rising code, those of equal code in the order of ``rows`` (None: as they are).
+
+    All codes are below ``bound``.
+    """
+    rows = np.arange(len(codes)) if rows is None else rows
     for shift in range(0, (bound - 1).bit_length(), _DIGIT):
         sorted_rows = np.empty_like(rows)
         _sort_by_digit(codes, np.uint64(shift), rows, np.zeros((1 << _DIGIT) + 1, np.int64), sorted_rows)
         rows = sorted_rows
     return rows
+
+
+def order_codes(values: Any) -> tuple[Codes, int]:
+    """Return uint64 [n] in the order of int64 or float64 values without NaN, and a bound."""
+    bits = values.view(np.int64) if values.dtype == np.int64 else (values + 0.0).view(np.int64)
+    codes = bits.view(np.uint64) ^ np.uint64(2**63)
+    if values.dtype != np.int64:
+        codes = np.where(bits < 0, ~bits.view(np.uint64), codes)
+    least = codes.min(initial=2**64 - 1)
+    return codes - least, int(codes.max(initial=0)) - int(least) + 1 if len(codes) else 1
 
 
 @jit

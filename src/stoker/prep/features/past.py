@@ -76,7 +76,7 @@ class GroupOrder:
     def __init__(self, frame: pl.DataFrame, groups: tuple[Codes, int], order: str, direction: int) -> None:
         import polars as pl
 
-        from stoker.prep.features.groups import sort_rows
+        from stoker.prep.features.groups import order_codes, sort_rows
 
         values = frame.get_column(order)
         if values.dtype.is_temporal():
@@ -90,10 +90,10 @@ class GroupOrder:
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
         codes = groups[0][rows]
+        by_order = None
         if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
-            places = np.argsort(order_of, kind="stable")
-            rows, codes, order_of = rows[places], codes[places], order_of[places]
-        places = sort_rows(codes, groups[1])
+            by_order = sort_rows(*order_codes(order_of))
+        places = sort_rows(codes, groups[1], by_order)
         #: int64 [m]: the rows in sorted order; all below is in it
         self.sorted = rows[places]
         self.order = order_of[places]
