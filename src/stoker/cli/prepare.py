@@ -11,7 +11,7 @@ import typer
 from stoker.base import remote
 from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_count, format_duration, format_size, plural
+from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.common.wording import with_options
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ def _show(report: PrepareReport, path: str) -> None:
     else:
         console.print("no bad lines")
     if absent := sum(report.rows.values()) - sum(report.labelled.values()):
-        console.print(f"{plural(absent, 'row')} without label: score with stoker predict", highlight=False)
+        hint = f"{plural(absent, 'row')} without label: stoker predict RUN --data {quoted(path)} --out scores.parquet"
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     if groups := report.groups:
         console.print(f"{plural(groups['count'], 'group')} by column {groups['column']}", highlight=False)
     for text in report.warnings:
