@@ -10,7 +10,6 @@ from typing import Any, Literal
 import polars as pl
 
 from stoker.prep.draft.look import Sample
-from stoker.prep.parse.dictionaries import text_column
 from stoker.prep.parse.moment_kernels import UNKNOWN
 from stoker.prep.parse.moments import read_moments, suggestions
 
@@ -298,7 +297,7 @@ def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
     """Settle whether texts such as 20170307 are days."""
     if values.dtype != pl.String or not _TIME_NAME.search(name) or not values.str.contains(r"^(19|20)\d{6}$").all():
         return False
-    if guess.distinct < 2 or (read_moments(text_column(values), None) == UNKNOWN).any():
+    if guess.distinct < 2 or (read_moments(values, None) == UNKNOWN).any():
         return False
     guess.kind, guess.settings = "time", {"type": "datetime"}
     return True
@@ -338,7 +337,7 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
     texts = values.unique(maintain_order=True).head(1000)
     if not texts.str.contains(r"\d").all() or guess.distinct < 2:
         return False
-    iso = read_moments(text_column(texts), None) != UNKNOWN
+    iso = read_moments(texts, None) != UNKNOWN
     if iso.mean() >= _NUMERIC:
         guess.kind, guess.settings = "time", {"type": "datetime"}
         return True
@@ -346,7 +345,7 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
         return False
     settings = [one for one in suggestions(texts) if one.startswith("format")]
     fitting = [one.split('"')[1] for one in settings]
-    counts = [read_moments(text_column(texts), pattern) != UNKNOWN for pattern in fitting]
+    counts = [read_moments(texts, pattern) != UNKNOWN for pattern in fitting]
     good = [pattern for pattern, read in zip(fitting, counts, strict=True) if read.mean() >= _NUMERIC]
     if not good:
         return False

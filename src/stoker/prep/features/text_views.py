@@ -9,15 +9,12 @@ import numba as nb
 import numpy as np
 import polars as pl
 
-from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
-from stoker.prep.parse.dictionaries import views_of
 
-__all__ = ["pieces_of", "repeated", "repeated_rows", "texts_of_views", "views_of_spans"]
+__all__ = ["pieces_of", "repeated", "repeated_rows", "texts_of_views"]
 
 _inline: Any = nb.njit(nogil=True, inline="always")
-_SOON = 2**10  # texts that are looked at whether one is there again
 _MOST_BYTES = 2**31 - 1  # of a buffer: views have 32 bits for where a text begins
 
 
@@ -36,21 +33,15 @@ def texts_of_views(views: Any, held: Sequence[Any], absent: Any = None) -> pl.Se
     return pl.Series(pl.from_arrow(pa.Array.from_buffers(pa.string_view(), len(views), buffers)))
 
 
-def views_of_spans(data: Any, starts: Any, lengths: Any, part: int) -> tuple[Any, Any]:
-    """int64 [n, 2] and uint8 [bytes]: views of texts that lie in ``data``, and a copy of the long ones, each once if
-    they come again soon; ``part``: of :func:`texts_of_views`, where the copy will be. A missing text (a length below
-    0) has an empty view.
-
-    Raises:
-        DataError: more than 2 GiB of texts in one part.
-    """
-    room = _long_bytes(lengths)
-    if room > _MOST_BYTES:
-        raise DataError(f"{room:,} bytes of text in one block: views have room for {_MOST_BYTES:,}. Take fewer rows.")
-    views, held = np.empty((len(starts), 2), np.int64), np.empty(room, np.uint8)
-    cache = np.full(_SOON, -1, np.int64)
-    used = _view_spans(data, starts, lengths, part, views, views.view(np.uint8), held, cache)
-    return views, held if used == room else held[:used].copy()
+def views_of(series: pl.Series) -> tuple[Any, list[Any]] | None:
+    """Return the views of a text column in one piece, int64 [n, 2], without a copy, and the buffers of Arrow that hold
+    long texts; None: of a Polars that keeps texts in another way."""
+    array: Any = series.to_arrow(compat_level=pl.CompatLevel.newest())
+    if not str(array.type).endswith("string_view"):
+        return None
+    _, views, *held = array.buffers()
+    found = np.frombuffer(views if len(array) else b"", np.int64).reshape(-1, 2)
+    return found[array.offset : array.offset + len(array)], held
 
 
 def pieces_of(series: pl.Series, separator: str, most: int) -> tuple[Any, Any] | None:
@@ -138,44 +129,6 @@ def _put_view(data, start, length, row, views, raw):  # type: ignore[no-untyped-
     views[row, 0] = np.int64(length) | first << 32
     views[row, 1] = np.int64(start) << 32  # of the first buffer
     return True
-
-
-@jit
-def _long_bytes(lengths):  # type: ignore[no-untyped-def]
-    total = 0
-    for i in range(lengths.size):
-        total += lengths[i] if lengths[i] > 12 else 0
-    return total
-
-
-@jit
-def _view_spans(data, starts, lengths, part, views, raw, held, cache):  # type: ignore[no-untyped-def]
-    used = 0
-    for i in range(starts.size):
-        n, start = lengths[i], starts[i]
-        if n <= 12:
-            _put_view(data, start, max(n, 0), i, views, raw)
-            continue
-        tag = np.uint64(n)
-        for p in range(start + n - 8, start + n):
-            tag = (tag << np.uint64(8) | tag >> np.uint64(56)) ^ np.uint64(data[p])
-        tag = (tag * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(54)  # 10 bits: as many as _SOON has places
-        before = cache[tag]
-        same = before >= 0 and lengths[before] == n
-        if same:
-            other = starts[before]
-            for p in range(n):
-                same &= data[start + p] == data[other + p]
-        cache[tag] = i
-        if same:
-            views[i, 0], views[i, 1] = views[before, 0], views[before, 1]
-            continue
-        _put_view(data, start, n, i, views, raw)
-        views[i, 1] = np.int64(part) | np.int64(used) << 32
-        for p in range(n):
-            held[used + p] = data[start + p]
-        used += n
-    return used
 
 
 @_inline

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.table_kernels import count_codes
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import Part, write_part

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError
 from stoker.ops.memory import zeros
-from stoker.prep.parse import dictionary_kernels as kernels
+from stoker.prep.fit import table_kernels as kernels
 from stoker.rewrite.vocabulary_files import write_vocabulary
 
 __all__ = ["TableBuilder", "Vocabulary"]

@@ -109,7 +109,7 @@ def _moment(data, at, end):  # type: ignore[no-untyped-def]
 
 
 @jit
-def read_iso(data, starts, lengths, out):  # type: ignore[no-untyped-def]
-    """Write the moment of each text, microseconds since 1970, or UNKNOWN."""
-    for i in range(len(starts)):
-        out[i] = _moment(data, starts[i], starts[i] + max(lengths[i], 0))
+def read_iso(data, ends, out):  # type: ignore[no-untyped-def]
+    """Write the moment of each text, microseconds since 1970, or UNKNOWN. Text i is ``data[ends[i] : ends[i + 1]]``."""
+    for i in range(out.size):
+        out[i] = _moment(data, ends[i], ends[i + 1])

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.checks import fail
-from stoker.prep.parse.columns import Field, RawColumn
-from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.dictionaries import number_texts
 from stoker.prep.parse.moment_kernels import UNKNOWN, read_iso
 
 __all__ = ["check_format", "read_moments", "suggestions"]
@@ -35,22 +34,22 @@ _WHOLE = (
 )  # fmt: skip
 
 
-def read_moments(column: RawColumn, pattern: str | None) -> npt.NDArray[np.int64]:
+def read_moments(texts: pl.Series, pattern: str | None) -> npt.NDArray[np.int64]:
     """Return the moment of each text in microseconds since 1970, [n]; UNKNOWN where it is missing or cannot be read.
 
     A moment without a time zone is UTC; fractions beyond microseconds are cut off.
 
     Args:
-        column: texts, [n].
+        texts: [n].
         pattern: strftime format that all texts follow; None: ISO 8601.
     """
     if pattern is not None:
-        texts = column_series(Field(column="", kind="string"), column)
         return _read_as(texts, pattern).fill_null(int(UNKNOWN)).to_numpy()
-    starts, lengths = column.spans()
-    moments = np.empty(len(starts), np.int64)
-    read_iso(column.data, starts, lengths, moments)
-    return moments
+    codes, data, ends = number_texts(texts)
+    moments = np.full(len(ends), UNKNOWN)
+    read_iso(data, ends, moments[1:])
+    found: npt.NDArray[np.int64] = moments[codes]
+    return found
 
 
 def _read_as(texts: pl.Series, pattern: str) -> pl.Series:

@@ -26,7 +26,7 @@ from stoker.prep.features.fitted.keys import Coder, code_column
 from stoker.prep.features.hashing import hash_values
 from stoker.prep.features.past import Past, PastCount, Previous, Rank, work_out
 from stoker.prep.features.past_kernels import deal
-from stoker.prep.parse.dictionary_kernels import splitmix
+from stoker.prep.parse.dictionaries import splitmix
 
 __all__ = ["LookBack", "can_deal"]
 

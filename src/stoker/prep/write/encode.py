@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError
 from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.table_kernels import count_codes
 from stoker.prep.fit.transforms import DenseFit, DenseSteps
-from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import Part, PartFile

@@ -29,7 +29,7 @@ from stoker.prep.features.fitted.learned_kernels import (
     take_numbers,
 )
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.prep.parse.dictionaries import number_texts, text_column
+from stoker.prep.parse.dictionaries import number_texts
 
 __all__ = ["Coder", "KeyTable", "batches", "code_column"]
 
@@ -99,8 +99,7 @@ class _Column:
         return found
 
     def _texts(self, series: pl.Series, *, add: bool) -> Codes:
-        codes = np.empty(len(series), np.uint32)
-        codes, data, ends = number_texts(text_column(series), codes)
+        codes, data, ends = number_texts(series)
         if add:
             entries: Any = self._builder.add_texts(data, ends, np.zeros(len(ends) - 1, np.int64))
         else:
