@@ -19,8 +19,7 @@ from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.summary import describe_dataset
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import check_format, read_moments
+from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp

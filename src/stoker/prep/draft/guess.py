@@ -10,8 +10,7 @@ from typing import Any, Literal
 import polars as pl
 
 from stoker.prep.draft.look import Sample
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import read_moments, suggestions
+from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 
 __all__ = ["Guess", "Outcome", "guess_columns", "null_texts"]
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["count_codes", "find_ints", "find_texts", "insert_ints", "insert_texts", "rehash_ints", "rehash_texts"]  # fmt: skip
+__all__ = [
+    "count_codes", "find_ints", "find_texts", "insert_ints", "insert_texts", "rehash_ints", "rehash_texts",
+]  # fmt: skip
 
 
 @jit

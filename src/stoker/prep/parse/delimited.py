@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,10 @@ from stoker.prep.parse.record_kernels import LITERAL, STRAY, cut_records
 
 __all__ = ["TextParser"]
 
-BOM = b"\xef\xbb\xbf"
+Array = npt.NDArray[Any]
+
+_BOM = b"\xef\xbb\xbf"
+_NL, _CR = 10, 13
 _JOINED = b"\x1f"  # in place of a separator of several bytes
 
 
@@ -56,33 +60,20 @@ class TextParser:
     def parse(self, raw: npt.NDArray[np.uint8]) -> Block:
         """Return rows and bad lines of ``raw``, which ends with a newline.
 
-        A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first.
+        A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first
+        line.
         """
         if len(self.separator) > 1:
             raw = np.frombuffer(raw.tobytes().replace(self.separator, self._sep), np.uint8)
         data = raw.tobytes()
-        room = int(np.count_nonzero(raw == 10))
-        stops, lines, fields = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-        faults = np.empty(room, np.uint8)
-        quote = self._quote[0] if self._quote is not None and self._quote in data else -1
-        found = cut_records(raw, np.frombuffer(self._sep, np.uint8), quote, stops, lines, fields, faults)
-        stops, lines, fields, faults = stops[:found], lines[:found], fields[:found], faults[:found]
-        starts = np.append(0, stops)[:found]
-        ends = np.cumsum(lines)
-        first = ends - lines
-        good = (fields == len(self.names)) & (faults != STRAY)
-        blank = np.zeros(found, np.bool_)
+        starts, stops, first, faults, reasons = self._records(raw, data)
+        blank = np.zeros(len(starts), np.bool_)
         if len(self.names) > 1:
             sizes = stops - starts
-            blank = (sizes == 1) | ((sizes == 2) & (raw[starts] == 13))
-        reasons = {
-            record: self._reason(int(fields[record]), bool(faults[record] == STRAY))
-            for record in np.flatnonzero(~good & ~blank).tolist()
-        }
-        if not _is_utf8(data):
-            for record in range(found):
-                if not _is_utf8(data[starts[record] : stops[record]]):
-                    good[record], reasons[record] = False, "broken UTF-8"
+            blank = (sizes == 1) | ((sizes == 2) & (raw[starts] == _CR))
+            reasons = {record: reason for record, reason in reasons.items() if not blank[record]}
+        good = ~blank
+        good[list(reasons)] = False
         records = np.flatnonzero(good)
 
         def text(record: int) -> str:
@@ -90,8 +81,10 @@ class TextParser:
             return cut_text(line.replace(_JOINED, self.separator) if self._sep == _JOINED else line)
 
         if (faults[records] == LITERAL).any():
-            spans = zip(starts[records].tolist(), stops[records].tolist(), (faults[records] == LITERAL).tolist())
-            whole = b"".join(self._quoted(data[start:stop]) if odd else data[start:stop] for start, stop, odd in spans)
+            whole = b"".join(
+                self._quoted(data[starts[at] : stops[at]]) if faults[at] == LITERAL else data[starts[at] : stops[at]]
+                for at in records.tolist()
+            )
         else:
             whole = data if good.all() else raw[np.repeat(good, stops - starts)].tobytes()
         block = frame_block(self._frame(whole, len(records)), self._fields, text_at=lambda row: text(int(records[row])))
@@ -99,8 +92,24 @@ class TextParser:
         moved = [BadLine(line=int(first[records[b.line]]), reason=b.reason, text=b.text) for b in block.bad]
         bad = [BadLine(line=int(first[at]), reason=reason, text=text(at)) for at, reason in reasons.items()]
         block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-        block.lines = int(lines.sum())
+        block.lines = int(np.count_nonzero(raw == _NL))
         return block
+
+    def _records(self, raw: npt.NDArray[np.uint8], data: bytes) -> tuple[Array, Array, Array, Array, dict[int, str]]:
+        """Return where each record starts and stops, its first line, what is special about it, and why some are bad."""
+        room = int(np.count_nonzero(raw == _NL))
+        stops, lines, fields = np.empty((3, room), np.int64)
+        faults = np.empty(room, np.uint8)
+        quote = self._quote[0] if self._quote is not None and self._quote in data else -1
+        found = cut_records(raw, np.frombuffer(self._sep, np.uint8), quote, stops, lines, fields, faults)
+        stops, lines, fields, faults = stops[:found], lines[:found], fields[:found], faults[:found]
+        starts = np.append(0, stops)[:found]
+        wrong = np.flatnonzero((fields != len(self.names)) | (faults == STRAY))
+        reasons = {at: self._reason(int(fields[at]), bool(faults[at] == STRAY)) for at in wrong.tolist()}
+        if not _is_utf8(data):
+            spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
+            reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
+        return starts, stops, np.cumsum(lines) - lines, faults, reasons
 
     def _frame(self, data: bytes, rows: int) -> pl.DataFrame:
         """Return the wanted columns of whole records as texts, null where they are missing."""
@@ -109,8 +118,8 @@ class TextParser:
         if not rows:
             return pl.DataFrame(schema=dict.fromkeys(self._places, pl.String))
         quote = None if self._quote is None else self._quote.decode()
-        if data.startswith(BOM):
-            data = BOM + data  # Polars leaves the first one out
+        if data.startswith(_BOM):
+            data = _BOM + data  # Polars leaves the first one out
         frame = pl.scan_csv(
             data, has_header=False, separator=self._sep.decode(), quote_char=quote,
             schema=dict.fromkeys(names, pl.String),

@@ -17,31 +17,27 @@ Array = npt.NDArray[Any]
 
 
 def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return the number of each value, uint32 [n] from 1 by first occurrence, 0 where missing; and the distinct ones."""
+    """Return the number of each value, uint32 [n], and the distinct values.
+
+    They count from 1 by first occurrence; 0 is missing.
+    """
     codes, distinct = _numbered(pa.array(values, mask=missing if missing.any() else None))
-    return codes, distinct.to_numpy()
+    return codes, distinct.to_numpy().copy()
 
 
 def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
-    """Return numbers of texts as :func:`number_ints`; the bytes of the distinct ones, and their D + 1 ends."""
-    codes, distinct = _numbered(texts.to_arrow())
-    return codes, *spans_of(pl.Series(distinct))
+    """Return the numbers of texts, as :func:`number_ints`; the bytes of the D distinct ones; and their D + 1 ends."""
+    codes, distinct = _numbered(texts.to_arrow(compat_level=pl.CompatLevel.oldest()))
+    _, offsets, data = distinct.buffers()
+    ends = np.frombuffer(offsets, np.int64)[: len(distinct) + 1].copy() if len(distinct) else np.zeros(1, np.int64)
+    held = np.frombuffer(data, np.uint8)[: ends[-1]].copy() if ends[-1] else np.empty(0, np.uint8)
+    return codes, held, ends
 
 
 def _numbered(array: Any) -> tuple[Array, Any]:
     found = array.dictionary_encode()
     codes = found.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     return np.add(codes, 1, dtype=np.uint32, casting="unsafe"), found.dictionary
-
-
-def spans_of(texts: pl.Series) -> tuple[Array, Array]:
-    """Return the bytes of texts, one after the other, and the n + 1 ends of the texts in them; a missing one is empty."""
-    array: Any = texts.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-    _, offsets, data = array.buffers()
-    n = len(texts)
-    ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + n + 1] if n else np.zeros(1, np.int64)
-    held = np.frombuffer(data, np.uint8)[ends[0] : ends[-1]] if ends[-1] > ends[0] else np.empty(0, np.uint8)
-    return held, ends - ends[0]
 
 
 def text_hashes(texts: pl.Series, seed: int) -> npt.NDArray[np.uint64]:

@@ -180,12 +180,12 @@ def _values(piece: pl.Series) -> Any:
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+    if series.dtype in (pl.Categorical, pl.Enum):
+        series = series.cast(pl.String)
     if series.dtype == pl.String and item.kind in ("float", "int", "hex"):
         series = _from_text(series, item, wrong)
     if (plain := _numbers(series, item.kind)) is not None:
         return plain
-    if series.dtype in (pl.Categorical, pl.Enum):
-        series = series.cast(pl.String)
     if series.dtype.is_float():
         series = series.fill_nan(None)  # what writers of frames put where a value is missing
     if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
@@ -211,17 +211,16 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
 
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Return texts as numbers, null for the empty text; rows in which they are none are noted in ``wrong``."""
-    text: Any = series.str
+    text = series.str
     if item.kind == "hex":
-        values = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
+        values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
         odd = (text.len_bytes() > 16) | text.starts_with("+")
     else:
         values = series.cast(_TYPES[item.kind], strict=False)
-        odd = ~values.is_finite() if item.kind == "float" else None
-    if values.null_count() == series.null_count() and (odd is None or not odd.any()):
+        odd = ~values.is_finite() if item.kind == "float" else values.is_null()
+    if values.null_count() == series.null_count() and (item.kind == "int" or not odd.any()):
         return values
-    odd = values.is_null() if odd is None else odd | values.is_null()
-    rows = (odd & (text.len_bytes() > 0)).arg_true()
+    rows = ((odd | values.is_null()) & (text.len_bytes() > 0)).arg_true()
     if not len(rows):
         return values
     found: list[Any] = []

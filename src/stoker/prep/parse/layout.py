@@ -16,8 +16,7 @@ from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse.code_columns import CodeColumns, code_type
 from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import read_moments
+from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.part_store import Arena, padded
 from stoker.prep.stages.parts import Part

@@ -167,6 +167,15 @@ def cut_records(data, sep, quote, stops, lines, fields, faults):  # type: ignore
     ``data`` ends with a newline; ``sep`` [1]: byte of the separator; ``quote``: -1 for none.
     """
     at, n = np.int64(0), 0
+    if quote < 0:
+        count = 1
+        for i in range(data.size):
+            count += data[i] == sep[0]
+            if data[i] == _NL:
+                stops[n], lines[n], fields[n], faults[n] = i + 1, 1, count, 0
+                n += 1
+                count = 1
+        return n
     while at < data.size:
         at, lines[n], status, fields[n], literal = _record_end(data, at, sep, -1, quote, False)
         stops[n] = at

@@ -10,8 +10,7 @@ from stoker.base.errors import DataError
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import column_series
 from stoker.prep.parse.ingest import Source
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import check_format, read_moments, suggestions
+from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
 from stoker.prep.stages.task import Task
 
 __all__ = ["check_notation"]

@@ -8,16 +8,47 @@ from __future__ import annotations
 import numpy as np
 
 from stoker.ops.codegen.jit import jit
-from stoker.prep.fit.dense_kernels import STRIPE, write_stripe
-from stoker.prep.parse.code_columns import code_at, gather_feature
+from stoker.prep.fit.dense_kernels import STRIPE, column_at, write_stripe
 
 __all__ = ["gather", "gather_bags", "write_rows"]
 
 
 @jit
+def _code_at(address, kind, n, row):  # type: ignore[no-untyped-def]
+    """The code of a row."""
+    if kind == 0:
+        return np.uint64(column_at(address, n, np.uint8)[np.uint64(row)])
+    if kind == 1:
+        return np.uint64(column_at(address, n, np.uint16)[np.uint64(row)])
+    return np.uint64(column_at(address, n, np.uint32)[np.uint64(row)])
+
+
+@jit
+def _gather_codes(codes, lut, base, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    # Unsigned: no look at whether a place counts from the end.
+    unsigned_base, column = np.uint64(base), np.uint64(place)
+    unknown = 0
+    for i in range(first, last):
+        found = lut[unsigned_base + np.uint64(codes[np.uint64(rows[np.uint64(i)])])]
+        out[np.uint64(at + i), column] = found
+        unknown += found == 0
+    return unknown
+
+
+@jit
+def _gather_feature(address, kind, n, lut, base, rows, first, last, out, at, place):  # type: ignore[no-untyped-def]
+    """out[at + i, place] = lut[base + codes[rows[i]]], for i from ``first`` to ``last``; how many of them are 0."""
+    if kind == 0:
+        return _gather_codes(column_at(address, n, np.uint8), lut, base, rows, first, last, out, at, place)
+    if kind == 1:
+        return _gather_codes(column_at(address, n, np.uint16), lut, base, rows, first, last, out, at, place)
+    return _gather_codes(column_at(address, n, np.uint32), lut, base, rows, first, last, out, at, place)
+
+
+@jit
 def _gather_stripe(addresses, types, n, lut, bases, rows, first, last, out, at, zeros):  # type: ignore[no-untyped-def]
     for f in range(addresses.size):
-        zeros[f] += gather_feature(addresses[f], types[f], n, lut, bases[f], rows, first, last, out, at, f)
+        zeros[f] += _gather_feature(addresses[f], types[f], n, lut, bases[f], rows, first, last, out, at, f)
 
 
 @jit
@@ -58,7 +89,7 @@ def gather_bags(  # type: ignore[no-untyped-def]
         at = row_starts[i]
         for f in range(features):
             if slots[f] >= 0:
-                code = code_at(addresses[slots[f]], types[slots[f]], n, rows[i])
+                code = _code_at(addresses[slots[f]], types[slots[f]], n, rows[i])
                 out[at] = lut[np.uint64(bases[f]) + code]
                 zeros[f] += out[at] == 0
                 at += 1
