@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from stoker.base.errors import DataError
 if TYPE_CHECKING:
     import polars as pl
 
+    from stoker.prep.parse.columns import Block
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
 
@@ -66,7 +67,7 @@ def read_table(
     pieces: dict[str, list[pl.Series]] = {
         item.column: [column_series(item, RawColumn.empty(item.kind, 0))] for item in source.fields
     }
-    for block in ordered_map(lambda job: job[2](), source.blocks(size), threads):
+    for block in ordered_map(_shared, source.blocks(size), threads):
         if block.bad:
             bad = block.bad[0]
             raise DataError(f"{path}:{lines + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
@@ -75,3 +76,15 @@ def read_table(
         lines += block.lines
     # One column after the other: each is there twice for a moment.
     return pl.DataFrame([pl.concat(pieces.pop(name)).rechunk().alias(name) for name in list(pieces)])
+
+
+def _shared(job: tuple[int, int, Callable[[], Block]]) -> Block:
+    """Read a block. Equal texts of a column are in memory once."""
+    import polars as pl
+
+    block = job[2]()
+    for column in block.columns.values():
+        if column.texts is not None:
+            found = column.texts.to_arrow(compat_level=pl.CompatLevel.oldest()).dictionary_encode()
+            column.texts = pl.Series(found.dictionary, dtype=pl.String).gather(pl.Series(found.indices))
+    return block
