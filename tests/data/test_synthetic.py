@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
 from stoker import synthetic
-from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
+from stoker.prep.recipes import draw
 from stoker.synthetic import choices, purchases, text
 from stoker.synthetic.clicks import ClickLog, IdColumn, Options
 from stoker.synthetic.formats import Part, criteo

@@ -17,6 +17,8 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
+from stoker.base.compiling import listening
+
 __all__ = ["COMMANDS", "app", "main"]
 
 #: command -> module whose ``register(app)`` defines it, in the order of the help.
@@ -135,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
-    with _noting_interrupts() as interrupts, _plain_warnings():
+    with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: _say(line, "dim")):
         try:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.base import draw
 from stoker.base.errors import ConfigError
+from stoker.prep.recipes import draw
 from stoker.synthetic.curve import Curve, Sampler, zipf
 
 __all__ = ["ClickBlock", "ClickLog", "IdColumn", "NumberColumn", "Options"]

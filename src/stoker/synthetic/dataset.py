@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import parse_count
 from stoker.base.version import __version__
@@ -21,6 +20,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file, hash_schema, write_counts, write_manifest
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
+from stoker.prep.recipes import draw
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
 from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, Options
 from stoker.synthetic.curve import Curve

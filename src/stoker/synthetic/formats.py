@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.base import draw
+from stoker.prep.recipes import draw
 from stoker.synthetic import text
 from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, Options
 

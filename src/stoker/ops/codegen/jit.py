@@ -13,17 +13,37 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, TypeVar
 
 import numba
-from numba.core import config
+from numba.core import config, event
+
+from stoker.base.compiling import compiling
 
 __all__ = ["TEMPORARY", "cache_directory", "cached", "jit"]
 
 TEMPORARY = "stoker-kernels-"  # and the user's number: the directory of the last resort
 T = TypeVar("T")
 _lock = Lock()  # of numba's CACHE_DIR, which all threads share
+
+
+class _Compilations(event.Listener):
+    """Passes on what Numba compiles; what it loads from its cache is no such event."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Any] = {}
+
+    def on_start(self, event: Any) -> None:
+        block = compiling(event.data["dispatcher"].py_func.__name__.strip("_"))
+        block.__enter__()
+        self._open.setdefault(get_ident(), []).append(block)
+
+    def on_end(self, event: Any) -> None:
+        self._open[get_ident()].pop().__exit__(None, None, None)
+
+
+event.register("numba:compile", _Compilations())  # type: ignore[no-untyped-call]
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -31,6 +31,7 @@ from numba.core.imputils import impl_ret_borrowed
 from numba.core.options import DefaultOptions
 from numba.extending import intrinsic
 
+from stoker.base.compiling import compiling
 from stoker.ops.codegen.jit import cached, jit
 from stoker.ops.codegen.threads import team
 
@@ -175,7 +176,8 @@ class Kernel:
             if known is None:
                 signature = types.void(types.CPointer(types.Tuple(kinds)), *self._numbers)
                 # The object stays alive beside the address of its code.
-                compiled: Any = cached(lambda keep: self._compile(signature, keep))
+                with compiling(self._function.__name__.strip("_")):
+                    compiled: Any = cached(lambda keep: self._compile(signature, keep))
                 known = self._compiled[kinds] = (int(compiled.address), compiled)
             self._entries[key] = known
         return known[0]

@@ -10,8 +10,8 @@ import polars as pl
 from numpy.typing import NDArray
 from polars.io.plugins import register_io_source
 
-from stoker.base.draw import integers, key_of, uniform
 from stoker.base.errors import DataError
+from stoker.prep.recipes.draw import integers, key_of, uniform
 
 __all__ = ["PastCounts", "lists_of", "negatives", "one_of", "pick", "previous_values", "streamed"]
 

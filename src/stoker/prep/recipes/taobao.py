@@ -15,9 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 from polars.io.plugins import register_io_source
 
-from stoker.base.draw import bits, integers, key_of
 from stoker.base.errors import DataError
 from stoker.prep.recipe import RawInput, Recipe
+from stoker.prep.recipes.draw import bits, integers, key_of
 from stoker.prep.recipes.rows import lists_of, one_of, previous_values
 from stoker.prep.recipes.rows import negatives as draw_negatives
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule

@@ -1,0 +1,65 @@
+"""What is said while kernels are compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.base import compiling
+from stoker.testing import make_dataset
+
+
+def test_lines_come_after_a_second_and_then_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = 0.0, list[str]()
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: 100 + now)
+    with compiling.compiling("nobody listens"):
+        pass
+    with compiling.listening(said.append):
+        for name in ("first", "second", "third", "fourth"):
+            with compiling.compiling(name):
+                now += 0.3
+                with compiling.compiling(f"inside {name}"):
+                    now += 0.6
+        assert said == ["compiling kernels, once for this machine: 2 done in 1 s, now second"]
+        now += 5
+        with compiling.compiling("fifth"):
+            now += 1
+    assert said[1:] == [
+        "compiling kernels, once for this machine: 8 done in 4 s, now fifth",
+        "compiled 9 kernels in 5 s; the next run begins at once",
+    ]
+
+
+def test_nothing_is_said_of_short_work() -> None:
+    said = list[str]()
+    with compiling.listening(said.append), compiling.compiling("quick"):
+        pass
+    assert not said
+
+
+def test_the_first_run_tells_and_the_second_is_silent(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "data", rows=300)
+    command = [
+        sys.executable,
+        "-m",
+        "stoker",
+        "train",
+        str(tmp_path / "data"),
+        "--no-tensorboard",
+        "--batch-size",
+        "64",
+    ]
+    told = []
+    for run in ("first", "second"):
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / run)], capture_output=True, text=True, check=True,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")},
+        )  # fmt: skip
+        told.append([line for line in done.stderr.splitlines() if line.startswith("compil")])
+    assert told[0][0].startswith("compiling kernels, once for this machine: ")
+    assert told[0][-1].endswith("; the next run begins at once")
+    assert told[1] == []
