@@ -407,7 +407,8 @@ def test_every_kind_survives_a_schema_file() -> None:
         f.Cross(columns=("u", "i"), buckets=9),
         f.Keep(column="u", pattern="a"), f.Pairs(columns=("p",), names=("item",)),
         f.Previous(by="u", order="t", column="x"), f.Difference(by="u", order="t", column="x"),
-        f.SinceLast(by="u", order="t", events="e"), f.PastCount(by="u", order="t", window=9.0),
+        f.History(by="u", order="t", column="i", length=3), f.SinceLast(by="u", order="t", events="e"),
+        f.PastCount(by="u", order="t", window=9.0),
         f.Rank(by="u", order="x"), f.MeanTargetEncoding(by=("u", "i")), f.CountEncoding(by="u"),
         f.Merge(on="i", file="x.csv", columns=("p",)), f.Properties(column="p", values=("w",)),
     ]  # fmt: skip

@@ -85,6 +85,7 @@ def prepare(
     *,
     out: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
+    history: str = "auto",
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -110,6 +111,8 @@ def prepare(
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
+        history: of window features, with ``like``. ``"auto"``: the new rows follow those of the dataset, as in one log;
+            rows that are older are refused. ``"ignore"``: worked out from the new rows alone.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10
@@ -143,9 +146,9 @@ def prepare(
         home = Home()
     with files_of(files) as named:
         report = run_prepare(
-            recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
-            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep,
-            threads=threads, progress=progress,
+            recipe, named, out=str(out) if home is None else home.path, like=like, history=history, preset=preset,
+            strict=strict, max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split,
+            keep=keep, threads=threads, progress=progress,
         )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
@@ -158,6 +161,7 @@ def run_prepare(
     *,
     out: str | os.PathLike[str],
     like: str | os.PathLike[str] | None = None,
+    history: str = "auto",
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -176,10 +180,16 @@ def run_prepare(
         raise ConfigError(
             "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
         )
+    if history not in ("auto", "ignore") or (history != "auto" and like is None):
+        raise ConfigError(
+            f'history is "auto" or, with like, "ignore"; found {history!r}. Without a dataset to prepare like there is '
+            "no history to go on from: leave it out.",
+            settings=("history", "like"),
+        )
     started = time.perf_counter()
     measure: Like | None = None
     if like is not None:
-        measure = _like(Path(like), recipe, preset)
+        measure = _like(Path(like), recipe, preset, history)
         chosen, schema = measure.recipe, measure.schema
     elif recipe is None:
         raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
@@ -216,7 +226,7 @@ def run_prepare(
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{path} was named more than once; it is read once." for path in again]
-    noted += filter(None, [text_order_warning(sources), *schema.leak_warnings()])
+    noted += filter(None, [text_order_warning(sources), measure.warning if measure else None, *schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
@@ -310,7 +320,7 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
             raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
 
 
-def _like(path: Path, recipe: object, preset: str | None) -> Like:
+def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
     """The dataset to prepare like."""
     if preset is not None:
         raise ConfigError(
@@ -320,7 +330,7 @@ def _like(path: Path, recipe: object, preset: str | None) -> Like:
         raise ConfigError(
             f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
         )
-    return Like(path, recipe)
+    return Like(path, recipe, history)
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
