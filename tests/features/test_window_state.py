@@ -93,7 +93,9 @@ def test_rows_that_are_older_are_refused() -> None:
     stored = after(feature, None, old)[1]
     same = pl.DataFrame({"u": ["a", "c", "b", "a"], "t": [5, 0, 9, None], "x": [4, 5, 6, 7], "e": [1, 1, 1, 1]})
     assert after(feature, stored, same)[0].to_list() == [None] * 4  # of the last moment, of a new group, without moment
-    with pytest.raises(DataError, match=r"u = 'b' has t = 8, before 9, when None has its last one.*--history ignore"):
+    with pytest.raises(
+        DataError, match=r"u = 'b' has t = 8, before the last such row of None \(t = 9\).*--history ignore"
+    ):
         after(feature, stored, same.with_columns(t=pl.Series([6, 0, 8, 9])))
 
 
@@ -239,7 +241,7 @@ def test_older_rows_need_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[st
     code, _, error = run(capsys, *given)
     assert code != 0
     assert "(past_count): a new row with " in error or "(difference): a new row with" in error
-    assert f"{tmp_path / 'made'} has its last one" in " ".join(error.split())
+    assert f"before the last such row of {tmp_path / 'made'} (t = " in " ".join(error.split())
     assert "--history ignore" in error
     assert len(error.strip().splitlines()) < 10
     assert not (tmp_path / "new").exists()
@@ -313,7 +315,7 @@ def test_state_goes_with_reordered_and_copied_datasets(tmp_path: Path) -> None:
         return [test[n]["dense"].tolist() for n in range(len(test))]
 
     expected = dense(tmp_path / "made")
-    stoker.reorder(tmp_path / "made", out=tmp_path / "ordered")
+    stoker.reorder(tmp_path / "made", out=tmp_path / "ordered", tables=["item"])
     shutil.copytree(tmp_path / "made", tmp_path / "copy")
     stoker.prepare(schema, old).save(tmp_path / "saved")
     for name in ("ordered", "copy", "saved"):

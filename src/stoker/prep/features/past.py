@@ -478,8 +478,8 @@ def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: obje
     group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
     moments = frame.get_column(feature.order)
     return UnusableInput(
-        f"{feature.where}: a new row with {group} has {feature.order} = {moments[row]}, before {moments[last]}, when "
-        f"{source} has its last one. The events before that one are not stored, so the value cannot be right. Prepare "
-        'only rows that follow those of the dataset, or pass history="ignore" (--history ignore) to work window '
-        "features out from the new rows alone, as for the same rows once more."
+        f"{feature.where}: a new row with {group} has {feature.order} = {moments[row]}, before the last such row of "
+        f"{source} ({feature.order} = {moments[last]}). Rows before that one are not stored, so the value cannot be "
+        'right. Prepare only rows that follow those of the dataset, or pass history="ignore" (--history ignore): window '
+        "features are then worked out from the new rows alone, as for the same rows once more."
     )
