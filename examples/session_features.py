@@ -51,8 +51,11 @@ def main() -> None:
     log = folder / "train.csv"
     truth = stoker.synthetic.write("trivago", 36_000, folder / "all.csv")
     header, *lines = (folder / "all.csv").read_text().splitlines(keepends=True)
-    log.write_text(header + "".join(lines[:30_000]))
-    (folder / "new.csv").write_text(header + "".join(lines[30_000:]))
+    cut = 30_000
+    while lines[cut].split(",")[1] == lines[cut - 1].split(",")[1]:  # a session stays whole
+        cut += 1
+    log.write_text(header + "".join(lines[:cut]))
+    (folder / "new.csv").write_text(header + "".join(lines[cut:]))
     in_memory(log)
 
     # The preset, and a feature more: how dear the item is for its list.
@@ -68,7 +71,7 @@ def main() -> None:
     print("AUC", result.valid["auc"], "where the best of all models has", truth.best_auc)
     print("learned:", *sorted(path.name for path in (folder / "features" / "features").iterdir()))
 
-    # Tomorrow's sessions, with what was learned from today's.
+    # Tomorrow's sessions, with what was learned from today's; what was seen and clicked before goes on.
     new = stoker.prepare(recipe, folder / "new.csv", like=folder / "features", out=folder / "new")
     print("new rows:", new, "AUC", stoker.evaluate(result.model, new.test)["auc"])
 

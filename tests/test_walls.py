@@ -19,9 +19,9 @@ FLOORS = {
 # Lines of each room. To raise one is a decision, written in docs/architecture.md.
 LINES = {
     "base": 1_900, "ops": 6_100, "dataset": 3_600, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_450, "rewrite": 2_050, "prep": 14_450, "synthetic": 2_050, "cli": 3_500,
+    "training": 7_450, "rewrite": 2_050, "prep": 14_000, "synthetic": 2_050, "cli": 3_500,
 }  # fmt: skip
-ALL_LINES = 55_600
+ALL_LINES = 55_000
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

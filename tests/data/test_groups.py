@@ -238,7 +238,7 @@ def test_groups_beside_features_and_in_rows_prepared_alike(tmp_path: Path) -> No
             assert split.groups.tolist() == numbers_by_hand(data.path, name, lists)
     assert data.schema.dense == ("row", "place", "price", "price_is_null")
     later = featured_log(tmp_path / "later.csv", days=("tu",))
-    new = stoker.prepare(like=data.path, files=tmp_path / "later.csv", out=tmp_path / "b")
+    new = stoker.prepare(like=data.path, files=tmp_path / "later.csv", out=tmp_path / "b", history="ignore")
     assert new.test.groups is not None
     assert new.test.groups.tolist() == numbers_by_hand(new.path, "test", lists)
     flags = [row[3] for row in rows_of(new.path, "test")["dense"]]

@@ -337,7 +337,7 @@ def test_features_and_datasets_like_another_read_times_by_the_same_rule(tmp_path
     wanted = dict(zip(order, [-1, *np.diff(moments).tolist()], strict=True))
     held = [row for name in ("train", "valid", "test") for row in rows_of(tmp_path / "features", name)["dense"]]
     assert {int(row[0]): row[1] for row in held} == {row: np.float32(gap) for row, gap in wanted.items()}
-    run_prepare(None, raw, out=tmp_path / "like", like=tmp_path / "features")
+    run_prepare(None, raw, out=tmp_path / "like", like=tmp_path / "features", history="ignore")
     assert times(tmp_path / "like") == {"test": {"first": "2017-03-06T00:00:00Z", "last": "2017-03-08T22:00:00Z"}}
     raw.write_text("label,row,user,when\n" + "".join(f"1,{row},u,{text}\n" for row, text in enumerate(US)))
     with pytest.raises(DataError, match=r'log\.csv:2: column when: .* format = "%m/%d/%Y"'):

@@ -153,9 +153,12 @@ def test_learned_features(
 
 
 @settings(max_examples=80, deadline=None)
-@given(ROWS, st.sampled_from([("u",), ("u", "i")]), st.sampled_from([None, "e"]), st.sampled_from([None, 1, 4, 2.5]))
+@given(
+    ROWS, st.sampled_from([("u",), ("u", "i")]), st.sampled_from([None, "e"]), st.sampled_from([None, 1, 4, 2.5]),
+    st.integers(1, 4),
+)  # fmt: skip
 def test_features_of_the_rows_before(
-    rows: list[naive.Row], by: tuple[str, ...], events: str | None, window: float | None
+    rows: list[naive.Row], by: tuple[str, ...], events: str | None, window: float | None, length: int
 ) -> None:
     given_ = {"by": by, "order": "t", "events": events}
     features = [
@@ -164,6 +167,8 @@ def test_features_of_the_rows_before(
         f.Difference(name="diff", column="x", **given_),
         f.SinceLast(name="since", **given_),
         f.PastCount(name="count", window=window, **given_),
+        f.History(name="texts", column="q", length=length, **given_),
+        f.History(name="reals", column="x", length=length, **given_),
         f.Rank(name="rank", by=by, order="x"),
         f.Rank(name="dense", by=by, order="x", descending=True, method="dense"),
     ]
@@ -178,6 +183,9 @@ def test_features_of_the_rows_before(
         assert got["since"] == (None if last["t"] is None else row["t"] - last["t"])
         within = [i for i in past if window is None or rows[i]["t"] >= row["t"] - window]
         assert got["count"] == (None if row["t"] is None else len(within))
+        for name, source in (("texts", "q"), ("reals", "x")):
+            values = [rows[i][source] for i in past if rows[i][source] is not None]
+            assert got[name] == (None if row["t"] is None else values[-length:])
         assert got["rank"] == naive.rank(rows, at, by, "x", descending=False, dense=False)
         assert got["dense"] == naive.rank(rows, at, by, "x", descending=True, dense=True)
 
@@ -407,7 +415,8 @@ def test_every_kind_survives_a_schema_file() -> None:
         f.Cross(columns=("u", "i"), buckets=9),
         f.Keep(column="u", pattern="a"), f.Pairs(columns=("p",), names=("item",)),
         f.Previous(by="u", order="t", column="x"), f.Difference(by="u", order="t", column="x"),
-        f.SinceLast(by="u", order="t", events="e"), f.PastCount(by="u", order="t", window=9.0),
+        f.History(by="u", order="t", column="i", length=3), f.SinceLast(by="u", order="t", events="e"),
+        f.PastCount(by="u", order="t", window=9.0),
         f.Rank(by="u", order="x"), f.MeanTargetEncoding(by=("u", "i")), f.CountEncoding(by="u"),
         f.Merge(on="i", file="x.csv", columns=("p",)), f.Properties(column="p", values=("w",)),
     ]  # fmt: skip

@@ -233,7 +233,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_new_rows_are_prepared_as_the_held_out_ones_were(prepared: Path, tmp_path: Path) -> None:
     before = hash_tree(prepared / "made")
-    again = stoker.prepare(files=prepared / "log.csv", like=prepared / "made", out=tmp_path / "again")
+    given = {"files": prepared / "log.csv", "like": prepared / "made", "out": tmp_path / "again"}
+    again = stoker.prepare(**given, history="ignore")
     data = Dataset(prepared / "made")
     assert again.verify() > 0
     assert again.schema_hash == data.schema_hash
@@ -262,7 +263,7 @@ def test_new_rows_are_prepared_as_the_held_out_ones_were(prepared: Path, tmp_pat
 
 def test_values_that_training_does_not_know(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "new.csv").write_text(
-        "list,user,when,action,shown,prices,picked,tags\n7,nobody,5,click,999|1,10|20,999,zzz|a\n"
+        "list,user,when,action,shown,prices,picked,tags\n7,nobody,2000000,click,999|1,10|20,999,zzz|a\n"
     )
     data = stoker.prepare(files=tmp_path / "new.csv", like=prepared / "made", out=tmp_path / "new")
     dense, ids, labels = read(data, "test")

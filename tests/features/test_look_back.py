@@ -68,6 +68,10 @@ FEATURES: tuple[Past, ...] = (
     f.PastCount(name="11", by=("code", "user", "item"), order="moment"),
     f.Rank(name="12", by="day", order="small", descending=True),
     f.Previous(name="13", column="small", by="user", order="item", events="small"),
+    f.History(name="14", column="user", by="item", order="when", length=3),
+    f.History(name="15", column="small", by=("user", "bool"), order="moment", events="event", length=2),
+    f.History(name="16", column="code", by="user", order="real", length=100),
+    f.History(name="17", column="moment", by="code", order="item", events="item"),
 )
 
 

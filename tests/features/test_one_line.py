@@ -60,14 +60,14 @@ def test_every_kind_has_columns_that_a_schema_takes(kind: str) -> None:
         "cross": {"columns": ["a", "b"], "buckets": 9},
         "properties": {"column": "a", "values": ["x", "y"]},
         "merge": {"on": "a", "file": "t.csv", "columns": ["c"], "number_columns": ["n"]},
-        **{name: {"by": ["a"], "order": "b", "column": "c"} for name in ("previous", "difference")},
+        **{name: {"by": ["a"], "order": "b", "column": "c"} for name in ("previous", "difference", "history")},
         **{name: {"by": ["a"], "order": "b"} for name in ("since_last", "past_count", "rank")},
         **{name: {"by": ["a"]} for name in ("count", "mean_target")},
     }  # fmt: skip
     feature = f.feature_from_dict({"kind": kind, "name": "made", **settings[kind]}, "x")
     schema = Schema(label=Label(column="label"), categorical=(CategoricalColumn(name="user"),)).with_feature(feature)
     assert schema.feature == (feature,)
-    read = [column.name for column in (*schema.dense, *schema.categorical) if column.name != "user"]
+    read = [column.name for column in (*schema.dense, *schema.features) if column.name != "user"]
     assert sorted(read) == ([] if kind in ("keep", "pairs") else sorted(feature.outputs))
     if kind == "merge":
         assert [column.name for column in schema.dense] == ["made_n"]

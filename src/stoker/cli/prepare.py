@@ -41,7 +41,9 @@ FILES, --like and --out may be URLs, such as s3://, gs://, https:// or hf://
 there and then uploaded.
 
 With --like, rows may lack a label: a field that is empty, or the whole column,
-in all files. They are for stoker predict.
+in all files. They are for stoker predict. Features that look at rows before go
+on from the dataset, so the new rows must follow; --history ignore begins anew,
+as for the same rows once more.
 
 --split takes random:0.8,0.1 (shares of train and valid; the rest is test),
 time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
@@ -76,6 +78,10 @@ def prepare(
         Path | None,
         typer.Option("--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."),
     ] = None,
+    history: Annotated[
+        str,
+        typer.Option(help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."),
+    ] = "auto",
     preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
     max_bad: Annotated[
@@ -140,7 +146,7 @@ def prepare(
                 bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
 
             report = run_prepare(
-                chosen, inputs, out=folder, like=like, preset=preset, strict=strict, max_bad=max_bad,
+                chosen, inputs, out=folder, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
                 overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads,
                 progress=show,
             )  # fmt: skip

@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError, SchemaError
+from stoker.base.units import listed
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file
+from stoker.prep.features.base import Derivation
 from stoker.prep.features.learned import LearnedTable
+from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.transforms import DenseFit
 from stoker.prep.fit.vocabulary import TableBuilder
@@ -32,13 +35,15 @@ class Like:
     Args:
         path: of the dataset.
         recipe: that derived its rows; None: found by the name in the manifest.
+        history: ``"auto"``: window features go on from the state that the dataset stores; ``"ignore"``: they begin
+            anew.
 
     Raises:
         DataError: no dataset, one that no preparation made, damaged files, or a recipe that cannot be found.
     """
 
-    def __init__(self, path: Path, recipe: Recipe | None = None) -> None:
-        self.data = Dataset(path)
+    def __init__(self, path: Path, recipe: Recipe | None = None, history: str = "auto") -> None:
+        self.data, self.history = Dataset(path), history
         path = self.data.path
         manifest = self.data.manifest
         try:
@@ -60,6 +65,26 @@ class Like:
             features, self.learned = load_features(path / FEATURES)
             if features != self.schema.feature:
                 raise DataError(f"{path / FEATURES} holds other features than the manifest. Restore it from a copy.")
+        windows = [one for one in self.schema.feature if isinstance(one, Past) and one.has_table]
+        stored = {one.name: self.learned[one.name].table for one in windows if one.name in self.learned}
+        #: state of window features that the new rows go on from
+        self.state = stored if history == "auto" else {}
+        #: window features that go on from no state, though nobody said so
+        self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
+
+    def stores_state(self, feature: Derivation) -> bool:
+        """Whether the state of a window feature is known when all new rows are, so that it is stored."""
+        return self.history == "ignore" or feature.name in self.state
+
+    @property
+    def warning(self) -> str:
+        """What to know of window features that begin anew; empty if there is nothing."""
+        names = listed([feature.name for feature in self.without_state])
+        return names and (
+            f"{self.data.path} was prepared by an earlier version of Stoker and stores no state of its window features "
+            f"({names}): they are worked out from the new rows alone. Prepare it again, so that they go on from its "
+            'rows, or pass history="ignore" (--history ignore) if they are to begin anew.'
+        )
 
     def _found(self, name: str, preset: str) -> Recipe:
         from stoker.prep import recipes
@@ -78,7 +103,8 @@ class Like:
         """What a preparation like this one depends on."""
         files = self.data.manifest.get("files", {})
         learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
-        return {"schema_hash": self.data.schema_hash, "files": learned, "dense": [vars(item) for item in self.dense]}
+        dense = [vars(item) for item in self.dense]
+        return {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
 
     def check(self, file: str) -> Path:
         """A file of the dataset whose bytes are those of the manifest. Raises :class:`DataError`."""

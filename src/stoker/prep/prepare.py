@@ -86,6 +86,7 @@ def prepare(
     *,
     out: str | os.PathLike[str] | None = None,
     like: str | os.PathLike[str] | None = None,
+    history: str = "auto",
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -114,6 +115,8 @@ def prepare(
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
+        history: of window features, with ``like``. ``"auto"``: the new rows follow those of the dataset, as in one log;
+            rows that are older are refused. ``"ignore"``: worked out from the new rows alone.
         preset: of the recipe; None: its first.
         strict: stop at the first bad line.
         max_bad: share of lines that may be bad, e.g. ``"0.1%"``, labels outside {0, 1} included; None: fewer than 10
@@ -148,7 +151,7 @@ def prepare(
     place = home.path if home is not None else str(out)
     with files_of(files) as inputs, remote.published(place, overwrite=overwrite) as folder:
         report = run_prepare(
-            recipe, inputs, out=folder, like=like, preset=preset, strict=strict, max_bad=max_bad,
+            recipe, inputs, out=folder, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
             overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep, threads=threads,
             progress=progress,
         )  # fmt: skip
@@ -163,6 +166,7 @@ def run_prepare(
     *,
     out: str | os.PathLike[str],
     like: str | os.PathLike[str] | None = None,
+    history: str = "auto",
     preset: str | None = None,
     strict: bool = False,
     max_bad: str | float | None = None,
@@ -181,10 +185,16 @@ def run_prepare(
         raise ConfigError(
             "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
         )
+    if history not in ("auto", "ignore") or (history != "auto" and like is None):
+        raise ConfigError(
+            f'history is "auto" or, with like, "ignore"; found {history!r}. Without a dataset to prepare like there is '
+            "no history to go on from: leave it out.",
+            settings=("history", "like"),
+        )
     started = time.perf_counter()
     measure: Like | None = None
     if like is not None:
-        measure = _like(Path(like), recipe, preset)
+        measure = _like(Path(like), recipe, preset, history)
         chosen, schema = measure.recipe, measure.schema
     elif recipe is None:
         raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
@@ -226,7 +236,7 @@ def run_prepare(
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
-    noted += filter(None, [text_order_warning(sources), *schema.leak_warnings()])
+    noted += filter(None, [text_order_warning(sources), measure.warning if measure else None, *schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
@@ -336,7 +346,7 @@ def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
         )  # fmt: skip
 
 
-def _like(path: Path, recipe: object, preset: str | None) -> Like:
+def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
     """The dataset to prepare like."""
     if preset is not None:
         raise ConfigError(
@@ -347,7 +357,7 @@ def _like(path: Path, recipe: object, preset: str | None) -> Like:
         raise ConfigError(
             f"{path} has its schema, so {named} cannot be used, too. Leave the recipe out.", settings=("like",)
         )
-    return Like(path, recipe)
+    return Like(path, recipe, history)
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:

@@ -224,6 +224,7 @@ class SequenceColumn(CategoricalColumn):
         return Feature(name=self.name, table=self.table_name, sequence=True, max_length=self.max_length)
 
 
+_SHARED = ("type", "min_count", "modulo", "hash_buckets")  # the same in columns of one table
 _KIND = {CategoricalColumn: "categorical", SequenceColumn: "sequence"}
 
 
@@ -312,7 +313,8 @@ class Schema:
 
     def with_feature(self, feature: Derivation | Mapping[str, Any] | str) -> Schema:
         """The schema with one feature more, and a column of the model for each thing that it makes: numbers are dense
-        (counts and durations as logarithms, all scaled), texts and buckets categorical.
+        (counts and durations as logarithms, all scaled), texts and buckets categorical, histories sequences, which
+        share the table of the categorical column that reads the same raw column, if there is one.
 
         Args:
             feature: it, its plain values with ``kind``, or one line such as ``"mean_target by=city,item"``.
@@ -328,12 +330,24 @@ class Schema:
         made = feature_of(feature)
         columns = model_columns(made).items()
         dense = [DenseColumn(name=name, **given) for name, given in columns if "type" not in given]
-        categorical = [CategoricalColumn(name=name, **given) for name, given in columns if "type" in given]
+        texts = [(name, given) for name, given in columns if "type" in given and "max_length" not in given]
+        categorical = [CategoricalColumn(name=name, **given) for name, given in texts]
+        listed = [(name, given) for name, given in columns if "max_length" in given]
+        sequence = [SequenceColumn(name=name, **{**given, **self._shared(made)}) for name, given in listed]
         return {
             "feature": (*self.feature, made),
             "dense": (*self.dense, *dense),
             "categorical": (*self.categorical, *categorical),
+            "sequence": (*self.sequence, *sequence),
         }
+
+    def _shared(self, feature: Derivation) -> dict[str, Any]:
+        """Settings by which a column shares the table of the column that reads what a feature does."""
+        raw = getattr(feature, "column", None)
+        column = next((column for column in self.features if column.raw == raw), None)
+        if column is None:
+            return {}
+        return {"table": column.table_name, **{key: getattr(column, key) for key in _SHARED}}
 
     def _check_features(self) -> None:
         check_features(self.feature)
@@ -413,7 +427,7 @@ class Schema:
         first: dict[str, CategoricalColumn] = {}
         for column in self.features:
             other = first.setdefault(column.table_name, column)
-            for key in ("type", "min_count", "modulo", "hash_buckets"):
+            for key in _SHARED:
                 if getattr(column, key) != getattr(other, key):
                     fail(
                         f"column {column.name!r}",

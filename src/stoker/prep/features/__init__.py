@@ -11,7 +11,7 @@ from __future__ import annotations
 from stoker.prep.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
 from stoker.prep.features.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding
 from stoker.prep.features.merge import Merge
-from stoker.prep.features.past import Difference, Past, PastCount, Previous, Rank, SinceLast
+from stoker.prep.features.past import Difference, History, Past, PastCount, Previous, Rank, SinceLast
 from stoker.prep.features.pipeline import Fitted, fit, fit_apply
 from stoker.prep.features.properties import Properties
 from stoker.prep.features.rows import (
@@ -38,6 +38,7 @@ __all__ = [
     "Divide",
     "Equal",
     "Fitted",
+    "History",
     "Keep",
     "Learned",
     "LearnedTable",

@@ -87,6 +87,11 @@ class Derivation(ABC):
         """Columns that it makes."""
         return (self.name,)
 
+    @property
+    def has_table(self) -> bool:
+        """Whether a dataset stores a table of it, under its name."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values with ``kind``, which :func:`feature_from_dict` takes back."""
         values = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items() if v is not None}
@@ -155,6 +160,10 @@ def check_features(features: Sequence[Derivation]) -> None:
                 other = features[made[output]]
                 fail(feature.where, "name", f"makes column {output!r}, which {other.where} made already. Rename one")
             made[output] = number
+    named: dict[str, Derivation] = {}
+    for feature in features:
+        if feature.has_table and named.setdefault(feature.name, feature) is not feature:
+            fail(feature.where, "name", f"is that of {named[feature.name].where}, and names a file. Rename one")
     local = leading(features)
     for number, feature in enumerate(features):
         for column in feature.inputs:

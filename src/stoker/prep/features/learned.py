@@ -79,6 +79,10 @@ class Learned(Derivation):
     labelled: ClassVar[bool] = False  # whether it reads the label
 
     @property
+    def has_table(self) -> bool:
+        return True
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """Columns of which the learned table has each combination of values once."""
         return ()

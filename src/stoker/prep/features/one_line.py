@@ -13,6 +13,7 @@ from stoker.base.checks import choice
 from stoker.base.errors import SchemaError
 from stoker.prep.features.base import KINDS, Derivation, RowSteps, feature_from_dict
 from stoker.prep.features.merge import Merge
+from stoker.prep.features.past import History
 
 __all__ = ["feature_from_text", "feature_of", "model_columns"]
 
@@ -78,10 +79,13 @@ def feature_of(given: Derivation | Mapping[str, Any] | str) -> Derivation:
 
 
 def model_columns(feature: Derivation) -> dict[str, dict[str, Any]]:
-    """Output -> settings of the column by which a model reads it: dense, or categorical where there is a type."""
+    """Output -> settings of the column by which a model reads it: dense, or categorical where there is a type, or a
+    sequence where there is a length, too."""
     if isinstance(feature, RowSteps):
         return {}
     if isinstance(feature, Merge):
         texts = len(feature.columns)
         return {name: _TEXT if place < texts else _MAYBE for place, name in enumerate(feature.outputs)}
+    if isinstance(feature, History):
+        return {feature.name: {**_TEXT, "max_length": feature.length}}
     return dict.fromkeys(feature.outputs, _READ_AS.get(feature.kind, _SCALED))

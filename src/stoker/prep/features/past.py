@@ -1,27 +1,47 @@
-"""Features of the rows before in a group: previous values, differences, time since, counts; and ranks in a group.
+"""Features of the rows before in a group: previous values, histories, differences, time since, counts; and ranks.
 
 "Before" means a strictly lower ``order``: rows of one moment do not see each other, so a feature knows nothing of its
 own moment or later. Where ``events`` names a column, only rows in which it is above 0 are looked back at.
+
+The state of a feature is the rows of each group that later rows can need: those at the group's last moment, and before
+it. Rows that follow have with the state the values that they would have with all rows before.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from stoker.base.checks import choice, fail
-from stoker.prep.features.base import Derivation, texts
+from stoker.base.checks import choice, fail, positive
+from stoker.base.errors import DataError
+from stoker.dataset.leftovers import UnusableInput
+from stoker.prep.features.base import ROW, Derivation, texts
 from stoker.prep.features.explain import explained
+from stoker.prep.features.lists import lists_of, previous_values
 
 if TYPE_CHECKING:
     import polars as pl
 
     from stoker.prep.features.groups import Codes
 
-__all__ = ["Difference", "GroupOrder", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out"]
+__all__ = [
+    "WEIGHT",
+    "Difference",
+    "GroupOrder",
+    "History",
+    "Past",
+    "PastCount",
+    "Previous",
+    "Rank",
+    "SinceLast",
+    "work_out",
+]
+
+WEIGHT = "__weight"  # how many events a row of a state stands for, Int64; a column of states of counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +82,44 @@ class Past(Derivation):
     @abstractmethod
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         """The feature of all rows of whole groups, in the order of ``frame``."""
+
+    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+        """Return the events that later rows need, by rising order in their groups, with the inputs and ``__row``."""
+        raise NotImplementedError(f"{self.where} has no state")
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a dataset stores its state: where the class says what it is."""
+        return type(self).state is not Past.state
+
+    def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+        """bool [m]: which rows, sorted by group and order, are looked back at."""
+        return rows.events(frame, self.events)
+
+    def _stored(self, frame: pl.DataFrame, places: Any) -> pl.DataFrame:
+        """The rows of the frame at some places, as a state holds them."""
+        import polars as pl
+
+        return frame.select(pl.col(*self.inputs, ROW).gather(pl.Series(places)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LastEvents(Past):
+    """A feature of the last events before."""
+
+    @property
+    def depth(self) -> int:
+        """How many events it looks at."""
+        return 1
+
+    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+        """Return the last events at the last moment of each group and the last ones before it, ``depth`` of each."""
+        places = np.flatnonzero(self.recorded(frame, rows))
+        moments, ends = rows.moment[places], rows.ends(places)
+        begins = np.searchsorted(moments, moments[ends - 1])  # of the last moment
+        place = np.arange(len(places))
+        kept = (place >= ends - self.depth) | ((place >= begins - self.depth) & (place < begins))
+        return self._stored(frame, rows.sorted[places[kept]])
 
 
 class GroupOrder:
@@ -127,9 +185,25 @@ class GroupOrder:
     def count(self, events: Any, window: float | None) -> Any:
         """int64 [m]: how many events of the group are before, at most ``window`` before."""
         counted = np.append(0, np.cumsum(events))
-        return counted[self.moment_start] - counted[self._window_start(window)]
+        return counted[self.moment_start] - counted[self.window_start(window)]
 
-    def _window_start(self, window: float | None) -> Any:
+    def ends(self, places: Any) -> Any:
+        """Of some places in sorted order, rising: where in ``places`` the group of each ends."""
+        groups = self.group_start[places]
+        return np.searchsorted(groups, groups, side="right")
+
+    def first_older(self, stored: int) -> tuple[int, int] | None:
+        """Return a row behind the first ``stored`` ones of the frame that is before one of these in its group, and the
+        last of these; None if there is none."""
+        place, known = np.arange(len(self.sorted)), self.sorted < stored
+        following = np.minimum.accumulate(np.where(known, place, len(place))[::-1])[::-1]
+        older = np.flatnonzero(~known & (np.append(self.group_start, -1)[following] == self.group_start))
+        if not len(older):
+            return None
+        last = np.flatnonzero(known & (self.group_start == self.group_start[older[0]]))[-1]
+        return int(self.sorted[older[0]]), int(self.sorted[last])
+
+    def window_start(self, window: float | None) -> Any:
         """int64 [m]: the first row of the group whose order is at least that of the row less ``window``."""
         if window is None:
             return self.group_start
@@ -184,7 +258,7 @@ def _taken(series: pl.Series, rows: Any) -> pl.Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Previous(Past):
+class Previous(_LastEvents):
     """The value of ``column`` at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "previous"
@@ -199,7 +273,54 @@ class Previous(Past):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference(Past):
+class History(_LastEvents):
+    """The last values of ``column`` in the group's rows before, the oldest first: a list, empty where there are none.
+
+    Rows in which ``column`` is missing are not looked back at.
+
+    Args:
+        length: values at most.
+    """
+
+    kind: ClassVar[str] = "history"
+    column: str
+    length: int = 20
+
+    def check(self) -> None:
+        super().check()
+        positive(self.where, "length", self.length)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (self.column, *super().values)
+
+    @property
+    def depth(self) -> int:
+        return self.length
+
+    def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+        return super().recorded(frame, rows) & self._items(frame).is_not_null().to_numpy()[rows.sorted]
+
+    def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
+        import polars as pl
+
+        items = self._items(frame)
+        if items.dtype.is_nested():
+            raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, and wants single values.")
+        events = self.recorded(frame, rows)
+        counted = np.append(0, np.cumsum(events))
+        first, stop = (rows.back(counted[start], 0) for start in (rows.group_start, rows.moment_start))
+        places, lengths = previous_values(rows.sorted[events], first, stop, self.length)
+        lists = lists_of(items.gather(pl.Series(places)), lengths).alias(self.name)
+        return lists if rows.known.all() else lists.set(pl.Series(~rows.known), None)
+
+    def _items(self, frame: pl.DataFrame) -> pl.Series:
+        items = frame.get_column(self.column)
+        return items.fill_nan(None) if items.dtype.is_float() else items
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(_LastEvents):
     """``column`` minus its value at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "difference"
@@ -221,7 +342,7 @@ class Difference(Past):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinceLast(Past):
+class SinceLast(_LastEvents):
     """How far ``order`` has moved since the group's last row before, in its unit; missing where there is none."""
 
     kind: ClassVar[str] = "since_last"
@@ -254,8 +375,30 @@ class PastCount(Past):
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         import polars as pl
 
-        counted = pl.Series(self.name, rows.back(rows.count(rows.events(frame, self.events), self.window), 0))
+        counted = pl.Series(self.name, rows.back(rows.count(self._weights(frame, rows), self.window), 0))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
+
+    def _weights(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
+        """int64 [m]: how many events each row, sorted by group and order, stands for."""
+        events = self.recorded(frame, rows).astype(np.int64)
+        return events * frame.get_column(WEIGHT).to_numpy()[rows.sorted] if WEIGHT in frame.columns else events
+
+    def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
+        """Return a row for the events at the last moment of each group and one for those before it; with a window, one
+        for each moment in the window before the last. ``__weight`` says how many events a row stands for."""
+        import polars as pl
+
+        weights = self._weights(frame, rows)
+        places = np.flatnonzero(weights)
+        last = places[rows.ends(places) - 1]
+        if self.window is not None:
+            inside = places >= rows.window_start(self.window)[last]
+            places, last = places[inside], last[inside]
+        at = rows.moment[places] if self.window is not None else rows.moment[places] == rows.moment[last]
+        begins = (last[1:] != last[:-1]) | (at[1:] != at[:-1])
+        starts = np.flatnonzero(np.append(True, begins)[: len(places)])
+        sums = np.add.reduceat(weights[places], starts) if len(starts) else weights[:0]
+        return self._stored(frame, rows.sorted[places[starts]]).with_columns(pl.Series(WEIGHT, sums))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,9 +432,25 @@ class Rank(Past):
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
 
 
-def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
+def work_out(
+    frame: pl.DataFrame,
+    features: list[Past],
+    states: Mapping[str, list[pl.DataFrame]] | None = None,
+    stored: int = 0,
+    source: object = None,
+) -> pl.DataFrame:
     """The outputs of past features over whole groups, one row per row of ``frame``. Features with the same group and
-    order are sorted once."""
+    order are sorted once.
+
+    Args:
+        frame: with the inputs; where states are wanted, also ``__row``.
+        states: feature -> list that gets its state; None: no state is wanted.
+        stored: how many rows, the first ones, are of a state.
+        source: whose state that is, for errors.
+
+    Raises:
+        DataError: a row that is older than the last stored one of its group.
+    """
     import polars as pl
 
     from stoker.prep.features.groups import key_codes
@@ -306,5 +465,21 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
                 codes = {feature.by: key_codes(frame, feature.by)}
             if key not in orders:  # one at a time: each holds three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
+            if stored and (found := orders[key].first_older(stored)) is not None:
+                raise _older(feature, frame, *found, source)
             series[feature.name] = feature.compute(frame, orders[key])
+            if states is not None and feature.name in states:
+                states[feature.name].append(feature.state(frame, orders[key]))
     return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])
+
+
+def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> UnusableInput:
+    """The error for a row that is older than the last stored one of its group."""
+    group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
+    moments = frame.get_column(feature.order)
+    return UnusableInput(
+        f"{feature.where}: a new row with {group} has {feature.order} = {moments[row]}, before the last such row of "
+        f"{source} ({feature.order} = {moments[last]}). Rows before that one are not stored, so the value cannot be "
+        'right. Prepare only rows that follow those of the dataset, or pass history="ignore" (--history ignore): then '
+        "window features are worked out from the new rows alone, as for the same rows once more."
+    )

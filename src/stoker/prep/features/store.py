@@ -1,4 +1,5 @@
-"""What features learned, in files: a Parquet table for each and ``features.json``, all with sha256."""
+"""What features learned and the state of window features, in files: a Parquet table for each and ``features.json``,
+all with sha256."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ __all__ = [
     "read_learned",
     "save_features",
     "store_features",
+    "store_state",
     "table_file",
     "write_table",
 ]
@@ -33,7 +35,7 @@ _INDEX = "features.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTable:
-    """What a feature learned, as a file that :func:`write_table` wrote."""
+    """What a feature learned, or its state, as a file that :func:`write_table` wrote."""
 
     path: Path
     entry: Mapping[str, Any]  # its size and sha256
@@ -41,7 +43,7 @@ class StoredTable:
 
 
 def table_file(feature: Derivation) -> str:
-    """File of a feature's learned table, within the directory of features."""
+    """File of a feature's table, within the directory of features."""
     return f"{feature.name}.parquet"
 
 
@@ -76,6 +78,18 @@ def store_features(
     return _saved(directory, features, {name: dict(table.facts) for name, table in tables.items()}, share)
 
 
+def store_state(directory: Path, state: Mapping[str, StoredTable]) -> dict[str, dict[str, Any]]:
+    """Replace the state of window features that :func:`store_features` stored; returns the entries of changed files."""
+    files = {f"{name}.parquet": dict(table.entry) for name, table in state.items()}
+    for name, table in state.items():
+        (directory / f"{name}.parquet").unlink(missing_ok=True)
+        link_or_copy(table.path, directory / f"{name}.parquet")
+    index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+    index["files"] |= files
+    index["facts"] |= {name: dict(table.facts) for name, table in state.items()}
+    return {**files, _INDEX: _write_index(directory, index)}
+
+
 def _saved(
     directory: Path,
     features: Sequence[Derivation],
@@ -84,16 +98,21 @@ def _saved(
 ) -> dict[str, dict[str, Any]]:
     """The index beside the tables, which ``put`` makes of a feature's name at a path."""
     directory.mkdir(parents=True, exist_ok=True)
-    learned = [feature for feature in features if isinstance(feature, Learned)]
-    files = {table_file(feature): put(feature.name, directory / table_file(feature)) for feature in learned}
+    stored = [feature for feature in features if feature.has_table and feature.name in facts]
+    files = {table_file(feature): put(feature.name, directory / table_file(feature)) for feature in stored}
     index = {"features": [feature.to_dict() for feature in features], "facts": dict(facts), "files": files}
+    return {**files, _INDEX: _write_index(directory, index)}
+
+
+def _write_index(directory: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``features.json``; returns size and sha256."""
     with atomic_file(directory / _INDEX) as file:
         file.write(json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    return {**files, _INDEX: describe_file(directory / _INDEX)}
+    return describe_file(directory / _INDEX)
 
 
 def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, LearnedTable]]:
-    """Features and their tables.
+    """Features and their tables: what learned ones were fitted to, and the state of window features, if it is there.
 
     Raises:
         DataError: a file that is missing or altered, with what was expected and found.
@@ -109,7 +128,7 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
         raise DataError(f"{path} is damaged ({error}). Restore it from a copy, or fit the features again.") from error
     learned = {}
     for feature in features:
-        if isinstance(feature, Learned):
+        if isinstance(feature, Learned) or (feature.has_table and table_file(feature) in files):
             table = read_learned(directory / table_file(feature), files.get(table_file(feature), {}))
             learned[feature.name] = LearnedTable(table=table, facts=facts.get(feature.name, {}))
     return features, learned

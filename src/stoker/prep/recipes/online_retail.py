@@ -15,8 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from stoker.base.errors import DataError
+from stoker.prep.features.lists import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
-from stoker.prep.recipes.rows import PastCounts, lists_of, one_of, previous_values, streamed
+from stoker.prep.recipes.rows import PastCounts, one_of, streamed
 from stoker.prep.recipes.rows import negatives as draw_negatives
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 

@@ -13,7 +13,7 @@ from polars.io.plugins import register_io_source
 from stoker.base.errors import DataError
 from stoker.prep.recipes.draw import integers, key_of, uniform
 
-__all__ = ["PastCounts", "lists_of", "negatives", "one_of", "pick", "previous_values", "streamed"]
+__all__ = ["PastCounts", "negatives", "one_of", "pick", "streamed"]
 
 _BATCH = 65_536  # rows derived at a time
 _ROUNDS = 64  # draws of a negative before it is given up
@@ -81,28 +81,6 @@ class PastCounts:
         first = base if window is None else base + np.clip(at - window, 0, last)
         upto = np.searchsorted(self._events, base + np.clip(at, 0, last))
         return np.asarray(upto - np.searchsorted(self._events, first), dtype=np.int64)
-
-
-def previous_values(
-    values: NDArray, first: NDArray[np.int64], stop: NDArray[np.int64], most: int
-) -> tuple[NDArray, NDArray[np.int64]]:
-    """Flat values and lengths of ``values[max(first, stop - most):stop]`` for each row, [L] and [n]."""
-    start = np.maximum(first, stop - most)
-    lengths = stop - start
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    index = np.arange(total) - np.repeat(ends - lengths, lengths) + np.repeat(start, lengths)
-    return values[index], lengths
-
-
-def lists_of(flat: pl.Series, lengths: NDArray[np.int64]) -> pl.Series:
-    """A list column from flat values and the length of every row's list."""
-    import pyarrow as pa
-
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64())
-    column = pl.from_arrow(pa.LargeListArray.from_arrays(offsets, flat.to_arrow()))
-    assert isinstance(column, pl.Series)
-    return column
 
 
 def negatives(

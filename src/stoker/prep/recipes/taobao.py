@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from polars.io.plugins import register_io_source
 
 from stoker.base.errors import DataError
+from stoker.prep.features.lists import lists_of, previous_values
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.draw import bits, integers, key_of
-from stoker.prep.recipes.rows import lists_of, one_of, previous_values
 from stoker.prep.recipes.rows import negatives as draw_negatives
+from stoker.prep.recipes.rows import one_of
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 

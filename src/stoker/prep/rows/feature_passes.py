@@ -26,7 +26,7 @@ from stoker.dataset.manifest import describe_file
 from stoker.prep.features.base import ROW, Derivation, leading
 from stoker.prep.features.groups import key, with_codes
 from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTable
-from stoker.prep.features.past import Past, work_out
+from stoker.prep.features.past import WEIGHT, Past, work_out
 from stoker.prep.features.pipeline import add_helpers, apply_feature
 from stoker.prep.features.store import StoredTable, write_table
 from stoker.prep.rows import partitions
@@ -67,6 +67,9 @@ class FeaturePasses:
         sizes: rows of each of them, above 0.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
         learned: tables of an earlier preparation; None: they are fitted here.
+
+    Window features of rows that go on from a dataset, ``task.like``, are worked out with the state that it stores in
+    front of the rows; the state after these rows is stored in its place.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class FeaturePasses:
                     made = self._by_key(features, learned) if _has_key(features[0]) else self._local(features, learned)
                     write_pieces(beside, made)
                 os.replace(beside, path)
-                stored = {} if self.given is not None else self._store(learned)
+                stored = self._store(learned)
                 tables = {name: {"entry": one.entry, "facts": one.facts} for name, one in stored.items()}
                 self.task.journal.add(f"pass {number}", {**checksum(path), "tables": tables})
             else:
@@ -209,16 +212,27 @@ class FeaturePasses:
         past = [feature for feature in features if isinstance(feature, Past)]
         teaching = fitted if self.given is None else []
         facts = {one.name: one.facts(self._training([one])) for one in teaching}
-        tables: dict[str, list[pl.DataFrame]] = {one.name: [] for one in teaching}
+        like = self.task.like
+        lasting = [one for one in past if one.has_table and (like is None or like.stores_state(one))]
+        states = {} if like is None else {one.name: like.state[one.name] for one in past if one.name in like.state}
+        tables: dict[str, list[pl.DataFrame]] = {one.name: [] for one in (*teaching, *lasting)}
         wanted = dict.fromkeys(name for feature in features for name in feature.inputs)
-        if teaching:
-            wanted |= dict.fromkeys([ROW, LABEL, SPLIT])
+        if teaching or lasting:
+            wanted |= dict.fromkeys([ROW, *([LABEL, SPLIT] if teaching else [])])
+        types = self.whole().select(*wanted).collect_schema()
+        states = {one.name: _as_new(one, states[one.name], types) for one in past if one.name in states}
 
         def read(block: int) -> pl.DataFrame:
             return self.part(block).select(*wanted).collect()
 
         def work(rows: pl.DataFrame, partition: int, count: int) -> pl.DataFrame:
-            made = work_out(rows, past).get_columns() if past else []
+            made = work_out(rows, [one for one in past if one.name not in states], tables).get_columns()
+            for feature in (one for one in past if one.name in states):
+                known = _in_partition(states[feature.name], by, partition, count)
+                frame = rows.with_columns(pl.lit(1, pl.Int64).alias(WEIGHT)).select(known.columns)
+                source = like.data.path if like is not None else None
+                found = work_out(pl.concat([known, frame]), [feature], tables, known.height, source)
+                made += found[known.height :].get_columns()
             if self.given is not None:
                 made += [self._looked_up(one, rows, by, partition, count) for one in fitted]
                 return pl.DataFrame(made)
@@ -236,6 +250,9 @@ class FeaturePasses:
         for one in teaching:
             table = pl.concat(tables.pop(one.name)).sort(FIRST).drop(FIRST)
             learned[one.name] = LearnedTable(table=table, facts=facts[one.name], distinct=True)
+        for other in lasting:
+            state = pl.concat(tables.pop(other.name)).sort(ROW).drop(ROW)
+            learned[other.name] = LearnedTable(table=state)
 
     def _looked_up(
         self, feature: Keyed, rows: pl.DataFrame, by: Sequence[str], partition: int, count: int
@@ -243,10 +260,32 @@ class FeaturePasses:
         """Return the output of a feature that an earlier preparation fitted."""
         assert self.given is not None
         known = self.given[feature.name]
-        if count > 1 and all(rows.schema[name] == known.table.schema[name] for name in by):
-            table = known.table.filter(pl.Series(partition_numbers(known.table, by, count) == partition))
+        if all(rows.schema[name] == known.table.schema[name] for name in by):
+            table = _in_partition(known.table, by, partition, count)
             known = LearnedTable(table=table, facts=known.facts, distinct=True)
         return feature.attach(rows.lazy(), known).select(feature.outputs).collect().to_series()
+
+
+def _in_partition(table: pl.DataFrame, by: Sequence[str], partition: int, count: int) -> pl.DataFrame:
+    """Return the rows of a table whose keys are in a partition of ``count``."""
+    return table if count == 1 else table.filter(pl.Series(partition_numbers(table, by, count) == partition))
+
+
+def _as_new(feature: Past, state: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    """Return the state of a feature with the types of the new rows, and numbers of rows below theirs.
+
+    Raises:
+        DataError: a column of another type, in which the values of the state are others.
+    """
+    for name in feature.inputs:
+        cast = state.get_column(name).cast(types[name], strict=False)
+        if not cast.cast(state.schema[name], strict=False).equals(state.get_column(name), null_equal=True):
+            raise DataError(
+                f"{feature.where}: column {name!r} is {types[name]} in the new rows and {state.schema[name]} in the "
+                "dataset that they go on from. Convert it in the new files."
+            )
+        state = state.with_columns(cast)
+    return state.with_columns(pl.int_range(-state.height, 0, dtype=pl.Int64).alias(ROW))
 
 
 def write_pieces(path: Path, pieces: Iterable[pl.DataFrame]) -> None:

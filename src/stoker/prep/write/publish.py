@@ -23,7 +23,7 @@ from stoker.dataset.memory import Home
 from stoker.dataset.reading.kept import kept_file
 from stoker.dataset.shards import SHARD_ROWS, ShardFile, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.features.store import store_features
+from stoker.prep.features.store import store_features, store_state
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import PartRows
 from stoker.prep.like import FEATURES
@@ -276,8 +276,9 @@ class _Publisher:
         like = self.task.like
         if like is not None:
             files |= like.copy("vocab/", self.out) | like.copy(f"{FEATURES}/", self.out)
-        elif self.schema.feature:
-            made = store_features(self.out / FEATURES, self.schema.feature, self.rows.learned)
+        if self.schema.feature and (like is None or self.rows.learned):
+            folder, tables = self.out / FEATURES, self.rows.learned
+            made = store_features(folder, self.schema.feature, tables) if like is None else store_state(folder, tables)
             files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
         files |= {
             f"vocab/{name}.parquet": record["vocab"]
