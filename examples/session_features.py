@@ -40,10 +40,8 @@ def in_memory(log: Path) -> None:
     ]
     cut = lines.height * 4 // 5
     early = lines.head(cut).with_columns(label=(pl.col("action_type") == "clickout item").cast(pl.Int8))
-    fitted = f.fit(features, early, label="label")
-    print(
-        fitted.apply(lines.tail(lines.height - cut)).select("city", "at_hour", "seconds", "city_rate").head(4).collect()
-    )
+    late = f.fit(features, early, label="label").apply(lines.tail(lines.height - cut))
+    print(late.select("city", "at_hour", "seconds", "city_rate").head(4).collect())
 
 
 def main() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from stoker.base import compiling
 from stoker.cli import main
+
+compiling._SOON = math.inf  # what is said on a slow first run is tested in test_compiling.py
 
 #: a model that trains in no time
 SIZES = ["--dim", "4", "--bottom", "8", "--top", "8"]

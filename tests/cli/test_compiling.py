@@ -15,6 +15,7 @@ from stoker.testing import make_dataset
 
 def test_lines_come_after_a_second_and_then_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = 0.0, list[str]()
+    monkeypatch.setattr(compiling, "_SOON", 1.0)
     monkeypatch.setattr(compiling.time, "monotonic", lambda: 100 + now)
     with compiling.compiling("nobody listens"):
         pass
