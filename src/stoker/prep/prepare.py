@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,6 +91,7 @@ def prepare(
     resume: bool = True,
     reorder: Reordering | bool = False,
     threads: int | None = None,
+    executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Dataset:
     """Prepare raw logs into a dataset directory, or into memory.
@@ -118,6 +120,11 @@ def prepare(
             does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
         threads: that parse and encode, at most 16 or four per core; None: one per core. Does not change a byte of the
             result.
+        executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards in
+            place of threads: ``ProcessPoolExecutor``, Dask's ``Client.get_executor()`` and the like. Workers have to
+            see the input files and ``out`` under the same paths, on a shared file system. Features, statistics of
+            dense columns, vocabularies that ``like`` brings, and groups remain on threads of this process. The
+            executor is left open, and does not change a byte of the result.
         progress: called from the calling thread as work gets done.
 
     Returns:
@@ -137,7 +144,8 @@ def prepare(
     with files_of(files) as named:
         report = run_prepare(
             recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
-            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads, progress=progress,
+            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads,
+            executor=executor, progress=progress,
         )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
@@ -157,9 +165,9 @@ def run_prepare(
     resume: bool = True,
     reorder: Reordering | bool = False,
     threads: int | None = None,
+    executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
-    hold_bytes: int | None = None,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
     if reorder is not False and like is not None:
@@ -177,7 +185,7 @@ def run_prepare(
         chosen, schema = load_recipe(recipe, preset)
     if isinstance(files, str | os.PathLike):
         files = [files]
-    (sources, again), target = expand(files), Path(out)
+    (sources, again), target = expand(files), Path(out) if executor is None else Path(out).absolute()
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
     task = Task(
@@ -189,7 +197,7 @@ def run_prepare(
         threads=check_threads(threads),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
-        hold_bytes=hold_bytes,
+        executor=executor,
         like=measure,
     )
     how = Reordering() if reorder is True else reorder or None
@@ -207,7 +215,7 @@ def run_prepare(
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
                 recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, threads=threads, progress=progress, block_bytes=block_bytes, hold_bytes=hold_bytes,
+                resume=resume, threads=threads, executor=executor, progress=progress, block_bytes=block_bytes,
             )  # fmt: skip
         return plain.report
     task.out = _working_directory(target, sources, overwrite)
@@ -219,12 +227,15 @@ def run_prepare(
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
-            kept = "finished parts are kept" if _finished(task) else "nothing was kept"
-            remedy = f"Free some space and run the same command again: {kept}."
-            if task.home is not None:
-                remedy = "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+            remedy = task.remedy_of_full_disk(kept=_finished(task) > 0)
             raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
         raise
+    except BrokenExecutor as error:
+        kept = "" if task.temporary else " Finished parts are kept: the same call goes on from there."
+        raise DataError(
+            f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
+            f"memory: use fewer workers.{kept}"
+        ) from error
 
 
 @dataclass(kw_only=True)
@@ -348,9 +359,6 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         except UnusableInput:
             task.discard()
             raise
-        except BaseException:
-            task.save()
-            raise
         finally:
             task.journal.close()
             if not task.journal.done:  # a run that failed before it had finished anything leaves nothing
@@ -362,7 +370,6 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     if task.out != target:
         exchange(task.out, target)
     shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
-    task.parts.clear()
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
@@ -414,13 +421,13 @@ def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
 
 def _finished(task: Task) -> int:
     """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
-    return len(task.journal.done) if hasattr(task, "journal") and task.home is None else 0
+    return len(task.journal.done) if hasattr(task, "journal") and not task.temporary else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
     """What an interrupted run leaves, and how to go on."""
     done = _finished(task)
-    if task.home is not None:
+    if task.temporary:
         return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
     if not done:
         return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."

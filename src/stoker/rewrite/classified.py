@@ -94,7 +94,6 @@ def run_classify(
     """
     started = time.perf_counter()
     out = Path(out)
-    data.check_in_files("classified")
     data.train  # noqa: B018  (refuses a dataset without the split)
     if not overwrite and (there := _classified(data, profile, out)) is not None:
         return _report(there, started, reused=True)

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import Part, write_part
+from stoker.prep.stages.parts import write_part
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
 __all__ = ["build_table", "look_up_table"]
 
-Open = Callable[[PartRows], Part]
-
 
 def build_table(
     table: str,
     layout: Layout,
     parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
+    splits: SplitFile,
     work: Path,
     vocabulary: Path,
 ) -> dict[str, Any]:
     """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
 
-    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the
-    journal) says how many rows the table has and where in ``<table number>.ids`` the ids of each part and
-    feature begin.
+    The returned record (for the journal) says how many rows the table has.
     """
     features = [i for i, column in enumerate(layout.features) if column.table_name == table]
     columns = [layout.features[i] for i in features]
     if columns[0].hash_buckets is not None:
-        return _count_buckets(columns, features, layout, parts, open_part, train_rows, work)
+        return _count_buckets(columns, features, layout, parts, splits, work)
     builder = TableBuilder(columns[0].type)
     refs: list[npt.NDArray[np.int32]] = []
     missing, missing_other, total = 0, 0, 0
     for part in parts:
-        chosen = train_rows(part)
-        with open_part(part) as arrays:
+        chosen = splits.train_rows(part)
+        with part.open() as arrays:
             for index, column in zip(features, columns, strict=True):
                 size = arrays.size(f"ends.{index}") if column.type == "string" else arrays.size(f"values.{index}") + 1
                 counts = np.zeros(size, np.int64)
@@ -86,9 +81,7 @@ def build_table(
     return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
 
 
-def look_up_table(
-    table: str, layout: Layout, parts: Sequence[PartRows], open_part: Open, work: Path, like: Like
-) -> dict[str, Any]:
+def look_up_table(table: str, layout: Layout, parts: Sequence[PartRows], work: Path, like: Like) -> dict[str, Any]:
     """The ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
     features = [i for i, column in enumerate(layout.features) if column.table_name == table]
     columns = [layout.features[i] for i in features]
@@ -98,7 +91,7 @@ def look_up_table(
     known = like.vocabulary(table, columns[0].type)
     starts, pieces = [0], []
     for part in parts:
-        with open_part(part) as arrays:
+        with part.open() as arrays:
             for index, column in zip(features, columns, strict=True):
                 if column.type == "string":
                     ids = known.ids(arrays[f"bytes.{index}"], arrays[f"ends.{index}"])
@@ -116,18 +109,17 @@ def _count_buckets(
     features: Sequence[int],
     layout: Layout,
     parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None],
+    splits: SplitFile,
     work: Path,
 ) -> dict[str, Any]:
     buckets = columns[0].hash_buckets
     assert buckets is not None
     counts = np.zeros(buckets + 1, np.int64)
     for part in parts:
-        chosen = train_rows(part)
+        chosen = splits.train_rows(part)
         if chosen is None:
             continue
-        with open_part(part) as arrays:
+        with part.open() as arrays:
             for index in features:
                 codes, lengths = feature_codes(arrays, layout, index)
                 count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)

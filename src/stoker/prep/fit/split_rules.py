@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import Part
+from stoker.prep.stages.parts import PartFile
 
-__all__ = ["PartRows", "Splitter", "targets_of_files"]
+__all__ = ["PartRows", "SplitFile", "Splitter", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
@@ -28,15 +29,43 @@ DROP = SPLIT_CODES["drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class PartRows:
-    """Where the rows of a part stand among all rows."""
+    """A part, and where its rows stand among all rows."""
 
     index: int
     file: int  # number of the source file
     start: int  # good rows in the parts before
     rows: int
+    path: Path
+
+    def open(self) -> PartFile:
+        """Map the arrays."""
+        return PartFile(self.path)
 
 
-Open = Callable[[PartRows], Part]
+@dataclass(frozen=True)
+class SplitFile:
+    """The split of every row, as :meth:`Splitter.assign` gives it: a file of one byte a row, for any process."""
+
+    path: Path
+
+    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+        """[rows] split of every row of a part."""
+        return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
+
+    def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
+        """Return the rows of a part that belong to a split, in order."""
+        return np.flatnonzero(self.assign(part) == split)
+
+    def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
+        """[rows] which rows of a part train; None where none does."""
+        chosen: npt.NDArray[np.bool_] = self.assign(part) == 0
+        return chosen if chosen.any() else None
+
+    def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
+        """Write the splits of a part's rows over those that are there."""
+        with self.path.open("r+b") as file:
+            file.seek(part.start)
+            file.write(splits.data)
 
 
 @jit
@@ -79,11 +108,10 @@ class Splitter:
         schema: with the split rule, the share of negatives to keep and their seeds.
         parts: all parts in order.
         files: names of the source files.
-        open_part: opens the arrays of a part.
     """
 
-    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str], open_part: Open) -> None:
-        self.schema, self.rule, self.parts, self._open = schema, schema.split, list(parts), open_part
+    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str]) -> None:
+        self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
         self._kept_before = [part.start for part in self.parts]  # kept rows in the parts before
         kept = [part.rows for part in self.parts]
@@ -115,7 +143,7 @@ class Splitter:
     def _kept(self, part: PartRows) -> npt.NDArray[np.bool_]:
         seed = splitmix(np.array([self.schema.seed + 1], np.uint64))[0]
         hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
         kept: npt.NDArray[np.bool_] = other | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
         return kept
@@ -142,7 +170,7 @@ class Splitter:
             seed = splitmix(np.array([self.rule.seed], np.uint64))[0]
             hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
             return share_of_hash(hashes, (self.rule.train, self.rule.valid))
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             if rule == "time":
                 return self._cut(arrays["time"])
             if rule in ("hash", "column"):
@@ -170,7 +198,7 @@ class Splitter:
     def _fit_time(self) -> None:
         def times() -> Iterator[npt.NDArray[np.int64]]:
             for part in self.parts:
-                with self._open(part) as arrays:
+                with part.open() as arrays:
                     time = np.array(arrays["time"])
                 yield time[self._kept(part)] if self.schema.negative_keep < 1 else time
 
@@ -180,7 +208,7 @@ class Splitter:
         """Number the users, then find the last rows of each. Memory: about 60 bytes per user."""
         builder = TableBuilder("string")
         for part in self.parts:
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 ends = arrays["ends.user"]
                 self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
         users = builder.entries
@@ -189,7 +217,7 @@ class Splitter:
         self._last_row, self._before_row = np.full(users, -1, np.int64), np.full(users, -1, np.int64)
         self._seen = np.zeros(users, np.int64)
         for part in self.parts:
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 # A row that was not kept must not become a user's last one.
                 kept = self._kept(part) if self.schema.negative_keep < 1 else np.ones(part.rows, np.bool_)
                 _latest(

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from stoker.prep.fit.dense_kernels import TYPES, Order, narrowed, tiles, whole_narrowed, write_tile
 from stoker.prep.schema import DenseColumn
-from stoker.prep.stages.part_store import Arena
 
 __all__ = ["DenseFit", "DenseSteps", "clips_and_logarithms", "compact", "dense_values"]
 
@@ -23,17 +22,15 @@ _LOOK = 256  # values of a piece that say which type to try first
 Raw = Sequence[Array]  # D columns [n]
 
 
-def compact(pieces: Sequence[Array], arena: Arena) -> Array:
-    """A column [n] of float64, float32 or int64, which may be in pieces, in ``arena``, as the first type that holds
-    all its values as float64: uint8, whose 255 stands for NaN, uint16, whose 65535 does, float32 or float64."""
+def compact(pieces: Sequence[Array]) -> Array:
+    """Return a column [n] of float64, float32 or int64, which may be in pieces, as the first type that holds all its
+    values as float64: uint8, whose 255 stands for NaN, uint16, whose 65535 does, float32 or float64."""
     rows = sum(map(len, pieces))
     for dtype in TYPES[_first_try(pieces) : -1]:
-        column = arena.take(rows, dtype)
+        column = np.empty(rows, dtype)
         if _narrowed(pieces, column):
             return column
-        arena.give_back(column)
-    whole = arena.take(rows, np.float64)
-    return np.concatenate(pieces, out=whole)
+    return np.concatenate(pieces, out=np.empty(rows, np.float64))
 
 
 def _first_try(pieces: Sequence[Array]) -> int:

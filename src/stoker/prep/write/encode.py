@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,23 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.transforms import DenseFit, DenseSteps
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import Part, PartFile
+from stoker.prep.stages.parts import PartFile
 from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
 
-__all__ = ["Encoder", "Slice", "Target"]
+__all__ = ["Encoder", "Shard", "Slice"]
 
 Array = npt.NDArray[Any]
-Open = Callable[[PartRows], Part]
-Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
-RowsOf = Callable[[PartRows], npt.NDArray[np.int64]]  # the rows of a part that belong to the split, in order
 
 
-def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
+def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
     """The value behind a code above 0, after fill and modulo."""
     if column.type == "string":
         ends = arrays[f"ends.{index}"]
@@ -50,13 +46,13 @@ class Slice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where the rows of a slice go."""
+class Shard:
+    """The rows of a shard, and what its record says of them."""
 
-    slice: Slice
-    arrays: dict[str, Array]  # the tensors of the shard
-    row: int  # of the shard: the first
-    id: int  # of the flat ids of a shard with sequences: the first
+    arrays: dict[str, Array]  # tensors by name
+    positives: int  # rows with label 1
+    absent: int  # rows without label
+    unknown: list[list[int]]  # [2, F] ids that are 0, and all ids, by feature
 
 
 class Encoder:
@@ -64,28 +60,22 @@ class Encoder:
 
     Args:
         layout: of the parts.
-        open_part: opens a part.
+        splits: of the rows.
         tables: work file of every table by name.
         fit: of the dense columns.
         wide: whether ids need int64.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        open_part: Open,
-        tables: Mapping[str, Path],
-        fit: Sequence[DenseFit],
-        *,
-        wide: bool,
+        self, layout: Layout, splits: SplitFile, tables: Mapping[str, Path], fit: Sequence[DenseFit], *, wide: bool
     ) -> None:
-        self.layout, self._open = layout, open_part
+        self.layout, self._splits = layout, splits
         self._steps = DenseSteps(layout.columns, fit)
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
         self._starts: dict[str, Array] = {}
         self._ids: dict[str, Array] = {}
-        self._last = threading.local()  # of each thread: the part it looked up last, and what it found
+        self._last: tuple[int, Array, npt.NDArray[np.int64]] | None = None  # the part looked up last, and its ids
         of_table: dict[str, int] = {}
         self._rank: list[int] = []  # of each feature among the features of its table
         for column in layout.features:
@@ -100,10 +90,9 @@ class Encoder:
 
     def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
         """Ids by code of all features of a part, one after the other, and where each feature's begin."""
-        known = getattr(self._last, "found", None)
-        if known is None or known[0] != part.index:
-            self._last.found = known = (part.index, *self._look_up(part))
-        return known[1], known[2]
+        if self._last is None or self._last[0] != part.index:
+            self._last = (part.index, *self._look_up(part))
+        return self._last[1], self._last[2]
 
     def _look_up(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
         pieces, bases, at = [], [], 0
@@ -130,7 +119,7 @@ class Encoder:
         """
         lut, bases = self.lookup(part)
         drop = np.zeros(part.rows, np.bool_)
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             for index, column in enumerate(self.layout.features):
                 if column.oov == "reserved" or column.hash_buckets is not None:
                     continue
@@ -150,21 +139,19 @@ class Encoder:
                     )
         return drop
 
-    def count(
-        self, parts: Sequence[PartRows], train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def count(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
         """Training occurrences by id of every table, counted afresh after rows were dropped."""
         counts = {}
         for name, path in self._tables.items():
             with PartFile(path) as arrays:
                 counts[name] = np.zeros(arrays.size("counts"), np.int64)
         for part in parts:
-            chosen = train_rows(part)
+            chosen = self._splits.train_rows(part)
             if chosen is None:
                 continue
             lut, bases = self.lookup(part)
             bounds = [*bases.tolist(), len(lut)]
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 for index, column in enumerate(self.layout.features):
                     codes, lengths = feature_codes(arrays, self.layout, index)
                     by_code = np.zeros(bounds[index + 1] - bounds[index], np.int64)
@@ -172,69 +159,68 @@ class Encoder:
                     np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
         return counts
 
-    def allocate(self, slices: Sequence[Slice], rows_of: RowsOf) -> list[Target]:
-        """Make the tensors of one shard, not filled yet; return where each of its slices goes."""
-        sizes = [piece.end - piece.begin for piece in slices]
+    def encode(self, slices: Sequence[Slice], split: int) -> Shard:
+        """Make the shard of some rows of a split."""
+        chosen = [(piece.part, self._splits.rows(piece.part, split)[piece.begin : piece.end]) for piece in slices]
+        sizes = [len(rows) for _, rows in chosen]
         n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
-        ids = [self._count_ids(piece, rows_of) if bags else 0 for piece in slices]
-        arrays: dict[str, Array] = {
+        ids = [self._count_ids(part, rows) if bags else 0 for part, rows in chosen]
+        out: dict[str, Array] = {
             "dense": np.empty((n, len(self.layout.schema.dense_names)), np.float32), "labels": np.empty(n, np.float32),
             "ids": np.empty(sum(ids) if bags else (n, width), self._id_type),
         }  # fmt: skip
         if bags:
-            arrays |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
-            arrays["row_offsets"][0] = 0
-        firsts = zip(slices, accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=False)
-        return [Target(slice=piece, arrays=arrays, row=row, id=first) for piece, row, first in firsts]
+            out |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
+            out["row_offsets"][0] = 0
+        zeros = np.zeros(width, np.int64)
+        firsts = zip(accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=True)
+        for (part, rows), (at, first) in zip(chosen, firsts, strict=False):
+            self._fill(out, part, rows, at, first, zeros)
+        labels = out["labels"]
+        return Shard(
+            arrays=out,
+            positives=int(np.count_nonzero(labels == 1)),
+            absent=int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0,
+            unknown=[zeros.tolist(), (out["lengths"].sum(axis=0) if bags else np.full(width, n)).tolist()],
+        )
 
-    def _count_ids(self, piece: Slice, rows_of: RowsOf) -> int:
-        rows = rows_of(piece.part)[piece.begin : piece.end]
-        with self._open(piece.part) as arrays:
+    def _count_ids(self, part: PartRows, rows: Array) -> int:
+        with part.open() as arrays:
             bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
         return bags + len(rows) * len(self.layout.one_hot)
 
-    def fill(self, target: Target, rows_of: RowsOf) -> tuple[int, int, list[list[int]]]:
-        """Write the rows of a slice to their shard; return how many have label 1 and how many none, and zero and all
-        ids by feature.
-
-        Slices of a shard may be filled in any order, and several at a time.
-        """
-        piece, out, at = target.slice, target.arrays, target.row
-        rows = rows_of(piece.part)[piece.begin : piece.end]
-        stop, width = at + len(rows), len(self.layout.features)
-        labels, zeros = out["labels"], np.zeros(width, np.int64)
-        everything = np.full(width, len(rows))
-        lut, bases = self.lookup(piece.part)
-        with self._open(piece.part) as arrays:
-            if self.layout.sequences:
-                self._bags(arrays, lut, bases, rows, target, zeros)
-                everything = out["lengths"][at:stop].sum(axis=0)
+    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int, zeros: Array) -> None:
+        """Write rows of a part to those from ``at`` on of a shard, and its ids from ``first`` on if it has sequences;
+        add the ids that are 0 to ``zeros`` [F]."""
+        lut, bases = self.lookup(part)
+        with part.open() as arrays:
             if self.layout.sequences or "dense" in arrays:
-                labels[at:stop] = arrays["labels"][rows]
+                out["labels"][at : at + len(rows)] = arrays["labels"][rows]
                 self._dense(arrays, rows, out["dense"], at)
-                if not self.layout.sequences:
+                if self.layout.sequences:
+                    self._bags(arrays, lut, bases, rows, out, at, first, zeros)
+                else:
                     codes = one_hot_codes(arrays, self.layout)
                     gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, out["ids"], at, zeros)
-            else:
-                raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
-                known = arrays["labels"]
-                scales, places = self._steps.scales, self._steps.places
-                for begin, end, tile in self._steps.tiles(raw, rows):
-                    write_rows(
-                        tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
-                        rows[begin:end], out["ids"], known, labels, at + begin, zeros,
-                    )  # fmt: skip
-        given = labels[at:stop]
-        absent = int(np.count_nonzero(np.isnan(given))) if self.layout.label.optional else 0
-        return int(np.count_nonzero(given == 1)), absent, [zeros.tolist(), everything.tolist()]
+                return
+            raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
+            known, scales, places = arrays["labels"], self._steps.scales, self._steps.places
+            for begin, end, tile in self._steps.tiles(raw, rows):
+                write_rows(
+                    tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
+                    rows[begin:end], out["ids"], known, out["labels"], at + begin, zeros,
+                )  # fmt: skip
 
-    def _dense(self, arrays: Part, rows: Array, out: Array, at: int) -> None:
+    def _dense(self, arrays: PartFile, rows: Array, out: Array, at: int) -> None:
         if "dense" in arrays:
             out[at : at + len(rows)] = arrays["dense"][rows]
         else:
             self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
 
-    def _bags(self, arrays: Part, lut: Array, bases: Array, rows: Array, target: Target, zeros: Array) -> None:
+    def _bags(
+        self, arrays: PartFile, lut: Array, bases: Array, rows: Array, out: dict[str, Array], at: int, first: int,
+        zeros: Array,
+    ) -> None:  # fmt: skip
         """Write the ids of some rows, bag by bag, and their lengths and offsets."""
         layout = self.layout
         slots = np.array(
@@ -242,8 +228,8 @@ class Encoder:
              for i in range(len(layout.features))],
             np.int64,
         )  # fmt: skip
-        first, stop = target.row, target.row + len(rows)
-        lengths = target.arrays["lengths"][first:stop]
+        stop = at + len(rows)
+        lengths = out["lengths"][at:stop]
         lengths.fill(1)
         flat, bags, flat_base, bag_base = [], [], [], []
         flat_at, bag_at = 0, 0
@@ -256,11 +242,11 @@ class Encoder:
             bag_base.append(bag_at)
             flat_at += len(codes)
             bag_at += len(bags[-1])
-        starts = np.full(len(rows) + 1, target.id)
+        starts = np.full(len(rows) + 1, first)
         starts[1:] += np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-        target.arrays["row_offsets"][first + 1 : stop + 1] = starts[1:]
+        out["row_offsets"][at + 1 : stop + 1] = starts[1:]
         one_hot = one_hot_codes(arrays, layout)
         gather_bags(
             one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
-            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, target.arrays["ids"], zeros,
+            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, out["ids"], zeros,
         )  # fmt: skip

@@ -48,7 +48,7 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
     builder = TableBuilder("string")
     entries: list[npt.NDArray[np.int32]] = []  # of each part, by code
     for part in fitting.parts:
-        with fitting.open(part) as arrays:
+        with part.open() as arrays:
             ends = arrays["ends.group"]
             entries.append(builder.add_texts(arrays["bytes.group"], ends, np.ones(len(ends) - 1, np.int64)))
     known = builder.entries
@@ -68,10 +68,10 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
                     continue
                 names = np.empty(part.rows, np.int32)
                 labels = np.empty(part.rows, np.float32)
-                with fitting.open(part) as arrays:
+                with part.open() as arrays:
                     found = _chosen(
-                        fitting.assign(part), number, arrays["codes.group"], entries[part.index], arrays["labels"],
-                        names, labels,
+                        fitting.splits.assign(part), number, arrays["codes.group"], entries[part.index],
+                        arrays["labels"], names, labels,
                     )  # fmt: skip
                 yield writer.add(names[:found], labels[:found])
 
