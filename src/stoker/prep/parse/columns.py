@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+_local = threading.local()  # memory for columns, used again
 KINDS = {
     "float": kernels.FLOAT, "int": kernels.INT, "hex": kernels.HEX, "string": kernels.TEXT, "datetime": kernels.TEXT,
 }  # fmt: skip
@@ -239,7 +240,6 @@ class TextParser:
         encoded = [text.encode() for text in null_values]
         self._nulls = np.frombuffer(b"".join(encoded) or b"\0", np.uint8)
         self._null_ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        self._local = threading.local()
 
     def parse(self, raw: npt.NDArray[np.uint8]) -> Block:
         """Rows and bad lines of ``raw``, a writable uint8 array that ends with a newline.
@@ -309,8 +309,9 @@ class TextParser:
 
     def _room(self, capacity: int) -> tuple[Array, ...]:
         """Output arrays, kept from block to block: fresh pages would cost a tenth of the time."""
-        held: tuple[Array, ...] | None = getattr(self._local, "room", None)
-        if held is None or len(held[-1]) < capacity:
+        held: tuple[Array, ...] | None
+        slots, held = getattr(_local, "room", (None, None))
+        if held is None or slots != self._slots or len(held[-1]) < capacity:
             size = capacity + capacity // 8
             numbers, texts = self._slots[kernels.INT], self._slots[kernels.TEXT]
             held = (
@@ -322,7 +323,7 @@ class TextParser:
                 np.empty(size, np.int64),
                 np.empty(size, np.int64),
             )
-            self._local.room = held
+            _local.room = self._slots, held
         return held
 
     def _text(self, raw: npt.NDArray[np.uint8], at: int) -> str:
