@@ -243,7 +243,7 @@ def test_what_is_made_of_it_is_made_of_its_files(tmp_path: Path) -> None:
     profile = stoker.profile(lying, budget="1KiB", sample=None)
     made = {}
     for name, data in (("held", held), ("lying", lying)):
-        stoker.reorder(data, tmp_path / f"{name}-reordered")
+        stoker.reorder(data, tmp_path / f"{name}-reordered", tables=["item"])
         stoker.classify(data, profile, tmp_path / f"{name}-classified")
         for kind in ("reordered", "classified"):
             found = digests(tmp_path / f"{name}-{kind}")
@@ -267,7 +267,7 @@ def test_another_process_reads_it(tmp_path: Path) -> None:
     assert (held.path / "manifest.json").exists()
 
 
-def test_it_is_where_there_is_more_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
     large.mkdir()
@@ -275,11 +275,17 @@ def test_it_is_where_there_is_more_room(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("stoker.dataset.memory._SHARED", large)
     usage = memory.shutil.disk_usage
     monkeypatch.setattr(
-        memory.shutil, "disk_usage", lambda path: usage(path)._replace(free=10 if Path(path) == small else 20)
+        memory.shutil, "disk_usage", lambda path: usage(path)._replace(free=10**7 if Path(path) == small else 2 * 10**7)
     )
-    assert Home().path.parent == large.resolve()
-    monkeypatch.setattr("stoker.dataset.memory._SHARED", tmp_path / "absent")
     assert Home().path.parent == small.resolve()
+    assert Home(10**7).path.parent == small.resolve()
+    assert Home(10**7 + 1).path.parent == large.resolve()
+    assert Home(3 * 10**7).path.parent == large.resolve()
+    source = table(tmp_path / "rows.parquet", 100)
+    monkeypatch.setattr("stoker.prep.prepare._ROOM", 10**7 // source.stat().st_size + 1)
+    assert stoker.prepare(schema(), source).path.parent == large.resolve()
+    monkeypatch.setattr("stoker.dataset.memory._SHARED", tmp_path / "absent")
+    assert Home(3 * 10**7).path.parent == small.resolve()
 
 
 def test_rows_like_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,24 @@ def test_any_executor_gives_the_same_bytes(tmp_path: Path, kind: Callable[[], An
         assert executor.submit(len, "open").result() == 4
     assert digests(tmp_path / "made") == digests(tmp_path / "whole")
     assert (report.rows, report.bad, report.tables) == (whole.rows, 1, whole.tables)
+
+
+class Twice(Pickled):
+    """Gives every job to two workers, as a cluster that takes one of them for lost."""
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        super().submit(work, *given, **named)
+        return super().submit(work, *given, **named)
+
+
+def test_jobs_done_twice(tmp_path: Path) -> None:
+    raw = write_log(tmp_path / "log.csv", 1500)
+    run_prepare(SCHEMA, raw, out=tmp_path / "whole", block_bytes=4000)
+    for number in range(3):
+        with Twice() as executor:
+            run_prepare(SCHEMA, raw, out=tmp_path / str(number), block_bytes=4000, executor=executor)
+        shutil.rmtree(tmp_path / str(number) / ".work", ignore_errors=True)  # the late one may have made it again
+        assert digests(tmp_path / str(number)) == digests(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("form", ["gzip", "quoted", "parquet", "jsonl", "frame"])

@@ -1,8 +1,8 @@
 """Datasets in memory: in temporary files, which the system keeps in memory as far as it has room, and which go with the
 last reference to the dataset unless it is saved.
 
-The directory is the system's temporary one, or /dev/shm where that has more room. Nothing of it need outlast a loss of
-power, so nothing is flushed to a disk.
+The directory is in the system's temporary one, or in /dev/shm where that one lacks the room. Nothing of it need outlast
+a loss of power, so nothing is flushed to a disk.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 class Home:
     """A temporary directory for a dataset, which is removed with the last reference to this.
 
+    Args:
+        room: bytes that it is going to take, about.
+
     Raises:
         DataError: no temporary directory can be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
         try:
             _sweep()
-            self.path, self._lock = _make()
+            self.path, self._lock = _make(room)
         except OSError as error:
             raise DataError(
                 f"a dataset in memory lies in a temporary directory, and none can be made ({error.strerror}). Let "
@@ -51,9 +54,10 @@ def _places() -> list[Path]:
     return [Path(tempfile.gettempdir()), *([_SHARED] if os.access(_SHARED, os.W_OK | os.X_OK) else [])]
 
 
-def _make() -> tuple[Path, IO[bytes]]:
+def _make(room: int) -> tuple[Path, IO[bytes]]:
     """A temporary directory, and the file beside it, locked until it is closed or the process is gone."""
-    place = max(_places(), key=lambda place: shutil.disk_usage(place).free)
+    free = {place: shutil.disk_usage(place).free for place in _places()}
+    place = next((place for place in free if free[place] >= room), max(free, key=lambda place: free[place]))
     number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK, dir=place)
     lock = os.fdopen(number, "wb")
     _is_free(lock)

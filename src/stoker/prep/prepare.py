@@ -53,6 +53,7 @@ from stoker.rewrite.id_order import Reordering
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
 
+_ROOM = 3  # bytes of work and shards for each byte of input, about; a file may be compressed
 _REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 
 
@@ -103,8 +104,8 @@ def prepare(
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
             Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables.
         out: directory to make; of a symbolic link, what it points to is made or replaced. None: the dataset is in
-            memory, as long as something in this process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts
-            it in a directory. For what is tried once: its rows go from here to the batches without a disk in between.
+            temporary files, which the system keeps in memory as far as it has room, as long as something in this
+            process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
@@ -137,11 +138,11 @@ def prepare(
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     home = None
-    if out is None:
-        if reorder is not False:
-            raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
-        home = Home()
+    if out is None and reorder is not False:
+        raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
     with files_of(files) as named:
+        if out is None:
+            home = Home(_ROOM * sum(path.stat().st_size for path in expand(named)[0]))
         report = run_prepare(
             recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
             max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads,

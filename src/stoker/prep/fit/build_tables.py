@@ -14,7 +14,7 @@ from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import write_part
+from stoker.prep.stages.parts import made_in, write_part
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
@@ -61,7 +61,8 @@ def build_table(
                     refs.append(builder.add_ints(arrays[f"values.{index}"], counts[1:]))
     own = any(column.missing == "category" for column in columns)
     done = builder.finish(min_count=columns[0].min_count, missing=missing if own else None, total=total)
-    done.write(vocabulary)
+    with made_in(work.parent, vocabulary) as path:
+        done.write(path)
     # One array of ids per part and feature, led by the id of a missing value: what a code looks up.
     starts, at = [], 0
     pieces: list[npt.NDArray[np.int32]] = []

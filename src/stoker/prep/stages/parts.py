@@ -12,8 +12,8 @@ import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
+from stoker.base.files import sync_folder
 
-__all__ = ["Journal", "PartFile", "checksum", "is_whole", "write_part"]
+__all__ = ["Journal", "PartFile", "checksum", "is_whole", "made_in", "write_part"]
 
 Array = npt.NDArray[Any]
 _ALIGN = 64
@@ -59,6 +60,17 @@ def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         if padding := -array.nbytes % _ALIGN:
             yield bytes(padding)
+
+
+@contextmanager
+def made_in(work: Path, path: Path) -> Iterator[Path]:
+    """Yield a path in the work directory, whose file becomes ``path`` at the end: a cluster may have two workers make
+    the same file."""
+    beside = work / uuid4().hex / path.parent.name / path.name
+    yield beside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(beside, path)
+    sync_folder(path.parent)
 
 
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from stoker.prep.parse.frames import parquet_rows
 from stoker.prep.parse.layout import Layout, time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import PartFile, made_in
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 from stoker.prep.write.group_numbers import Groups, write_groups
@@ -99,7 +99,8 @@ def _make_shard(job: _ShardJob) -> tuple[dict[str, Any], bool]:
     if job.done is not None and same_file(job.out / job.file, job.done):
         return job.done, True
     made = job.plan.encoder().encode(job.slices, job.split)
-    info = write_shard(job.out / job.file, **made.arrays)
+    with made_in(job.out / ".work", job.out / job.file) as path:
+        info = write_shard(path, **made.arrays)
     sums = {"positives": made.positives, "absent": made.absent, "unknown": made.unknown}
     return {**info.to_dict(), **sums}, False
 
