@@ -21,11 +21,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.shards import MappedShard
 from stoker.dataset.split import Split
 from stoker.placement.replay import row_size
-from stoker.rewrite.classified import ClassifyReport
-from stoker.rewrite.fae.classify import run_classify
+from stoker.rewrite.classified import ClassifyReport, run_classify
 from stoker.rewrite.fae.hot_profile import HotProfile
 from stoker.rewrite.fae.popularity import profile
-from stoker.rewrite.hot_mask import NumpyHotMask
 
 __all__ = ["bars", "byte_budget"]
 
@@ -42,9 +40,12 @@ def byte_budget(data: Dataset, share: float) -> int:
 
 def _hot_rows(split: Split, found: HotProfile) -> Iterator[tuple[MappedShard, np.ndarray]]:
     """Every shard of a split, with which of its rows are hot by the definition."""
-    mask = NumpyHotMask(split.schema, found.hot_rows)
+    limits = [found.hot_rows[feature.table] for feature in split.schema.features]
     for shard in split.shards:
-        yield shard, mask(shard)
+        hot = np.ones(shard.rows, np.bool_)
+        for column, limit in enumerate(limits):
+            hot &= shard.ids[:, column] < limit
+        yield shard, hot
         shard.release()
 
 

@@ -18,10 +18,10 @@ FLOORS = {
 }  # fmt: skip
 # Lines of each room. To raise one is a decision, written in docs/architecture.md.
 LINES = {
-    "base": 1_250, "ops": 6_100, "dataset": 3_350, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_300, "rewrite": 3_000, "prep": 16_000, "synthetic": 2_050, "cli": 3_450,
+    "base": 1_250, "ops": 6_100, "dataset": 3_600, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
+    "training": 7_300, "rewrite": 3_000, "prep": 16_500, "synthetic": 2_050, "cli": 3_500,
 }  # fmt: skip
-ALL_LINES = 56_850
+ALL_LINES = 57_550
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

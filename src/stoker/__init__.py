@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
     from stoker.prep.draft.draft import draft_schema
     from stoker.prep.prepare import prepare
     from stoker.prep.schema import Schema
-    from stoker.rewrite.fae.classify import classify
+    from stoker.rewrite.classified import classify
     from stoker.rewrite.fae.hot_profile import HotProfile
     from stoker.rewrite.fae.popularity import profile
     from stoker.rewrite.id_order import Reordering
@@ -114,7 +114,7 @@ _HOME = {
     "Tabular": "stoker.models",
     "TensorTrain": "stoker.tables",
     "TrainConfig": "stoker.training",
-    "classify": "stoker.rewrite.fae.classify",
+    "classify": "stoker.rewrite.classified",
     "compare": "stoker.training.tools.compare",
     "draft_schema": "stoker.prep.draft.draft",
     "evaluate": "stoker.training",

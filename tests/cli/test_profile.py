@@ -11,6 +11,7 @@ from calling import output
 import stoker
 from stoker.cli.common import bars
 from stoker.dataset.dataset import Dataset
+from stoker.rewrite.fae.popularity import true_hot_rows
 from stoker.testing import make_dataset
 
 
@@ -23,9 +24,9 @@ def test_a_person_sees_tables_totals_and_the_curve(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    code, out, _ = output(capsys, "profile", data.path, "--device-memory", "256KiB", "--sample", "20%")
+    code, out, _ = output(capsys, "profile", data.path, "--device-memory", "256KiB")
     assert code == 0
-    expected = stoker.profile(data, budget="256KiB", sample=0.2)
+    expected = stoker.profile(data, budget="256KiB")
     for table in expected.tables:
         (cells,) = [line.split() for line in out.splitlines() if line.startswith(f" {table.name} ")]
         assert cells[2] == f"{table.hot_rows:,}"
@@ -43,14 +44,13 @@ def test_a_script_reads_what_the_function_returns(
 ) -> None:
     code, out, err = output(
         capsys, "profile", data.path, "--device-memory", "200KiB", "--dim", 8, "--dtype", "bfloat16",
-        "--optimizer", "adam", "--sample", 0.3, "--method", "chunks", "--confidence", "99%", "--seed", 4,
+        "--optimizer", "adam", "--sample", 0.3, "--confidence", "99%", "--seed", 4,
         "--out", tmp_path / "hot.json",
         "--json",
     )  # fmt: skip
     assert (code, err) == (0, "")
     expected = stoker.profile(
-        data, budget="200KiB", embedding_dim=8, dtype="bfloat16", optimizer="adam", sample=0.3, method="chunks",
-        confidence=0.99, seed=4,
+        data, budget="200KiB", embedding_dim=8, dtype="bfloat16", optimizer="adam", sample=0.3, confidence=0.99, seed=4,
     )  # fmt: skip
     found = json.loads(out)
     assert found.pop("dataset") == str(data.path)
@@ -59,12 +59,13 @@ def test_a_script_reads_what_the_function_returns(
     assert stoker.HotProfile.load(tmp_path / "hot.json") == expected
 
 
-def test_exact(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = output(capsys, "profile", data.path, "--exact", "--device-memory", "200KiB", "--json")
-    assert json.loads(out)["settings"]["method"] == "exact"
-    _, out, _ = output(capsys, "profile", data.path, "--exact", "--device-memory", "200KiB")
-    assert "from the vocabulary's counts" in out
-    assert "exact" in out
+def test_counts_are_the_default(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--exact"]):
+        _, out, _ = output(capsys, "profile", data.path, *arguments, "--device-memory", "200KiB", "--json")
+        assert json.loads(out)["settings"]["method"] == "exact"
+        _, out, _ = output(capsys, "profile", data.path, *arguments, "--device-memory", "200KiB")
+        assert "from the vocabulary's counts" in out
+        assert "truth" not in out
 
 
 def test_slow_work_shows_a_bar(
@@ -73,23 +74,24 @@ def test_slow_work_shows_a_bar(
     monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "140")
-    _, _, err = output(capsys, "profile", data.path)
+    _, _, err = output(capsys, "profile", data.path, "--sample", "50%")
     assert "reading ids" in err
     _, _, err = output(capsys, "profile", data.path, "--json")
     assert err == ""
 
 
-def test_the_interval_says_what_it_is_of(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of few sampled rows many have equal counts: those that fill the budget lie beyond the interval."""
-    arguments = ("profile", data.path, "--device-memory", "256KiB", "--dim", 16, "--sample", "5%")
-    sampled = stoker.profile(data, budget="256KiB", sample=0.05, method="chunks")
-    beyond = [table.name for table in sampled.tables if not table.whole and table.hot_rows > table.high]
-    assert beyond
-    _, out, _ = output(capsys, *arguments, "--method", "chunks", "--confidence", "99.9%")
-    assert "interval: of the rows that reach the threshold, 99.9% confidence" in out
-    assert f"hot beyond the interval: {', '.join(beyond)}; rows whose counts tie" in out
-    _, out, _ = output(capsys, "profile", data.path, "--device-memory", "256KiB", "--exact")
-    assert "interval:" not in out
+def test_an_estimate_is_shown_beside_the_truth(data: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("profile", data.path, "--device-memory", "256KiB", "--sample", "5%", "--confidence", "99%")
+    sampled = stoker.profile(data, budget="256KiB", sample=0.05, confidence=0.99)
+    truth = true_hot_rows(data, sampled)
+    judged = [table for table in sampled.tables if not table.whole]
+    _, out, _ = output(capsys, *arguments)
+    lines = [line.split() for line in out.splitlines()]
+    for table in judged:
+        off = f"{table.estimate / truth[table.name] - 1:+.1%}"
+        cells = [f"{table.estimate:,}", f"{table.low:,}-{table.high:,}", f"{truth[table.name]:,}", off]
+        assert [table.name, *cells] in lines
+    assert "by the counts of all rows; 99% intervals" in out
 
 
 def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -104,15 +106,13 @@ def test_the_picture(data: Dataset, capsys: pytest.CaptureFixture[str], tmp_path
     ("arguments", "words"),
     [
         (["--exact", "--sample", "5%"], "Leave out --exact, or --sample"),
-        (["--exact", "--method", "chunks"], "Leave out --exact, or --method"),
-        (["--exact", "--confidence", "99%", "--method", "stratified"], "or --method and --confidence"),
+        (["--confidence", "99%"], "Give --sample, such as 5%, or leave out --confidence"),
         (["--device-memory", "8"], "--device-memory 8 B holds not even one row"),
         (["--sample", "0"], "--sample is 0"),
         (["--sample", "nan"], "--sample: share 'nan' is not a number from 0 to 100 %"),
         (["--sample", "-1e-3"], "--sample: share '-1e-3' is not a number from 0 to 100 %"),
-        (["--confidence", "1.5"], "--confidence: share '1.5' lies outside 0 to 100 %"),
-        (["--confidence", "100%"], "below 100 %"),
-        (["--method", "guess"], "--method 'guess' is unknown"),
+        (["--sample", "5%", "--confidence", "1.5"], "--confidence: share '1.5' lies outside 0 to 100 %"),
+        (["--sample", "5%", "--confidence", "100%"], "below 100 %"),
         (["--seed", "-1"], "give 0 or more"),
         (["--plot", "curve.jpg"], "does not end in .png"),
     ],

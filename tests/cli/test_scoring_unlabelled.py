@@ -52,6 +52,19 @@ def log(rows: int = ROWS, *, seed: int = 0) -> pl.DataFrame:
     )
 
 
+def test_kept_columns_are_before_the_score(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", "--like", place / "data", place / "log.csv", "--out", tmp_path / "d", "--keep", "user"]
+    assert call(*command, "--keep", "city") == 0
+    assert call("predict", place / "run", "--data", tmp_path / "d", "--out", tmp_path / "s.csv") == 0
+    scores = pl.read_csv(tmp_path / "s.csv")
+    assert scores.columns == ["row", "label", "user", "city", "score"]
+    assert scores.select("user", "city").rows() == log().select("user", "city").rows()
+    _, shown, _ = output(capsys, "inspect", tmp_path / "d")
+    assert "kept columns     user (string), city (string)" in shown
+    _, told, _ = output(capsys, "inspect", tmp_path / "d", "--json")
+    assert json.loads(told)["keep"] == {"user": "string", "city": "string"}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a schema, a log, its dataset and a run of a few steps."""

@@ -19,8 +19,7 @@ import stoker.prep.prepare
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading import gather, reader
 from stoker.rewrite import classified as hot_cold
-from stoker.rewrite import hot_mask
-from stoker.rewrite.classified import Profiled, run_classify
+from stoker.rewrite.classified import write_classified
 
 JOB, FOLDER = sys.argv[1], Path(sys.argv[2])
 PLACE = FOLDER / "place"
@@ -30,8 +29,8 @@ CHANGES = ("mkdir", "link", "replace", "rename", "unlink", "rmdir", "fsync")
 
 def classify(number: int) -> None:
     hot = {"C1": 5 + number, "C2": 5}
-    profile = Profiled(hot_rows=hot, hash=str(number), values={})
-    run_classify(Dataset(FOLDER / "source"), profile, OUT, threads=1, overwrite=True)
+    source = Dataset(FOLDER / "source")
+    write_classified(source, OUT, hot_rows=hot, profile_hash=str(number), profile={}, threads=1, overwrite=True)
 
 
 def prepare(number: int, *, reorder: bool = False) -> None:
@@ -94,7 +93,6 @@ def whole(work: Callable[[int], None], number: int) -> dict[str, str]:
 
 def main() -> None:
     # The twins: no child has machine code to load.
-    hot_cold.make_hot_mask = hot_mask.NumpyHotMask  # type: ignore[assignment]
     hot_cold.make_gather = reader.make_gather = lambda shards, starts, **_: gather.NumpyGather(shards, starts)
     work = {"classify": classify, "prepare": prepare, "reorder": reorder}[JOB]
     PLACE.mkdir()

@@ -21,12 +21,12 @@ from stoker.base.errors import DataError
 from stoker.dataset import rebuild
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import read_manifest, write_manifest
+from stoker.dataset.reading.gather import NumpyGather
 from stoker.dataset.shards import open_shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.dataset.split import Split
-from stoker.rewrite import hot_mask
-from stoker.rewrite.classified import ClassifyReport, Profiled, run_classify
-from stoker.rewrite.hot_mask import NumbaHotMask, NumpyHotMask, make_hot_mask
+from stoker.rewrite import classified as rewriting
+from stoker.rewrite.classified import ClassifyReport, hot_limits, hot_mask, write_classified
 from stoker.testing import make_dataset
 
 SIZES = (60, 30, 10)
@@ -34,8 +34,9 @@ HOT = {"C1": 25, "C2": 12, "C3": 10}
 Row = tuple[Any, ...]
 
 
-def profile(hot_rows: dict[str, int] | None = None, name: str = "a") -> Profiled:
-    return Profiled(hot_rows=hot_rows or HOT, hash=name * 64, values={"hot_rows": hot_rows or HOT})
+def profile(hot_rows: dict[str, int] | None = None, name: str = "a") -> dict[str, Any]:
+    hot_rows = hot_rows or HOT
+    return {"hot_rows": hot_rows, "profile_hash": name * 64, "profile": {"hot_rows": hot_rows}}
 
 
 @pytest.fixture(params=["one-hot", "sequence", "int64"])
@@ -64,8 +65,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def classified(data: Dataset, out: Path, chosen: Profiled | None = None, **settings: Any) -> ClassifyReport:
-    return run_classify(data, chosen or profile(), out, **settings)
+def classified(data: Dataset, out: Path, chosen: dict[str, Any] | None = None, **settings: Any) -> ClassifyReport:
+    return write_classified(data, out, **(chosen or profile()), **settings)
 
 
 def test_hot_rows_come_first_and_both_parts_keep_their_order(data: Dataset, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_the_rest_of_the_dataset_is_shared(data: Dataset, tmp_path: Path) -> Non
     known = made.hot_cold
     assert known is not None
     assert known["hot_rows"] == HOT
-    assert known["profile_hash"] == profile().hash
+    assert known["profile_hash"] == profile()["profile_hash"]
     assert known["profile"] == {"hot_rows": HOT}
     assert known["source_data_hash"] == data.train.data_hash
     assert known["hot_rows_of_train"] == len(made.hot)
@@ -169,14 +170,12 @@ def test_a_garbled_record_is_named(data: Dataset, tmp_path: Path) -> None:
         _ = Dataset(tmp_path / "out").hot
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_and_twins_change_no_byte(
-    data: Dataset, tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_and_gathers_change_no_byte(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classified(data, tmp_path / "one", threads=1)
-    monkeypatch.setattr("stoker.rewrite.classified.make_hot_mask", NumpyHotMask)
-    classified(data, tmp_path / "other", threads=threads)
-    assert contents(tmp_path / "one") == contents(tmp_path / "other")
+    classified(data, tmp_path / "three", threads=3)
+    monkeypatch.setattr(rewriting, "make_gather", NumpyGather)
+    classified(data, tmp_path / "plain", threads=1)
+    assert contents(tmp_path / "one") == contents(tmp_path / "three") == contents(tmp_path / "plain")
 
 
 @st.composite
@@ -204,20 +203,21 @@ def shards(draw: st.DrawFn) -> tuple[FeatureSpec, dict[str, int], dict[str, Any]
 
 @given(shards(), st.integers(1, 7))
 @settings(max_examples=60)
-def test_twins_agree(case: tuple[FeatureSpec, dict[str, int], dict[str, Any]], at_once: int) -> None:
+def test_a_row_is_hot_if_all_its_ids_are(
+    case: tuple[FeatureSpec, dict[str, int], dict[str, Any]], at_once: int
+) -> None:
     import tempfile
 
     spec, hot_rows, arrays = case
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hot_mask, "_IDS", at_once)
+        patch.setattr(rewriting, "_IDS", at_once)
         write_shard(Path(folder) / "s", **arrays)
         shard = open_shard(Path(folder) / "s", rows=len(arrays["labels"]))
-        plain, compiled = (kind(spec, hot_rows)(shard) for kind in (NumpyHotMask, NumbaHotMask))
-    assert plain.dtype == compiled.dtype == np.bool_
-    assert plain.tolist() == compiled.tolist()
-    lengths = arrays.get("lengths", np.ones((len(plain), len(spec.features)), np.int32))
+        mask = hot_mask(shard, hot_limits(spec, hot_rows))
+    assert mask.dtype == np.bool_
+    lengths = arrays.get("lengths", np.ones((len(mask), len(spec.features)), np.int32))
     flat = arrays["ids"].reshape(-1).tolist()
-    for row, found in enumerate(plain.tolist()):
+    for row, found in enumerate(mask.tolist()):
         first = int(lengths[:row].sum())
         expected = True
         for feature, length in zip(spec.features, lengths[row].tolist(), strict=True):
@@ -228,9 +228,9 @@ def test_twins_agree(case: tuple[FeatureSpec, dict[str, int], dict[str, Any]], a
 
 def test_hot_rows_must_fit_the_tables(data: Dataset) -> None:
     with pytest.raises(DataError, match="differ in the tables C3"):
-        make_hot_mask(data.schema, {"C1": 1, "C2": 1})
+        hot_limits(data.schema, {"C1": 1, "C2": 1})
     with pytest.raises(DataError, match="C2 has 30 rows, so 31"):
-        make_hot_mask(data.schema, {**HOT, "C2": 31})
+        hot_limits(data.schema, {**HOT, "C2": 31})
 
 
 def test_the_same_profile_is_not_classified_twice(data: Dataset, tmp_path: Path) -> None:
@@ -327,12 +327,12 @@ def test_one_process_writes_at_a_time(data: Dataset, tmp_path: Path) -> None:
 _KILLED = """
 import sys
 from stoker.dataset.dataset import Dataset
-from stoker.rewrite.classified import Profiled, run_classify
+from stoker.rewrite.classified import write_classified
 data = Dataset(sys.argv[1])
 for number in range(1000):
     limits = {"C1": 10 + number % 40, "C2": 12, "C3": 10}
     print("begin", flush=True)
-    run_classify(data, Profiled(hot_rows=limits, hash=str(number), values={}), sys.argv[2], overwrite=True)
+    write_classified(data, sys.argv[2], hot_rows=limits, profile_hash=str(number), profile={}, overwrite=True)
 """
 
 

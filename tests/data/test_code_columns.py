@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import polars as pl
@@ -12,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.prep.parse.code_columns import CodeColumns, code_type
+from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.write.encode_kernels import gather, gather_bags
+from stoker.prep.stages.parts import Part, write_part
+from stoker.prep.write.encode import Encoder, Slice
 from stoker.rewrite.vocabulary_files import read_vocabulary
-
-KINDS = (np.uint8, np.uint16, np.uint32)
 
 
 def test_the_narrowest_type_of_codes() -> None:
@@ -29,42 +31,72 @@ def test_the_narrowest_type_of_codes() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), n=st.integers(1, 200), seed=st.integers(0, 2**32),
-    wide=st.booleans(),
+    tops=st.lists(st.sampled_from([1, 255, 300, 65_536]), min_size=1, max_size=4), n=st.integers(1, 200),
+    seed=st.integers(0, 2**32), wide=st.booleans(), bags=st.booleans(),
 )  # fmt: skip
-def test_ids_of_codes_of_any_types(kinds: list[Any], n: int, seed: int, wide: bool) -> None:
+def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: bool, bags: bool) -> None:
+    """Of the rows of a slice that goes to the middle of a shard: ids one by one and in bags, and how many are 0."""
     draw = np.random.default_rng(seed)
-    tops = [int(draw.choice([1, np.iinfo(kind).max, 300])) for kind in kinds]
-    tops = [min(top, np.iinfo(kind).max, 10**5) for top, kind in zip(tops, kinds, strict=True)]
-    codes = [draw.integers(0, top + 1, n).astype(kind) for top, kind in zip(tops, kinds, strict=True)]
-    bases = np.cumsum([0, *(top + 1 for top in tops)]).astype(np.int64)
-    lut = draw.integers(0, 50, bases[-1]).astype(np.int64 if wide else np.int32)
-    rows = np.sort(draw.choice(n, draw.integers(0, n + 1), replace=False))
-    expected = np.stack([lut[base + column[rows].astype(np.int64)] for base, column in zip(bases, codes, strict=False)])
-    columns, zeros = CodeColumns(codes), np.zeros(len(kinds), np.int64)
-    ids = np.full((len(rows) + 2, len(kinds)), -1, lut.dtype)
-    gather(columns.addresses, columns.types, columns.rows, lut, bases, rows, ids, 1, zeros)
-    np.testing.assert_array_equal(ids[1:-1], expected.T)
-    assert (ids[[0, -1]] == -1).all()
-    np.testing.assert_array_equal(zeros, (expected == 0).sum(axis=1))
-    # As bags, of which the last feature has none or several, in uint32.
-    counts = draw.integers(0, 4, n)
-    flat = draw.integers(0, tops[0] + 1, counts.sum()).astype(np.uint32)
-    lengths = np.ones((len(rows), len(kinds) + 1), np.int32)
-    lengths[:, -1] = counts[rows]
-    starts = np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]).astype(np.int64)
-    out, zeros = np.empty(starts[-1], lut.dtype), np.zeros(len(kinds) + 1, np.int64)
-    begins = np.concatenate([[0], np.cumsum(counts)])
-    gather_bags(
-        columns.addresses, columns.types, columns.rows, np.array([*range(len(kinds)), -1]), flat, np.zeros(1, np.int64),
-        begins, np.zeros(1, np.int64), lut, np.append(bases[:-1], 0), rows, lengths, starts, out, zeros,
+    names = [f"c{place}" for place in range(len(tops))]
+    schema = Schema(
+        label=Label(column="label"), categorical=tuple(CategoricalColumn(name=name, type="int") for name in names),
+        sequence=(SequenceColumn(name="bag", table="c0", type="int"),) if bags else (),
     )  # fmt: skip
-    wanted = [[*expected[:, i], *lut[flat[begins[row] : begins[row + 1]]]] for i, row in enumerate(rows.tolist())]
-    assert out.tolist() == [value for row in wanted for value in row]
-    assert zeros.tolist() == [
-        *(expected == 0).sum(axis=1),
-        sum((np.array(row[len(kinds) :]) == 0).sum() for row in wanted),
-    ]
+    arrays: dict[str, Any] = {"labels": np.zeros(n, np.float32), "dense": np.zeros((n, 0), np.float32)}
+    for index, top in enumerate(tops):
+        arrays[f"codes.{index}"] = draw.integers(0, top + 1, n).astype(code_type(top))
+    counts = draw.integers(0, 4, n).astype(np.int32)
+    arrays[f"codes.{len(tops)}"] = draw.integers(0, tops[0] + 1, counts.sum()).astype(np.uint32)
+    arrays[f"counts.{len(tops)}"] = counts
+    found = [draw.integers(0, 50, top + 1).astype(np.int32) for top in (*tops, tops[0])]
+    rows = np.sort(draw.choice(n, draw.integers(0, n + 1), replace=False))
+    part, part_before = PartRows(index=1, file=0, start=n, rows=n), np.full(7, -1, np.int32)
+    with TemporaryDirectory() as folder, patch("stoker.prep.fit.transforms.BLOCK", 16):
+        tables = {name: Path(folder) / name for name in names}
+        for place, name in enumerate(names):
+            mine = [found[place], found[-1]] if bags and not place else [found[place]]
+            both = [*[part_before] * len(mine), *mine]
+            starts = np.cumsum([0, *map(len, both)])
+            write_part(tables[name], {"ids": np.concatenate(both), "starts": starts, "counts": np.zeros(1, np.int64)})
+        encoder = Encoder(Layout(schema), lambda _: Held(arrays), tables, (), wide=wide)
+        slices = [Slice(part=part, begin=0, end=len(rows) // 2), Slice(part=part, begin=len(rows) // 2, end=len(rows))]
+        targets = encoder.allocate(slices, lambda _: rows)
+        made = [encoder.fill(target, lambda _: rows) for target in reversed(targets)]
+    begins = np.concatenate([[0], np.cumsum(counts)])
+    ids = [lut[arrays[f"codes.{index}"][rows]] for index, lut in enumerate(found[:-1])]
+    expected = [[[lut[place]] for lut in ids] for place in range(len(rows))]
+    if bags:
+        for row, bag in zip(rows.tolist(), expected, strict=True):
+            bag.append(found[-1][arrays[f"codes.{len(tops)}"][begins[row] : begins[row + 1]]].tolist())
+    out = targets[0].arrays
+    assert out["ids"].dtype == (np.int64 if wide else np.int32)
+    assert out["ids"].reshape(-1).tolist() == [one for bags in expected for bag in bags for one in bag]
+    if bags:
+        assert out["lengths"].tolist() == [list(map(len, bags)) for bags in expected]
+        sizes = [sum(map(len, bags)) for bags in expected]
+        assert out["row_offsets"].tolist() == np.cumsum([0, *sizes]).tolist()
+    by_feature = [[one for bags in expected for one in bags[place]] for place in range(len(tops) + bags)]
+    assert np.sum([numbers for _, _, numbers in made], axis=0).tolist() == [
+        [column.count(0) for column in by_feature], [len(column) for column in by_feature],
+    ]  # fmt: skip
+
+
+class Held(Part):
+    """A part of given arrays."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.arrays = arrays
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def size(self, name: str) -> int:
+        return int(self.arrays[name].size)
 
 
 @pytest.mark.parametrize("bags", [False, True])

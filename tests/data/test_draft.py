@@ -255,6 +255,20 @@ def test_rows_bound_what_is_read_and_files_share_them(tmp_path: Path) -> None:
         draft_log(logs)
 
 
+def test_bad_lines_are_rows_that_were_looked_at_and_doubts_come_once(tmp_path: Path) -> None:
+    lines = ["no json", *(json.dumps({"click": i % 2, "shop": f"s{i % 5}"}) for i in range(40))]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    found = draft_log(tmp_path / "a.jsonl", rows=21)
+    assert found.rows == 20
+    assert "1 line with other fields than the rest" in found.text
+    assert "not all of its rows" in found.text
+    assert draft_log(tmp_path / "a.jsonl", rows=41).text.count("not all") == 0
+    logs = [tmp_path / f"{name}.csv" for name in "ab"]
+    for log in logs:
+        log.write_text("click,shop,dup,dup\n" + "".join(f"{i % 2},s{i % 5},1,2\n" for i in range(40)))
+    assert draft_log(logs).text.count("'dup' is there more than once") == 1
+
+
 MESSY = """\ufeffid;clicked;Preis (EUR);when;tags;a/b;constant;"name";city;weight;dup;dup
 """
 

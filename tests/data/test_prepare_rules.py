@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prepared import counts, quarantine, rows_of, vocabulary
 
 from stoker.base.errors import DataError
+from stoker.prep.fit.split_rules import _update_latest
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
@@ -136,3 +137,24 @@ def test_prepared_equals_the_naive_reference(
         for table, entries in expected["vocabularies"].items():
             assert vocabulary(out, table) == entries
             assert found_counts[table] == [expected["unknown"][table], *(n for _, n in entries)]
+
+
+@settings(deadline=None)
+@given(
+    parts=st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-(2**63), -1, 0, 5])), max_size=8), max_size=5
+    )
+)
+def test_the_two_latest_rows_of_users_over_parts(parts: list[list[tuple[int, int]]]) -> None:
+    times, rows = np.full((2, 4), np.iinfo(np.int64).min), np.full((2, 4), -1, np.int64)
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(4)]
+    start = 0
+    for part in parts:
+        for place, (user, time) in enumerate(part):
+            seen[user].append((time, start + place))
+        users, when = np.array(part, np.int64).reshape(-1, 2).T
+        _update_latest(users, when, start + np.arange(len(part)), times, rows)
+        start += len(part)
+    for user, found in enumerate(seen):
+        expected = [(-(2**63), -1)] * 2 + sorted(found)
+        assert list(zip(times[:, user].tolist(), rows[:, user].tolist(), strict=True)) == expected[-2:]

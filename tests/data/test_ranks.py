@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.fit.ranks import medians
+from stoker.prep.fit.ranks import median, ordered_int
 
 Array = npt.NDArray[Any]
 HUGE = float(np.finfo(np.float64).max)
@@ -22,12 +22,15 @@ VALUES = st.one_of(
 
 
 def found(columns: Array, cuts: list[int]) -> list[float]:
-    """Over parts of the columns [K, n], cut before the rows ``cuts``."""
+    """The median of each column [K, n], over parts of it that are cut before the rows ``cuts``."""
 
-    def passes(look: Callable[[list[Array]], Any]) -> Iterator[Any]:
-        return (look(list(part)) for part in np.split(columns, sorted(cuts), axis=1))
+    def of(values: Array) -> float:
+        def passes() -> Iterator[Array]:
+            return (ordered_int(part[~np.isnan(part)]) for part in np.split(values, sorted(cuts)))
 
-    return medians(len(columns), passes)
+        return median(passes, int((~np.isnan(values)).sum()))
+
+    return [of(values) for values in columns]
 
 
 def middle(values: Array) -> float:

@@ -25,8 +25,8 @@ from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.dataset.dataset import Dataset
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
+from stoker.rewrite.classified import hot_limits, hot_mask
 from stoker.rewrite.fae.row_estimates import ExactRows
-from stoker.rewrite.hot_mask import NumpyHotMask
 from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, hot_ids, new_ids, tiers
 from stoker.rewrite.id_windows import IdWindows, TableUse
 from stoker.rewrite.reorder import run_reorder
@@ -108,7 +108,6 @@ def test_windows_are_whole_and_overlap_by_half() -> None:
     assert all(len(np.intersect1d(held[i], held[i + 1])) == 1 for i in range(1, 5))
     assert all(len(np.intersect1d(held[i], held[j])) == 0 for i in range(1, 6) for j in range(i + 2, 6))
     assert use.first.tolist() == [5, 0, 1, 2, 3, 4]
-    assert use.share == 1
 
 
 def test_bisection_finds_what_is_used_together() -> None:
@@ -312,7 +311,8 @@ def test_profile_and_classification_are_right_on_it(pair: tuple[Dataset, Dataset
     assert any((counts[2:] > counts[1:-1]).any() for counts in made.counts.values())  # ids no longer follow the count
     profile = stoker.profile(made, budget="2KiB", embedding_dim=4, sample=None)
     hot = stoker.classify(made, profile, tmp_path / "hot")
-    mask = np.concatenate([NumpyHotMask(made.schema, profile.hot_rows)(shard) for shard in made.train.shards])
+    limits = hot_limits(made.schema, profile.hot_rows)
+    mask = np.concatenate([hot_mask(shard, limits) for shard in made.train.shards])
     assert 0 < len(hot.hot) == int(mask.sum()) < len(made.train)
     assert hot.reordered == made.reordered
     assert torch.equal(hot.new_ids["C1"], made.new_ids["C1"])

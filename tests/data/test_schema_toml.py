@@ -19,6 +19,7 @@ from stoker.prep.source_format import SourceFormat
 PRESETS = [(name, preset) for name in recipes.names() for preset in recipes.get(name).presets]
 texts = st.text(st.characters(codec="utf-8"))
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+plain = names.map(lambda name: name.translate({ord(sign): None for sign in "*?"}))  # no pattern
 scalars = texts | st.booleans() | st.integers() | st.floats()
 SHARES = {"train": 0.5, "valid": 0.25, "test": 0.25}
 
@@ -91,13 +92,13 @@ sources = st.builds(
 )
 fills = st.floats(allow_nan=False) | st.integers() | st.sampled_from(["mean", "median"])
 denses = st.builds(
-    DenseColumn, name=names.map("d{}".format).map(lambda name: name.replace("*", "")), source=st.none() | names,
+    DenseColumn, name=plain.map("d{}".format), source=st.none() | names,
     fill=fills, clip_min=st.none() | st.floats(-9, 0), null_flag=st.booleans(),
     transforms=st.sampled_from([(), ("log1p",), ("log1p", "zscore")]),
 )  # fmt: skip
-ids = st.builds(CategoricalColumn, name=names.map("c{}".format), type=st.just("string"), fill=st.none() | texts)
+ids = st.builds(CategoricalColumn, name=plain.map("c{}".format), type=st.just("string"), fill=st.none() | texts)
 lists = st.builds(
-    SequenceColumn, name=names.map("s{}".format), separator=st.sampled_from("|,;\t\x01"), keep=st.just("first")
+    SequenceColumn, name=plain.map("s{}".format), separator=st.sampled_from("|,;\t\x01"), keep=st.just("first")
 )
 
 

@@ -25,8 +25,8 @@ from stoker import synthetic
 from stoker.base import draw
 from stoker.base.errors import ConfigError, DataError
 from stoker.synthetic import choices, purchases, text
-from stoker.synthetic.clicks import IdColumn
-from stoker.synthetic.formats import Options, Part, criteo
+from stoker.synthetic.clicks import ClickLog, IdColumn, Options
+from stoker.synthetic.formats import Part, criteo
 from stoker.synthetic.writer import RECIPES, source_of
 
 TEXT_RECIPES = ("criteo", "avazu", "taobao", "trivago")
@@ -161,18 +161,18 @@ def test_hidden_weights_groups_and_drift_belong_to_the_universe(kind: str) -> No
         ids = np.arange(400)
         if kind == "clicks":
             columns = [IdColumn(name=name, num_ids=400) for name in "abcd"]
-            log = options.click_log([*columns, IdColumn(name="e", num_ids=7, of="a")], [], 0.3)
+            log = ClickLog([*columns, IdColumn(name="e", num_ids=7, of="a")], **{**vars(options), "base_rate": 0.3})
             logits = log._raw_logits([ids] * 5, [], np.zeros(0, dtype=np.float32))
             drawn = log.draw_ids(np.arange(20_000, dtype=np.uint64))
             of_parent = np.full(400, -1)
             of_parent[drawn[0]] = drawn[4]
-            drifted = log._drifted(ids, ids.astype(np.uint64), log.ids[0])
+            drifted = log.options.drifted(ids, ids, 400, "a")
             return [np.array(log._calibration[1:]), logits, drifted, of_parent[:30]]
         if kind == "purchases":
             taste = purchases._Taste(options, 640)
-            return [taste.group(ids), taste._drifted(ids, ids)]
+            return [taste.group(ids), options.drifted(ids, ids, 640, groups=32)]
         chooser = choices._Chooser(options, 4_000, 10, 0.1)
-        return [chooser.utility(ids.reshape(-1, 10), ids[:40]), chooser.drifted(ids, ids)]
+        return [chooser.utility(ids.reshape(-1, 10), ids[:40]), options.drifted(ids, ids, chooser.per_slot, "shown")]
 
     for one, two, foreign in zip(hidden(1, 7), hidden(2, 7), hidden(2, None), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -501,11 +501,8 @@ def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) ->
 @given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
 def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
     missing = np.arange(len(values)) % 3 == 1
-    block, _ = text.joined([text.whole(np.array(values), missing), text.cents(np.abs(np.array(values)))], "::")
-    expected = "".join(
-        f"{'' if gone else value}::{abs(value) // 100}.{abs(value) % 100:02d}\n"
-        for value, gone in zip(values, missing, strict=True)
-    )
+    block, _ = text.joined([text.whole(np.array(values), missing), text.whole(np.abs(np.array(values)))], "::")
+    expected = "".join(f"{'' if gone else value}::{abs(value)}\n" for value, gone in zip(values, missing, strict=True))
     assert block.tobytes().translate(None, b"\0").decode() == expected
 
 

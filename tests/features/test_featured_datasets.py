@@ -392,7 +392,7 @@ def test_lines_whose_rows_are_bad_only_when_made(tmp_path: Path) -> None:
             '[[feature]]\nkind = "difference"\nby = ["user"]\norder = "item"\ncolumn = "yy"\nname = "z"\n',
             r"'z' tells the label 'y', of which feature 'z' \(difference\) makes it",
         ),
-        ('[[dense]]\nname = "has_*"\n[[feature]]\nkind = "count"\nby = ["user"]\n', "matches no output of a feature"),
+        ('[[dense]]\nname = "has_*"\n[[feature]]\nkind = "count"\nby = ["user"]\n', r"'has_\*': name is a pattern"),
     ],
 )
 def test_a_schema_file_with_a_mistake(tmp_path: Path, text: str, said: str) -> None:

@@ -22,7 +22,7 @@ import stoker
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import read_manifest, write_manifest
-from stoker.rewrite.classified import Profiled, run_classify
+from stoker.rewrite.classified import write_classified
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, loop, scheduled
 from stoker.training.files.rundir import RunDirectory
@@ -47,7 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def data(plain: Dataset) -> Dataset:
     out = plain.path.with_name("classified")
-    run_classify(plain, Profiled(hot_rows=HOT, hash="a", values={}), out)
+    write_classified(plain, out, hot_rows=HOT, profile_hash="a", profile={})
     made = Dataset(out)
     assert 700 < len(made.hot) < 2500
     return made
@@ -332,7 +332,7 @@ def test_the_order_is_the_runs(data: Dataset, plain: Dataset, resident: Path, tm
         with pytest.raises(ConfigError, match=name):
             stoker.train(resume=resident, **{name: 20})
     other = tmp_path / "other"
-    run_classify(plain, Profiled(hot_rows={**HOT, "C1": 200}, hash="b", values={}), other)
+    write_classified(plain, other, hot_rows={**HOT, "C1": 200}, profile_hash="b", profile={})
     with pytest.raises(CheckpointError, match="other rows"):
         stoker.train(other, resume=resident, display="quiet", epochs=3)
 
@@ -357,7 +357,7 @@ def test_rows_of_one_kind_only_never_swap(plain: Dataset, tmp_path: Path, hot: i
     limits = {table: min(hot, size) for table, size in plain.schema.num_embeddings.items()}
     if not hot:
         limits["C3"] = 0
-    run_classify(plain, Profiled(hot_rows=limits, hash="c", values={}), tmp_path / "d")
+    write_classified(plain, tmp_path / "d", hot_rows=limits, profile_hash="c", profile={})
     result = stoker.train(tmp_path / "d", out=tmp_path / "run", **SETTINGS)
     assert result.step == 2 * len(plain.train) / 32
     assert not decisions(tmp_path / "run")
@@ -365,7 +365,7 @@ def test_rows_of_one_kind_only_never_swap(plain: Dataset, tmp_path: Path, hot: i
 
 def test_a_resident_run_that_ignored_its_strategy_is_verified_by_another(plain: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "hot"
-    run_classify(plain, Profiled(hot_rows=dict(zip(HOT, ROWS, strict=True)), hash="b", values={}), out)  # all hot
+    write_classified(plain, out, hot_rows=dict(zip(HOT, ROWS, strict=True)), profile_hash="b", profile={})  # all hot
     stoker.train(out, out=tmp_path / "run", **{**SETTINGS, "epochs": 1}, strategy="hot-cold")
     assert stoker.verify(tmp_path / "run", steps=5).identical
     with pytest.raises(ConfigError, match="strategy 'hot-cold' cannot be"):

@@ -59,7 +59,7 @@ def classify(
         )
     from stoker.base.units import format_duration, format_size, quoted
     from stoker.dataset.dataset import Dataset
-    from stoker.rewrite.fae.classify import run_classify
+    from stoker.rewrite.classified import run_classify
     from stoker.rewrite.fae.hot_profile import HotProfile
     from stoker.rewrite.fae.popularity import profile as run_profile
 

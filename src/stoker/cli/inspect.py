@@ -261,6 +261,8 @@ def _show_dataset(console: Console, found: dict[str, Any]) -> None:
     if timed := {name: split["time"] for name, split in found["splits"].items() if "time" in split}:
         rows = [[name, str(time["first"]), str(time["last"])] for name, time in timed.items()]
         _table(console, "Times of the rows", ["split", "first", "last"], rows)
+    if found["keep"]:
+        _line(console, "kept columns", ", ".join(f"{name} ({kind})" for name, kind in found["keep"].items()))
     if groups := found["groups"]:
         _show_groups(console, groups, found["splits"])
     if parts:

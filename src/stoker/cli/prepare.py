@@ -38,12 +38,17 @@ the summary; with --max-bad or --strict it stops the run.
 With --like, rows may lack a label: a field that is empty, or the whole column,
 in all files. They are for stoker predict.
 
+--split takes random:0.8,0.1 (shares of train and valid; the rest is test),
+time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
+leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
+
 \b
 stoker prepare criteo 'day_*.gz' --out data/criteo
 stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
 stoker prepare shop.toml 'logs/*.parquet' --out data/shop
 stoker prepare globo clicks.parquet --reorder --out data/globo
 stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
+stoker prepare shop.toml log.csv --split time:0.8,0.1 --keep user --out data/shop
 stoker prepare --like data/shop new.csv --out data/new
 """
 _STAGES = {
@@ -78,6 +83,13 @@ def prepare(
     feature: Annotated[
         list[str] | None,
         typer.Option("--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", help="Raw column that stoker predict writes, too. Repeatable.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
@@ -119,7 +131,7 @@ def prepare(
 
             report = run_prepare(
                 chosen, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-                resume=resume, reorder=reorder, threads=threads, progress=show,
+                resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads, progress=show,
             )  # fmt: skip
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,61 +35,62 @@ def profile(
     dim: Annotated[int, option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim")] = 16,
     dtype: Annotated[str, option(_ROWS, "Of the tables: float32 or bfloat16.")] = "float32",
     optimizer: Annotated[str, option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.")] = "rowwise_adagrad",
-    sample: Annotated[str | None, option(_SAMPLE, "Share of the training rows to read. (default: 5%)")] = None,
-    exact: Annotated[bool, option(_SAMPLE, "Take the vocabulary's counts of all rows instead.", "--exact")] = False,
-    method: Annotated[
+    exact: Annotated[
+        bool, option(_SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact")
+    ] = False,
+    sample: Annotated[
         str | None,
         option(
-            _SAMPLE, "stratified: means over ranges of ids; chunks: random rows, as published. (default: stratified)"
+            _SAMPLE, "Estimate from this share of the training rows, as published (5%), and compare with the counts."
         ),
     ] = None,
-    confidence: Annotated[str | None, option(_SAMPLE, "Of the intervals. (default: 99.9%)")] = None,
-    seed: Annotated[int, option(_SAMPLE, "Another seed, another sample; 0 or more.")] = 0,
+    confidence: Annotated[str | None, option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)")] = None,
+    seed: Annotated[int, option(_SAMPLE, "Of the rows that are drawn; 0 or more.")] = 0,
     out: Annotated[Path | None, option(_RESULT, "File to write the profile to, as JSON, for stoker classify.")] = None,
     plot: Annotated[Path | None, option(_RESULT, "File to write the curve to, as .png (needs matplotlib).")] = None,
     as_json: OneObject = False,
 ) -> None:
     """Find the rows that are accessed most, as many as fit a budget, and what they would serve.
 
-    Reads a sample of the training rows and counts their ids. A row is hot if
-    it has at least a threshold's share of its table's accesses; the threshold
-    is as low as the budget allows. An input is hot if all its ids are.
-    Tables under 1 MB are hot as a whole.
+    A row is hot if it has at least a threshold's share of its table's
+    accesses; the threshold is as low as the budget allows. An input is hot if
+    all its ids are. Tables under 1 MB are hot as a whole. Accesses are the
+    vocabulary's counts; with --sample they are estimated as published (FAE),
+    and the counts are shown as the truth.
 
     \b
     stoker profile data/criteo --device-memory 512MiB
     stoker profile data/criteo --device-memory 1GiB --dim 64 --out hot.json
-    stoker profile data/criteo --device-memory 1GiB --exact --plot curve.png
-    stoker profile data/globo --device-memory 4MiB --sample 20% --json
+    stoker profile data/criteo --device-memory 1GiB --plot curve.png
+    stoker profile data/globo --device-memory 4MiB --sample 5%
     """
-    of_samples = {"--sample": sample, "--method": method, "--confidence": confidence}
-    if exact and (given := [name for name, value in of_samples.items() if value is not None]):
-        raise ConfigError(
-            f"--exact takes the counts of all rows, so nothing is estimated from a sample. Leave out --exact, or "
-            f"{' and '.join(given)}."
-        )
+    if exact and sample is not None:
+        raise ConfigError("--exact takes the counts of all rows. Leave out --exact, or --sample.")
+    if sample is None and confidence is not None:
+        raise ConfigError("--confidence is of an estimate. Give --sample, such as 5%, or leave out --confidence.")
     if plot is not None:
         from stoker.base.picture import check_plot
 
         check_plot(plot)
     from stoker.base.files import check_target
 
-    for path in (out, plot):
-        if path is not None and path.exists():
+    written = [path for path in (out, plot) if path is not None]
+    for path in written:
+        if path.exists():
             raise ConfigError(f"{path} exists. Choose another name, or delete it first.")
-        if path is not None:
-            check_target(path)
-    from stoker.rewrite.fae.popularity import profile as run_profile
+        check_target(path)
+    from stoker.dataset.dataset import Dataset
+    from stoker.rewrite.fae import popularity
 
+    data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
-        found = run_profile(
-            dataset,
+        found = popularity.profile(
+            data,
             budget=budget,
             embedding_dim=dim,
             dtype=dtype,
             optimizer=optimizer,
-            sample=None if exact else sample or "5%",
-            method=method or "stratified",
+            sample=sample,
             confidence=confidence or "99.9%",
             seed=seed,
             progress=bars,
@@ -100,10 +102,10 @@ def profile(
     if as_json:
         typer.echo(json.dumps({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}))
     else:
-        _show(dataset, found, [path for path in (out, plot) if path is not None])
+        _show(dataset, found, None if sample is None else popularity.true_hot_rows(data, found), written)
 
 
-def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
+def _show(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, written: list[Path]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -115,9 +117,9 @@ def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     settings = found.settings
-    read = (
-        "the vocabulary's counts" if settings.sample is None else f"{100 * settings.sample:.3g}% of the training rows"
-    )
+    read = "the vocabulary's counts"
+    if settings.sample is not None:
+        read = f"{100 * settings.sample:.3g}% of the training rows"
     line(f"{dataset}: hot rows within {format_size(settings.budget)}, from {read}")
     console.print(_tables(found))
     rows, hot = (sum(getattr(table, name) for table in found.tables) for name in ("rows", "hot_rows"))
@@ -131,11 +133,11 @@ def _show(dataset: Path, found: HotProfile, written: list[Path]) -> None:
     )
     share = f"{found.threshold:.3g} of its table's accesses" if found.threshold else "0: all rows fit"
     line(f"threshold: {share}")
-    if found.threshold and settings.sample is not None:
-        line(f"interval: of the rows that reach the threshold, {100 * settings.confidence:g}% confidence")
-        if beyond := [table.name for table in found.tables if not table.whole and table.hot_rows > table.high]:
-            named = ", ".join(beyond) if len(beyond) < 4 else f"{beyond[0]}, {beyond[1]} and {len(beyond) - 2} more"
-            line(f"hot beyond the interval: {named}; rows whose counts tie just below the threshold fill the budget")
+    if found.threshold and truth is not None:
+        console.print(_estimates(found, truth))
+        line(
+            f"truth: rows that reach the threshold by the counts of all rows; {100 * settings.confidence:g}% intervals"
+        )
     if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
         named = ", ".join(others)
         warning = f"ids of {named} do not follow the count (hash_buckets? reordered?): their first ids were taken"
@@ -153,24 +155,38 @@ def _tables(found: HotProfile) -> Table:
 
     table = Table(box=SIMPLE, padding=(0, 0), collapse_padding=True)
     table.add_column("table", no_wrap=True)
-    for column in ("rows", "hot rows", "share", "interval", "hot bytes", "accesses"):
+    for column in ("rows", "hot rows", "share", "by", "hot bytes", "accesses"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in sorted(found.tables, key=lambda each: -each.rows):
+        by = "counts" if found.settings.sample is None else "sample"
         if each.whole or not found.threshold:
-            interval = "whole" if each.whole else "all"
-        elif found.settings.sample is None:
-            interval = "exact"
-        else:
-            interval = f"{each.low:,}-{each.high:,}"
+            by = "whole" if each.whole else "all"
         table.add_row(
             each.name,
             f"{each.rows:,}",
             f"{each.hot_rows:,}",
             f"{each.hot_rows / each.rows:.2%}",
-            interval,
+            by,
             format_size(each.hot_bytes),
             f"{each.access_share:.2%}",
         )
+    return table
+
+
+def _estimates(found: HotProfile, truth: Mapping[str, int]) -> Table:
+    """How near the published estimate comes to the counts of all rows."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, padding=(0, 0), collapse_padding=True)
+    table.add_column("table", no_wrap=True)
+    for column in ("estimate", "interval", "truth", "off"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in sorted(found.tables, key=lambda each: -each.rows):
+        if not each.whole:
+            true = truth[each.name]
+            cells = [f"{each.estimate:,}", f"{each.low:,}-{each.high:,}", f"{true:,}"]
+            table.add_row(each.name, *cells, f"{each.estimate / max(true, 1) - 1:+.1%}")
     return table
 
 

@@ -90,7 +90,10 @@ def evaluate(
 def predict(
     run: Run,
     out: Annotated[
-        Path, typer.Option(help="File to write, .parquet or .csv: row, label, score, and group where there are groups.")
+        Path,
+        typer.Option(
+            help="File to write, .parquet or .csv: row, label, kept columns, score, and group if there is one."
+        ),
     ],
     data: Data = None,
     imported: Import = None,

@@ -94,6 +94,11 @@ class Dataset:
         return str(self.manifest["schema_hash"])
 
     @property
+    def kept_names(self) -> list[str]:
+        """Raw columns that were kept for the scores (``keep`` of the schema). :attr:`Split.kept` has their values."""
+        return list(self.manifest.get("schema", {}).get("keep", []))
+
+    @property
     def splits(self) -> dict[str, Split]:
         """The splits by name, in the order train, valid, test."""
         return {name: self.split(name) for name in SPLITS if name in self._splits}
@@ -204,7 +209,9 @@ class Dataset:
         hot = {"rows": rows, "positives": positives, "shards": train["shards"][:shards]}
         cold = {"rows": train["rows"] - rows, "positives": train["positives"] - positives}
         cold["shards"] = train["shards"][shards:]
-        given = (self.schema, self.schema_hash, self._made_by)
+        if "keep" in train:
+            hot["keep"], cold["keep"] = train["keep"], {**train["keep"], "first": rows}
+        given = (self.schema, self.schema_hash, self._made_by, self.manifest.get("files", {}))
         return Split(self.path, "hot", hot, *given), Split(self.path, "cold", cold, *given)
 
     def split(self, name: str) -> Split:

@@ -59,7 +59,7 @@ def _pieces(header: bytes, parts: Iterable[Int32]) -> Iterator[Any]:
         yield np.ascontiguousarray(part, "<i4").tobytes()
 
 
-def map_groups(path: Path, rows: int, expected: Mapping[str, Any]) -> Int32:
+def map_groups(path: Path, expected: Mapping[str, Any], rows: int) -> Int32:
     """[n] int32 group number of every row, mapped read-only, after a look at the file's checksum.
 
     Raises:

@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.base.errors import DataError
 from stoker.dataset.groups import map_groups
 from stoker.dataset.memory import home_of
+from stoker.dataset.reading.kept import KeptColumns
 from stoker.dataset.shards import MappedShard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
@@ -61,10 +62,8 @@ class SplitRows:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the maps, which a worker process opens for itself, and the lock of a temporary directory."""
-        left = {"_home": None}
-        return {
-            name: left.get(name, value) for name, value in self.__dict__.items() if name not in ("shards", "groups")
-        }
+        maps = ("shards", "groups", "kept")
+        return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
 
     @property
     def positives(self) -> int:
@@ -104,10 +103,26 @@ class SplitRows:
         entry = self.entry.get("groups")
         if entry is None:
             return None
+        return map_groups(*self._listed(entry), self.rows)
+
+    @cached_property
+    def kept(self) -> KeptColumns | None:
+        """The raw columns that the schema's ``keep`` names, row by row; None where it names none.
+
+        Row i of ``kept.read()``, a PyArrow table, is row i of :meth:`batches` without a seed.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        entry = self.entry.get("keep")
+        return None if entry is None else KeptColumns(*self._listed(entry), int(entry.get("first", 0)), self.rows)
+
+    def _listed(self, entry: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
+        """Path and manifest entry of the file that an entry of this split names."""
         file = str(entry["file"])
         if file not in self._files:
             raise DataError(f"{self._path / 'manifest.json'} does not list {file}. Prepare the dataset again.")
-        return map_groups(self._path / file, self.rows, self._files[file])
+        return self._path / file, self._files[file]
 
     @cached_property
     def shards(self) -> Sequence[MappedShard]:

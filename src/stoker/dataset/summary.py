@@ -48,6 +48,7 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
         },
         "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
         "groups": dict(dataset.groups) if dataset.groups is not None else None,
+        "keep": _describe_kept(dataset),
         "hot_cold": _describe_parts(dataset),
         "reordered": _describe_order(dataset),
         "tables": [
@@ -87,6 +88,12 @@ def _describe_groups(split: Split) -> dict[str, Any]:
         **{name: entry[name] for name in ("count", "largest", "with_positive")},
         "mean": len(split) / entry["count"],
     }
+
+
+def _describe_kept(dataset: Dataset) -> dict[str, str] | None:
+    """Names and types of the kept columns, where there are any."""
+    kept = next((split.kept for split in dataset.splits.values() if split.kept is not None), None)
+    return None if kept is None else {column.name: str(column.type).removeprefix("large_") for column in kept.schema}
 
 
 def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:

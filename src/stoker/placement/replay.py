@@ -293,34 +293,15 @@ def simulate(
     rows, counts, offsets = trace.rows, trace.counts, trace.offsets
     slots = min(slots, trace.num_rows)  # more are never taken
     last_use, resident = np.full(trace.num_rows, -1, np.int32), np.zeros(trace.num_rows, np.bool_)
-    totals = np.zeros(5, np.int64)
-    if strategy.kind == "lru":
-        state = np.array([0, 0, offsets[1] - 1], np.int64)
-
-        def run(first: int, last: int) -> None:
-            kernels.lru(rows, counts, offsets, first, last, slots, last_use, resident, state, totals)
-
-    elif strategy.kind == "lfu":
-        state = np.zeros(2, np.int64)
-        uses, heap = np.zeros(trace.num_rows, np.int32), np.empty(2 * slots + 1, np.int64)
-
-        def run(first: int, last: int) -> None:
-            kernels.lfu(
-                rows, counts, offsets, first, last, in_flight, slots, last_use, resident, uses, heap, state, totals
-            )
-
-    else:
-        window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
-        state, upcoming = np.zeros(1, np.int64), np.zeros(trace.num_rows, np.int64)
-        words, starts = kernels.bitmap(trace.places + trace.num_rows)
-
-        def run(first: int, last: int) -> None:
-            kernels.belady(
-                rows, counts, trace.following, offsets, first, last, window, in_flight, slots, last_use, resident,
-                upcoming, words, starts, state, totals,
-            )  # fmt: skip
-
+    rank, entry = np.zeros(trace.num_rows, np.int64), np.full(trace.num_rows, -1, np.int64)
+    heap = np.empty(2 * slots + 1, np.int64)
+    state, totals = np.zeros(2, np.int64), np.zeros(5, np.int64)
+    kind = {"lru": kernels.LRU, "lfu": kernels.LFU}.get(strategy.kind, kernels.AHEAD)
+    window = trace.steps if strategy.kind == "belady" else min(strategy.window, trace.steps)
     for first, last in trace.chunks():
-        run(first, last)
+        kernels.cached(
+            kind, rows, counts, trace.following, offsets, first, last, window, in_flight, slots, last_use, resident,
+            rank, entry, heap, state, totals,
+        )  # fmt: skip
         report(strategy.name, last, trace.steps)
     return Counts(*totals.tolist())

@@ -44,7 +44,9 @@ from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.rows.time_notation import check_notation
-from stoker.prep.schema import Schema
+from stoker.prep.schema import Schema, SplitRule
+from stoker.prep.schema_files import fitted_to
+from stoker.prep.split_text import split_of
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.frame_files import Input, files_of
 from stoker.prep.write.group_numbers import cut_warning
@@ -91,6 +93,8 @@ def prepare(
     overwrite: bool = False,
     resume: bool = True,
     reorder: Reordering | bool = False,
+    split: SplitRule | str | None = None,
+    keep: str | Sequence[str] = (),
     threads: int | None = None,
     executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -119,6 +123,9 @@ def prepare(
         resume: go on where an interrupted run stopped; False starts from the beginning.
         reorder: number ids so that those used together are neighbours, as :func:`stoker.reorder` does; True: as it
             does unasked. The dataset appears when that is done; until then ``out``.plain is worked in.
+        split: instead of the recipe's or the schema's rule, a :class:`stoker.prep.schema.SplitRule`, or one in a line:
+            ``"random:0.8,0.1"``, ``"time:0.8,0.1"``, ``"hash:user:0.8,0.1"`` and others (docs/prepare.md).
+        keep: raw columns that travel with the rows to their scores, besides those that the schema keeps.
         threads: that parse and encode, at most 16 or four per core; None: one per core. Does not change a byte of the
             result.
         executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards in
@@ -145,8 +152,8 @@ def prepare(
             home = Home(_ROOM * sum(path.stat().st_size for path in expand(named)[0]))
         report = run_prepare(
             recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
-            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, threads=threads,
-            executor=executor, progress=progress,
+            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep,
+            threads=threads, executor=executor, progress=progress,
         )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
@@ -165,6 +172,8 @@ def run_prepare(
     overwrite: bool = False,
     resume: bool = True,
     reorder: Reordering | bool = False,
+    split: SplitRule | str | None = None,
+    keep: str | Sequence[str] = (),
     threads: int | None = None,
     executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -184,9 +193,20 @@ def run_prepare(
         raise ConfigError("prepare needs a recipe or a schema, or a dataset to prepare like.", settings=("like",))
     else:
         chosen, schema = load_recipe(recipe, preset)
+    if split is not None:
+        if like is not None:
+            raise ConfigError(
+                "rows prepared like those of a dataset all go to the test rows, so that a split rule has no effect. "
+                "Leave it out."
+            )
+        schema = replace(schema, split=split_of(split))
+    if keep:
+        more = [keep] if isinstance(keep, str) else keep
+        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
     if isinstance(files, str | os.PathLike):
         files = [files]
     (sources, again), target = expand(files), Path(out) if executor is None else Path(out).absolute()
+    schema = fitted_to(schema, chosen, sources)
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
     task = Task(
@@ -216,7 +236,8 @@ def run_prepare(
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
                 recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, threads=threads, executor=executor, progress=progress, block_bytes=block_bytes,
+                resume=resume, split=split, keep=keep, threads=threads, executor=executor, progress=progress,
+                block_bytes=block_bytes,
             )  # fmt: skip
         return plain.report
     task.out = _working_directory(target, sources, overwrite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -112,8 +112,30 @@ class Timestamp:
         choice("timestamp", "type", self.type, TIME_TYPES)
 
 
+class _Named:
+    """A column of the model, whose name may be a pattern."""
+
+    name: str
+    source: str | None
+
+    @property
+    def raw(self) -> str:
+        """Name of the raw column."""
+        return self.source or self.name
+
+    @property
+    def pattern(self) -> bool:
+        """Whether the name stands for every raw column that it matches: it has ``*`` or ``?`` and no ``source``."""
+        return self.source is None and ("*" in self.name or "?" in self.name)
+
+    def matches(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` that the pattern matches, in their order; upper and lower case differ."""
+        pattern = self.name.replace("[", "[[]")
+        return [name for name in names if fnmatchcase(name, pattern)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class DenseColumn:
+class DenseColumn(_Named):
     """A number fed to the model as it is. Order of work: fill, clip, transforms."""
 
     name: str
@@ -137,11 +159,6 @@ class DenseColumn:
             fail(where, "clip_min", f"{self.clip_min} lies above clip_max {self.clip_max}")
 
     @property
-    def raw(self) -> str:
-        """Name of the raw column."""
-        return self.source or self.name
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Names of what the model sees of it."""
         return (self.name, f"{self.name}_is_null") if self.null_flag else (self.name,)
@@ -153,7 +170,7 @@ class DenseColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CategoricalColumn:
+class CategoricalColumn(_Named):
     """One id per example.
 
     Ids follow the falling number of training occurrences; 0 is for values not in the vocabulary. With
@@ -173,11 +190,6 @@ class CategoricalColumn:
 
     def __post_init__(self) -> None:
         _check_categorical(self, f"{_KIND[type(self)]} column {self.name!r}")
-
-    @property
-    def raw(self) -> str:
-        """Name of the raw column."""
-        return self.source or self.name
 
     @property
     def table_name(self) -> str:
@@ -265,9 +277,10 @@ class Schema:
     name: str = "custom"
     feature: tuple[Derivation, ...] = ()  # derived columns, in the order they are worked out (stoker.features)
     derive: tuple[str, ...] = ()  # features in one line each, with columns: they join the others, and this is empty
+    keep: tuple[str, ...] = ()  # raw columns, or outputs of features, that travel with the rows to their scores
 
     def __post_init__(self) -> None:
-        for key in ("dense", "categorical", "sequence", "feature"):
+        for key in ("dense", "categorical", "sequence", "feature", "keep"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
         for text in self.derive:
             for key, more in self._with(text).items():
@@ -282,6 +295,9 @@ class Schema:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
+        if twice := sorted({name for name in self.keep if self.keep.count(name) > 1}):
+            fail("schema", "keep", f"names {', '.join(map(repr, twice))} twice. Name each column once")
+        self._check_patterns()
         if not 0 < self.negative_keep <= 1:
             fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
         if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:
@@ -378,14 +394,20 @@ class Schema:
         ]
 
     def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
-        """A column for every output of the features that a pattern like ``has_*`` matches."""
-        if "*" not in column.name:
-            return (column,)
+        """A column for every output of the features that a pattern like ``has_*`` matches, if it matches any."""
         outputs = [output for feature in self.feature for output in feature.outputs]
-        names = [name for name in outputs if fnmatchcase(name, column.name)]
-        if not names:
-            fail(f"dense column {column.name!r}", "name", f"matches no output of a feature: {', '.join(outputs)}")
-        return tuple(replace(column, name=name, source=None) for name in names)
+        names = column.matches(outputs) if column.pattern else []
+        return tuple(replace(column, name=name) for name in names) or (column,)
+
+    def _check_patterns(self) -> None:
+        """Refuse patterns where no header tells what they stand for."""
+        for column in self._columns() if self.source.columns else ():
+            if column.pattern and column.name not in self.source.columns:
+                fail(
+                    f"column {column.name!r}", "name",
+                    "is a pattern, which needs files with a header, and source.columns is for files without one. "
+                    "Name each column",
+                )  # fmt: skip
 
     def _check_shared_tables(self) -> None:
         first: dict[str, CategoricalColumn] = {}
@@ -417,8 +439,9 @@ class Schema:
         if self.timestamp is None:
             del values["timestamp"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
-        if not self.feature:  # schemas without features have the hashes that they always had
-            del values["feature"]
+        for key in ("feature", "keep"):  # schemas without these have the hashes that they always had
+            if not values[key]:
+                del values[key]
         for column in values["dense"]:
             if not column["null_flag"]:  # so that schemas without one keep their hash
                 del column["null_flag"]

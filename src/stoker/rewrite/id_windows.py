@@ -8,7 +8,6 @@ Legend: N ids of the table, W windows, M pairs, n training rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +16,10 @@ import numpy.typing as npt
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 
-__all__ = ["IdWindows", "TableUse", "table_ids"]
+__all__ = ["IdWindows", "TableUse", "feature_of_ids", "table_ids"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
-
-_IDS = 2**21  # looked at together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,6 @@ class TableUse:
     starts: Int64  # [N + 1] first pair of each id
     windows: Int32  # [M] windows that hold it, numbered as drawn
     num_windows: int  # W, of those drawn
-    share: float  # of all windows that were drawn
 
 
 class IdWindows:
@@ -92,26 +88,20 @@ class IdWindows:
             starts=np.searchsorted(ids, np.arange(len(self._counts) + 1)).astype(np.int64),
             windows=self._rank[windows].astype(np.int32),
             num_windows=self._kept,
-            share=self._kept / self._width,
         )
 
 
-def table_ids(shard: Shard, schema: FeatureSpec, table: str) -> Iterator[tuple[npt.NDArray[np.integer], Int64]]:
-    """The ids of a table in a shard with their rows, some at a time, by row.
-
-    Yields:
-        Ids [L] and their rows in the shard [L].
-    """
+def table_ids(shard: Shard, schema: FeatureSpec, table: str) -> tuple[npt.NDArray[np.integer], Int64]:
+    """Return the ids of a table in a shard and their rows, [L] each, by row."""
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
-    ids = shard.ids
-    step = max(1, _IDS * shard.rows // max(1, ids.size))  # rows
-    for start in range(0, shard.rows, step):
-        stop = min(start + step, shard.rows)
-        if shard.lengths is None or shard.row_offsets is None:
-            yield ids[start:stop][:, places].reshape(-1), np.repeat(np.arange(start, stop), len(places))
-            continue
-        lengths = shard.lengths[start:stop]
-        feature = np.repeat(np.tile(np.arange(lengths.shape[1], dtype=np.int16), stop - start), lengths.reshape(-1))
-        mine = np.isin(feature, places)
-        row = np.repeat(np.arange(start, stop), lengths.sum(axis=1, dtype=np.int64))
-        yield ids[shard.row_offsets[start] : shard.row_offsets[stop]][mine], row[mine]
+    if shard.lengths is None:
+        return shard.ids[:, places].reshape(-1), np.repeat(np.arange(shard.rows), len(places))
+    mine = np.isin(feature_of_ids(shard), places)
+    return shard.ids[mine], np.repeat(np.arange(shard.rows), shard.lengths[:, places].sum(axis=1))
+
+
+def feature_of_ids(shard: Shard) -> npt.NDArray[np.int16]:
+    """Return the place of the feature of each id of a shard with sequences, [L]."""
+    assert shard.lengths is not None
+    features = np.arange(shard.lengths.shape[1], dtype=np.int16)
+    return np.repeat(np.tile(features, shard.rows), shard.lengths.reshape(-1))

@@ -2,8 +2,7 @@
 
 Two passes over the shards: the training rows tell the order (:mod:`stoker.rewrite.id_windows`,
 :mod:`stoker.rewrite.id_order`); then the ids of all splits are replaced. Vocabularies and counts move with their
-ids, so
-that a value still has the row that its id addresses, and examples keep their places.
+ids: a value still has the row that its id addresses, and examples keep their places.
 
 Legend: N ids of a table, F features, L ids of some rows.
 """
@@ -36,14 +35,13 @@ from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, new_ids
-from stoker.rewrite.id_windows import IdWindows, TableUse, table_ids
+from stoker.rewrite.id_windows import IdWindows, TableUse, feature_of_ids, table_ids
 
 __all__ = ["BLOCK_IDS", "ReorderReport", "TableReport", "reorder", "run_reorder"]
 
 BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
 _LEAST_ROWS = 1000  # of a table that is reordered unasked
 _TOGETHER = 4  # tables whose windows lie in memory at a time
-_IDS = 2**21  # replaced together
 
 Int64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
@@ -223,6 +221,8 @@ def _reordered(data: Dataset, settings: Mapping[str, Any], out: Path) -> Dataset
         return None
     if (known["source_data_hash"], known["source_schema_hash"]) != (data.train.data_hash, data.schema_hash):
         return None
+    if there.kept_names != data.kept_names:
+        return None
     if known["settings"] == settings and known["stoker_version"] == __version__:
         return there
     raise DataError(
@@ -272,8 +272,8 @@ def _orders(
 
 
 def _add(windows: IdWindows, shard: Shard, schema: FeatureSpec, table: str, start: int) -> None:
-    for ids, rows in table_ids(shard, schema, table):
-        windows.add(ids, rows + start)
+    ids, rows = table_ids(shard, schema, table)
+    windows.add(ids, rows + start)
 
 
 def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
@@ -322,7 +322,6 @@ def _write_shards(
 ) -> dict[str, Any]:
     """All splits with their ids replaced; their manifest entries."""
     total = sum(split.rows for split in data.splits.values())
-    replaced = _Replaced(data.schema, orders)
     splits: dict[str, Any] = {}
     done = 0
     for name, split in data.splits.items():
@@ -334,7 +333,11 @@ def _write_shards(
         def work(number: int) -> dict[str, Any]:
             shard, entry = split.shards[number], split.entry["shards"][number]  # noqa: B023
             checks.before(split.starts[number], split.starts[number + 1])  # noqa: B023
-            tensors: dict[str, Any] = {"dense": shard.dense, "labels": shard.labels, "ids": replaced(shard)}
+            tensors: dict[str, Any] = {
+                "dense": shard.dense,
+                "labels": shard.labels,
+                "ids": _replaced(shard, data.schema, orders),
+            }
             if shard.lengths is not None:
                 tensors |= {"lengths": shard.lengths, "row_offsets": shard.row_offsets}
             info = write_shard(folder / entry["file"], **tensors)
@@ -351,30 +354,12 @@ def _write_shards(
     return splits
 
 
-class _Replaced:
+def _replaced(shard: Shard, schema: FeatureSpec, orders: Mapping[str, Int64]) -> npt.NDArray[np.integer]:
     """The ids of a shard, each replaced by its new one."""
-
-    def __init__(self, schema: FeatureSpec, orders: Mapping[str, Int64]) -> None:
-        tables = [feature.table for feature in schema.features]
-        # One after the other, with a place for each table: the id of a feature is looked up at its table's place.
-        base: dict[str, int] = {}
-        parts: list[Int64] = []
-        for name in dict.fromkeys(tables):
-            base[name] = sum(len(part) for part in parts)
-            parts.append(orders.get(name, np.arange(schema.num_embeddings[name])))
-        self._bases = np.array([base[table] for table in tables], np.int64)
-        self._ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-    def __call__(self, shard: Shard) -> npt.NDArray[np.integer]:
-        made = np.empty_like(shard.ids)
-        step = max(1, _IDS * shard.rows // max(1, shard.ids.size))  # rows
-        for start in range(0, shard.rows, step):
-            stop = min(start + step, shard.rows)
-            if shard.lengths is None or shard.row_offsets is None:
-                made[start:stop] = self._ids[shard.ids[start:stop] + self._bases]
-                continue
-            lengths = shard.lengths[start:stop]
-            bases = np.repeat(np.tile(self._bases, stop - start), lengths.reshape(-1))
-            first, last = shard.row_offsets[start], shard.row_offsets[stop]
-            made[first:last] = self._ids[shard.ids[first:last] + bases]
-        return made
+    made = shard.ids.copy()
+    of = None if shard.lengths is None else feature_of_ids(shard)
+    for place, feature in enumerate(schema.features):
+        if feature.table in orders:
+            mine: Any = (slice(None), place) if of is None else of == place
+            made[mine] = orders[feature.table][shard.ids[mine]]
+    return made

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from stoker.base import draw
 from stoker.synthetic import text
-from stoker.synthetic.clicks import make_sampler
-from stoker.synthetic.formats import METADATA, Options, Part, Source
+from stoker.synthetic.clicks import Options
+from stoker.synthetic.curve import Sampler, zipf
+from stoker.synthetic.formats import METADATA, Part, Source
 
 __all__ = ["ebnerd", "trivago"]
 
@@ -31,10 +32,9 @@ class _Shown:
     chance: NDArray[np.float64]  # [n, K] probability of being picked, 0 where not shown
     picked: NDArray[np.int64]  # [n] position
 
-    @property
-    def logits(self) -> NDArray[np.float64]:
-        """True logit of every shown item, in order of rows."""
-        p = np.clip(self.chance[self.shown], 1e-12, 1 - 1e-12)
+    def logits(self, which: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """True logit of every item that is chosen by ``which`` [n, K], in order of rows."""
+        p = np.clip(self.chance[which], 1e-12, 1 - 1e-12)
         return np.asarray(np.log(p) - np.log1p(-p))
 
 
@@ -45,12 +45,13 @@ class _Chooser:
         self.options, self.slots, self.position = options, slots, position
         # Items of slot k are k modulo the number of slots, so that no item is shown twice in one list.
         self.per_slot = max(2, num_items // slots)
-        self.sampler = make_sampler(self.per_slot, options.alpha, options.curve)
+        self.sampler = options.sampler(self.per_slot)
 
     def __call__(self, rows: NDArray[np.int64], users: NDArray[np.int64], counts: NDArray[np.int64]) -> _Shown:
         key, seed, slots = draw.key_of, self.options.seed, self.slots
         cells = (rows[:, None] * slots + np.arange(slots)).ravel()
-        rank = self.drifted(self.sampler(draw.uniform(key(seed, "shown"), cells)), np.repeat(rows, slots))
+        rank = self.sampler(draw.uniform(key(seed, "shown"), cells))
+        rank = self.options.drifted(rank, np.repeat(rows, slots), self.per_slot, "shown")
         turn = np.argsort(draw.bits(key(seed, "turn"), cells).reshape(-1, slots), axis=1)
         items = rank.reshape(-1, slots) * slots + turn
         shown = np.arange(slots) < counts[:, None]
@@ -60,14 +61,6 @@ class _Chooser:
         threshold = draw.uniform(key(seed, "pick"), rows)[:, None]
         picked = np.minimum((np.cumsum(chance, axis=1) <= threshold).sum(axis=1), counts - 1)
         return _Shown(items=items, shown=shown, chance=chance, picked=picked)
-
-    def drifted(self, rank: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ranks that hold these places of popularity at these rows, [n]."""
-        if not self.options.drift:
-            return rank
-        phase = draw.uniform(draw.key_of(self.options.world, "shown", "phase"), rank)
-        era = np.floor(rows * (self.options.drift / max(self.options.rows, 1)) + phase)
-        return (rank + era.astype(np.int64) * max(1, int(self.per_slot * 0.381966))) % self.per_slot
 
     def utility(self, items: NDArray[np.int64], users: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what the items of each list, [n, K], are worth to the list's user, by position too."""
@@ -100,7 +93,7 @@ def trivago(options: Options) -> Source:
     session_of = np.repeat(np.arange(len(_SESSIONS)), _SESSIONS)
     last = np.concatenate([np.arange(size) == size - 1 for size in _SESSIONS])
     users = max(10, round(options.rows / 22 * options.scale))
-    user_of = make_sampler(users, 0.3, None)
+    user_of = Sampler(zipf(0.3, users))
     chooser = _Chooser(options, max(100, round(min(options.rows / 15, 927_000) * options.scale)), 25, 0.08)
     cities = [f"{city} {n}" if n else city for n in range(60) for city in _CITIES]
 
@@ -131,8 +124,7 @@ def trivago(options: Options) -> Source:
         fields += [_listed(1 + shown.items, visible), _listed(price.reshape(shown.items.shape), visible)]
         lines, starts = text.joined(fields, ",")
         use = visible & ~unlisted[:, None] & (counts > 1)[:, None]
-        p = np.clip(shown.chance[use], 1e-12, 1 - 1e-12)
-        return Part(block=lines, starts=starts, logits=np.log(p) - np.log1p(-p))
+        return Part(block=lines, starts=starts, logits=shown.logits(use))
 
     header = (
         "user_id,session_id,timestamp,step,action_type,reference,platform,city,device,current_filters,"
@@ -193,7 +185,7 @@ def ebnerd(options: Options) -> Source:
     users = max(20, round(options.rows / 16 * options.scale))
     articles = max(240, round(min(options.rows / 4, 125_000) * options.scale))
     chooser = _Chooser(options, articles, slots, 0.03)
-    sampler = make_sampler(users, 0.6, None)
+    sampler = Sampler(zipf(0.6, users))
     half = options.rows // 2
 
     def behaviours(first: int) -> Any:
@@ -202,7 +194,7 @@ def ebnerd(options: Options) -> Source:
             user = sampler(draw.uniform(draw.key_of(options.seed, "user"), rows))
             counts = 5 + _of(options.seed, "count", rows, slots - 4)
             shown = chooser(rows, user, counts)
-            return Part(table=_impressions(options, rows, user, shown), logits=shown.logits)
+            return Part(table=_impressions(options, rows, user, shown), logits=shown.logits(shown.shown))
 
         return render
 

@@ -22,14 +22,7 @@ from stoker.dataset.manifest import describe_file, hash_schema, write_counts, wr
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
-from stoker.synthetic.clicks import (
-    ClickBlock,
-    ClickLog,
-    IdColumn,
-    NumberColumn,
-    check_settings,
-    make_sampler,
-)
+from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, Options
 from stoker.synthetic.curve import Curve
 from stoker.synthetic.formats import KAGGLE_SIZES
 from stoker.synthetic.truth import SyntheticTruth, TruthMeter
@@ -82,24 +75,20 @@ def dataset(
     out = Path(out)
     if (out / "manifest.json").exists():
         raise DataError(f"{out} holds a dataset already. Choose another directory or delete it.")
-    check_settings(seed=seed, alpha=alpha, drift=drift, base_rate=base_rate, signal=signal, scale=scale)
     splits = {"train": parse_count(rows), "valid": parse_count(valid_rows), "test": parse_count(test_rows)}
     splits = {name: count for name, count in splits.items() if count or name == "train"}
     if splits["train"] < 1 or min(sizes) < 1:
         raise ConfigError(f"a dataset needs training rows and tables, not rows={rows} and sizes {tuple(sizes)}.")
-    generator = _Generator(
-        ids=[
-            IdColumn(name=f"C{i + 1}", num_ids=max(1, round(n * scale)), missing=missing) for i, n in enumerate(sizes)
-        ],
-        numbers=[NumberColumn(name=f"I{i + 1}") for i in range(num_dense)],
-        sequences=dict(sequences or {}),
-        rows=sum(splits.values()),
-        seed=seed,
-        alpha=alpha,
+    options = Options(
+        rows=sum(splits.values()), seed=seed, alpha=alpha, drift=drift, scale=scale, base_rate=base_rate, signal=signal,
         curve=curve if curve is None or isinstance(curve, Curve) else Curve.load(curve),
-        drift=drift,
-        base_rate=base_rate,
-        signal=signal,
+    )  # fmt: skip
+    names = {f"C{i + 1}": max(1, round(size * scale)) for i, size in enumerate(sizes)}
+    generator = _Generator(
+        [IdColumn(name=name, num_ids=size, missing=missing) for name, size in names.items()],
+        [NumberColumn(name=f"I{i + 1}") for i in range(num_dense)],
+        dict(sequences or {}),
+        options,
     )
     generator.number_ids(splits["train"], workers)
     entries, meter, start = {}, TruthMeter(), 0
@@ -107,17 +96,7 @@ def dataset(
         meter = TruthMeter()
         entries[name] = generator.write_split(out, name, start, start + count, meter, workers)
         start += count
-    truth = SyntheticTruth(
-        recipe="synthetic",
-        rows=start,
-        bad=0,
-        examples=meter.examples,
-        seed=seed,
-        base_rate=meter.base_rate,
-        best_auc=meter.auc,
-        best_log_loss=meter.log_loss,
-        task=f"one row of the {name} split",
-    )
+    truth = meter.truth(recipe="synthetic", rows=start, bad=0, seed=seed, task=f"one row of the {name} split")
     truth.save(out / "truth.json")
     schema = generator.schema().to_dict()
     write_manifest(
@@ -148,26 +127,9 @@ class _Generator:
         ids: list[IdColumn],
         numbers: list[NumberColumn],
         sequences: dict[str, tuple[str, int]],
-        *,
-        rows: int,
-        seed: int,
-        alpha: float,
-        curve: Curve | None,
-        drift: float,
-        base_rate: float,
-        signal: float,
+        options: Options,
     ) -> None:
-        self.log = ClickLog(
-            ids,
-            numbers,
-            rows=rows,
-            seed=seed,
-            alpha=alpha,
-            curve=curve,
-            drift=drift,
-            base_rate=base_rate,
-            signal=signal,
-        )
+        self.log = ClickLog(ids, numbers, **vars(options))
         self.sequences = sequences
         self.sizes = {column.name: column.num_ids for column in ids}
         for name, (table, longest) in sequences.items():
@@ -175,7 +137,7 @@ class _Generator:
                 raise ConfigError(
                     f"sequence {name!r}, up to {longest} ids of table {table!r}: tables are C1..C{len(ids)}."
                 )
-        self._samplers = {table: make_sampler(self.sizes[table], alpha, curve) for table, _ in sequences.values()}
+        self._samplers = {table: options.sampler(self.sizes[table]) for table, _ in sequences.values()}
         self._occurrences: dict[str, NDArray[np.int64]] = {}  # by generated id, the last one counts missing
         self._id_of: dict[str, NDArray[np.int32]] = {}  # generated id -> row of the table, the last one -> 0
 
@@ -235,9 +197,9 @@ class _Generator:
 
     def _bags(self, name: str, rows: NDArray[np.uint64]) -> tuple[NDArray, NDArray]:
         table, longest = self.sequences[name]
-        lengths = draw.integers(draw.key_of(self.log.seed, name, "length"), rows, longest + 1)
+        lengths = draw.integers(draw.key_of(self.log.options.seed, name, "length"), rows, longest + 1)
         cells = (rows[:, None] * np.uint64(longest) + np.arange(longest, dtype=np.uint64)).ravel()
-        values = self._samplers[table](draw.uniform(draw.key_of(self.log.seed, name), cells))
+        values = self._samplers[table](draw.uniform(draw.key_of(self.log.options.seed, name), cells))
         return values.reshape(-1, longest), lengths
 
     def _jagged(self, columns: NDArray[np.int32], rows: NDArray[np.uint64]) -> tuple[NDArray, NDArray]:
@@ -279,16 +241,9 @@ class _Generator:
 
 def _write(path: Path, held: list[tuple[NDArray, NDArray, NDArray, NDArray | None]]) -> dict[str, object]:
     dense, labels, ids, lengths = zip(*held, strict=True)
-    if lengths[0] is None:
-        info = write_shard(path, dense=np.concatenate(dense), labels=np.concatenate(labels), ids=np.concatenate(ids))
-        return info.to_dict()
-    sizes = np.concatenate(lengths)
-    info = write_shard(
-        path,
-        dense=np.concatenate(dense),
-        labels=np.concatenate(labels),
-        ids=np.concatenate(ids),
-        lengths=sizes,
-        row_offsets=np.concatenate([[0], np.cumsum(sizes.sum(axis=1, dtype=np.int64))]),
-    )
-    return info.to_dict()
+    tensors = {"dense": np.concatenate(dense), "labels": np.concatenate(labels), "ids": np.concatenate(ids)}
+    if lengths[0] is not None:
+        tensors["lengths"] = np.concatenate(lengths)
+        ends = np.cumsum(tensors["lengths"].sum(axis=1, dtype=np.int64))
+        tensors["row_offsets"] = np.concatenate([[0], ends])
+    return write_shard(path, **tensors).to_dict()

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from stoker.base import draw
 from stoker.synthetic import text
-from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, check_settings
-from stoker.synthetic.curve import Curve
+from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, Options
 
-__all__ = ["KAGGLE_SIZES", "METADATA", "Options", "Part", "Source", "avazu", "criteo", "movielens"]
+__all__ = ["KAGGLE_SIZES", "METADATA", "Part", "Source", "avazu", "criteo", "movielens"]
 
 METADATA = "item metadata"  # the name of Source.metadata among headers
 # Rows of the 26 Criteo Kaggle tables when all ids are kept (33.76 M).
@@ -26,51 +25,6 @@ KAGGLE_SIZES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306),
     *(10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What every format is generated from."""
-
-    rows: int
-    seed: int = 0
-    universe: int | None = None  # None: the seed
-    alpha: float = 1.05
-    curve: Curve | None = None
-    drift: float = 0.0
-    scale: float = 1.0  # factor on the sizes of the tables
-    base_rate: float | None = None  # None: that of the real log
-    signal: float = 1.3
-
-    def __post_init__(self) -> None:
-        check_settings(
-            seed=self.seed, universe=self.universe, alpha=self.alpha, drift=self.drift, base_rate=self.base_rate,
-            signal=self.signal, scale=self.scale,
-        )  # fmt: skip
-
-    @property
-    def world(self) -> int:
-        """The seed of what belongs to ids: raw values, attributes, hidden weights."""
-        return self.seed if self.universe is None else self.universe
-
-    def click_log(self, ids: list[IdColumn], numbers: list[NumberColumn], base_rate: float) -> ClickLog:
-        """A click log of these columns."""
-        return ClickLog(
-            ids,
-            numbers,
-            rows=self.rows,
-            seed=self.seed,
-            universe=self.universe,
-            alpha=self.alpha,
-            curve=self.curve,
-            drift=self.drift,
-            base_rate=base_rate if self.base_rate is None else self.base_rate,
-            signal=self.signal,
-        )
-
-    def sized(self, num_ids: int) -> int:
-        """``num_ids`` by the scale, at least 3 (or what the real table has)."""
-        return max(min(3, num_ids), round(num_ids * self.scale))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +50,10 @@ class Source:
     spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
 
 
+def _click_log(options: Options, ids: list[IdColumn], numbers: list[NumberColumn], base_rate: float) -> ClickLog:
+    return ClickLog(ids, numbers, **{**vars(options), "base_rate": options.base_rate or base_rate})
+
+
 def criteo(options: Options) -> Source:
     """label, I1..I13, C1..C26, tab separated, without header."""
     # Shares of empty fields and of negative counts of the order seen in the public logs.
@@ -109,7 +67,7 @@ def criteo(options: Options) -> Source:
         IdColumn(name=f"C{i + 1}", num_ids=options.sized(size), missing=gaps.get(i + 1, 0.0))
         for i, size in enumerate(KAGGLE_SIZES)
     ]
-    log = options.click_log(ids, numbers, 0.2562)
+    log = _click_log(options, ids, numbers, 0.2562)
     keys = [draw.key_of(options.world, column.name, "value") for column in ids]
 
     def render(start: int, stop: int) -> Part:
@@ -159,7 +117,7 @@ def avazu(options: Options) -> Source:
     names = _AVAZU_COLUMNS.split(",")[3:]
     sizes = _AVAZU_HEX | _AVAZU_INT
     ids = [IdColumn(name=name, num_ids=options.sized(sizes[name])) for name in names]
-    log = options.click_log(ids, [], 0.1698)
+    log = _click_log(options, ids, [], 0.1698)
     key = draw.key_of(options.seed, "id")
     keys = {name: draw.key_of(options.world, name, "value") for name in names}
 
@@ -214,7 +172,7 @@ def movielens(options: Options) -> Source:
     ids = [IdColumn(name="user", num_ids=users), IdColumn(name="movie", num_ids=movies)]
     ids += [IdColumn(name=name, num_ids=size, of="user") for name, size in of_user.items()]
     ids += [IdColumn(name=name, num_ids=size, of="movie") for name, size in of_movie.items()]
-    log = options.click_log(ids, [], 0.575)
+    log = _click_log(options, ids, [], 0.575)
     stars = draw.key_of(options.seed, "stars")
 
     def attribute(name: str, parents: NDArray[np.int64]) -> NDArray[np.int64]:

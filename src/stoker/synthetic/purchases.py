@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from stoker.base import draw
 from stoker.synthetic import text
-from stoker.synthetic.clicks import make_sampler
-from stoker.synthetic.formats import Options, Part, Source
+from stoker.synthetic.clicks import Options
+from stoker.synthetic.curve import Sampler, zipf
+from stoker.synthetic.formats import Part, Source
 
 __all__ = ["globo", "online_retail", "taobao"]
 
@@ -31,8 +32,8 @@ class _Taste:
         self.options = options
         self.per_group = max(2, num_items // _GROUPS)
         self.num_items = self.per_group * _GROUPS
-        self.anywhere = make_sampler(self.num_items, options.alpha, options.curve)
-        self.own = make_sampler(self.per_group, options.alpha, options.curve)
+        self.anywhere = options.sampler(self.num_items)
+        self.own = options.sampler(self.per_group)
         self.loyalty = min(0.95, 0.6 * options.signal / 1.3)
 
     def group(self, users: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -46,20 +47,13 @@ class _Taste:
         loyal = draw.uniform(draw.key_of(seed, "loyal"), rows) < self.loyalty
         taken = np.where(loyal, self.own(chance) * _GROUPS + group, self.anywhere(chance))
         other = draw.integers(draw.key_of(seed, "other"), rows, self.num_items)
-        return self._drifted(taken, rows), self._logit(taken, group), self._logit(other, group)
+        held = self.options.drifted(taken, rows, self.num_items, groups=_GROUPS)
+        return held, self._logit(taken, group), self._logit(other, group)
 
     def _logit(self, items: NDArray[np.int64], group: NDArray[np.int64]) -> NDArray[np.float64]:
         chance = (1 - self.loyalty) * self.anywhere.share(items)
         chance = chance + np.where(items % _GROUPS == group, self.loyalty * self.own.share(items // _GROUPS), 0.0)
         return np.asarray(np.log(np.maximum(chance * self.num_items, 1e-9)))
-
-    def _drifted(self, items: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not self.options.drift:
-            return items
-        phase = draw.uniform(draw.key_of(self.options.world, "phase"), items)
-        era = np.floor(rows * (self.options.drift / max(self.options.rows, 1)) + phase).astype(np.int64)
-        stride = _GROUPS * max(1, int(self.per_group * 0.381966))  # stays within the group
-        return (items + era * stride) % self.num_items
 
 
 def _pairs(taken: NDArray, other: NDArray) -> tuple[NDArray, NDArray]:
@@ -108,7 +102,7 @@ def online_retail(options: Options) -> Source:
     invoice_of = np.repeat(np.arange(len(_INVOICES)), _INVOICES)
     customers = max(10, round(options.rows / 100 * options.scale))
     taste = _Taste(options, max(320, round(min(options.rows / 60, 4_070) * options.scale)))
-    customer_of = make_sampler(customers, 0.5, None)
+    customer_of = Sampler(zipf(0.5, customers))
     services = np.array(["POST", "M", "D", "C2"])
 
     def render(start: int, stop: int) -> Part:
@@ -160,7 +154,7 @@ def globo(options: Options) -> Source:
     sessions = max(1, options.rows // 3)
     users = max(10, round(options.rows / 9 * options.scale))
     taste = _Taste(options, max(320, round(min(options.rows / 20, 46_033) * options.scale)))
-    user_of = make_sampler(users, 0.5, None)
+    user_of = Sampler(zipf(0.5, users))
     attributes = {
         "environment": 3,
         "deviceGroup": 4,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "cents", "chosen", "constant", "hex8", "joined", "whole"]
+__all__ = ["Bytes", "chosen", "constant", "hex8", "joined", "whole"]
 
 Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
 
@@ -70,14 +70,6 @@ def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -
     if missing is not None:
         out[missing] = 0
     return out.view(np.uint8)
-
-
-def cents(values: NDArray[np.int64]) -> Bytes:
-    """Amounts in hundredths as decimals with two places: 255 is ``2.55``."""
-    units = values // 100
-    pair = _DIGITS[10_000 + values - units * 100].view(np.uint8).reshape(-1, 4)[:, 2:]
-    point = np.full((len(values), 1), ord("."), dtype=np.uint8)
-    return np.concatenate([whole(units), point, pair], axis=1)
 
 
 def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,12 @@ class TruthMeter:
         self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)
         self._entropy += float(positive @ np.logaddexp(0.0, -z) + negative @ np.logaddexp(0.0, z))
         self.examples += examples
+
+    def truth(self, **log: Any) -> SyntheticTruth:
+        """The planted truth of the log whose examples were added; ``log``: the other fields of it."""
+        return SyntheticTruth(
+            examples=self.examples, base_rate=self.base_rate, best_auc=self.auc, best_log_loss=self.log_loss, **log
+        )
 
     @property
     def base_rate(self) -> float:

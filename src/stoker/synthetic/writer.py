@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -15,13 +13,15 @@ import numpy as np
 
 from stoker.base import draw
 from stoker.base.device import cpu_count
-from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
+from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
 from stoker.dataset.leftovers import absent_folders, remove_empty
 from stoker.synthetic import choices, formats, purchases
+from stoker.synthetic.clicks import Options
 from stoker.synthetic.curve import Curve
-from stoker.synthetic.formats import METADATA, Options, Part, Source
+from stoker.synthetic.formats import METADATA, Part, Source
 from stoker.synthetic.truth import SyntheticTruth, TruthMeter
 
 __all__ = ["BLOCK", "RECIPES", "ordered_blocks", "source_of", "write"]
@@ -140,18 +140,7 @@ def write(
         ) from error
     finally:
         remove_empty(made)
-    truth = SyntheticTruth(
-        recipe=recipe,
-        rows=total,
-        bad=spoiled,
-        examples=meter.examples,
-        seed=seed,
-        base_rate=meter.base_rate,
-        best_auc=meter.auc,
-        best_log_loss=meter.log_loss,
-        task=source.task,
-        universe=universe,
-    )
+    truth = meter.truth(recipe=recipe, rows=total, bad=spoiled, seed=seed, task=source.task, universe=universe)
     truth.save(truth_file)
     return truth
 
@@ -205,14 +194,8 @@ def source_of(recipe: str, options: Options) -> Source:
 def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | None) -> Iterator[Any]:
     """``make(start, stop)`` over all blocks, on threads, in order; only a few results exist at a time."""
     workers = workers or min(4, cpu_count())
-    pending: deque[Future[Any]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, max(rows, 1), BLOCK):
-            pending.append(pool.submit(make, start, min(start + BLOCK, rows)))
-            if len(pending) > workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+    starts = range(0, max(rows, 1), BLOCK)
+    return ordered_map(lambda start: make(start, min(start + BLOCK, rows)), starts, workers, ahead=workers)
 
 
 def _write_file(
@@ -288,10 +271,8 @@ def _text_sink(path: Path) -> Iterator[BinaryIO]:
             packed = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
             out = stack.enter_context(io.BufferedWriter(cast(Any, packed), 1 << 20))
         elif path.suffix == ".zst":
-            try:
-                import zstandard
-            except ImportError as error:
-                raise DependencyError(f"{path.name} needs the package zstandard. Install it, or write .gz.") from error
+            import zstandard
+
             out = stack.enter_context(zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False))
         elif path.suffix == ".parquet":
             raise ConfigError(

@@ -200,16 +200,13 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
     doubts = [found.doubt] if found.doubt else []
     if label.missing:
         doubts.append(f"{label.missing:.1%} of the rows have no label: they are bad lines, set aside")
-    others = [one for one in columns if one is not label and one.outcome]
-    more = [_comment(f"other candidates: {', '.join(_printable(one.name) for one in others[:20])}")] if others else []
+    rivals = [_printable(one.name) for one in columns if one is not label and one.outcome]
+    more = [_comment(f"other candidates: {', '.join(rivals[:20])}")] if rivals else []
+    said = _comment(f"{plural(label.distinct, 'value')}, such as {label.example!r}")
     return [
-        f"[label]  {_comment(f'{_values(label)}, such as {label.example!r}')}", *_doubts(doubts), *more,
+        f"[label]  {said}", *_doubts(doubts), *more,
         *_keys({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
     ]  # fmt: skip
-
-
-def _values(column: Guess) -> str:
-    return plural(column.distinct, "value")
 
 
 def _timestamp(time: Guess | None) -> list[str]:
@@ -226,11 +223,8 @@ def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) ->
     codes = [one for one in columns if one is not label and one.code and one.kind != "left out" and one.repeats >= 2]
     users = [one for one in codes if one.kind == "categorical" and _USER_NAME.search(one.name)]
     unnamed = [one for one in codes if time and one.kind == "categorical" and not one.missing and _UNNAMED(one.name)]
-    lines = ["[split]"]
-    if time is not None:
-        lines += ['rule = "time"  # the earliest rows train', "train = 0.8", "valid = 0.1", "test = 0.1"]
-    else:
-        lines += ['rule = "hash"  # by row number', "train = 0.8", "valid = 0.1", "test = 0.1"]
+    rule = 'rule = "hash"  # by row number' if time is None else 'rule = "time"  # the earliest rows train'
+    lines = ["[split]", rule, "train = 0.8", "valid = 0.1", "test = 0.1"]
     for user in (users or unnamed)[:1]:
         needs = "" if time is not None else ", with a [timestamp]"
         doubt = "" if users else "unsure: "
@@ -251,7 +245,7 @@ def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
             name = _safe(column.name, names)
             names.add(name)
             values = {"name": name, **({} if name == column.name else {"source": column.name}), **column.settings}
-            said = [_values(column) + (f" in {rows:,} rows" if kind == "categorical" else "")]
+            said = [plural(column.distinct, "value") + (f" in {rows:,} rows" if kind == "categorical" else "")]
             said += [f"{column.missing:.1%} missing"] if column.missing else []
             said += [*column.notes, f"such as {column.example!r}"]
             lines = [f"[[{kind}]]  {_comment('; '.join(said))}", *_doubts(column.doubts)]
@@ -260,15 +254,13 @@ def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
 
 def _safe(name: str, taken: set[str]) -> str:
     """Return a name for a column that can also name a file."""
-    safe = re.sub(r"[\x00-\x1f\x7f/\\*]", "_", name).lstrip("_.")[:60] if _unsafe(name) else name
-    safe, number = safe or "column", 2
+    safe = re.sub(r"[\x00-\x1f\x7f/\\*]", "_", name)
+    if safe != name or name.startswith(("__", ".")) or len(name.encode()) > 100:
+        safe = safe.lstrip("_.")[:60] or "column"
+    number = 2
     while safe in taken:
         safe, number = f"{safe}_{number}", number + 1
     return safe
-
-
-def _unsafe(name: str) -> bool:
-    return bool(re.search(r"[\x00-\x1f\x7f/\\*]", name)) or name.startswith(("__", ".")) or len(name.encode()) > 100
 
 
 def _left_out(columns: Sequence[Guess]) -> list[str]:

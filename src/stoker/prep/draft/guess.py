@@ -22,7 +22,6 @@ NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None"
 _PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # which mean nothing else, in texts neither
 _CODES = 20  # whole numbers with at most so many different values are codes, unless their name says otherwise
 _NUMERIC = 0.95  # share of numbers from which on other texts count as damage
-_ALPHABET = r"^[0-9a-fA-F]+$"
 _TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
 _CODE_NAME = re.compile(
     r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
@@ -43,7 +42,7 @@ _OUTCOME_NAME = re.compile(
 _IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
 _RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
 _EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
-_YES = ("true", "yes", "y", "t", "True", "TRUE", "Yes", "YES", "Y", "T")
+_YES = ("true", "yes", "y", "t")
 _NO = ("false", "no", "n", "f")
 _EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 _FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
@@ -133,17 +132,17 @@ def _guess(column: pl.Series, *, named: bool) -> Guess:
         return _leave_out(guess, "no row read has a value")
     if not plain or values.dtype in (pl.Binary, pl.Object):
         return _nested(guess, values)
-    if values.dtype == pl.Boolean:
+    if values.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         values = values.cast(pl.String)
-    if values.dtype in (pl.Categorical, pl.Enum):
-        values = values.cast(pl.String)
+    if values.dtype in (pl.Time, pl.Duration):
+        return _leave_out(guess, "a time of day or a duration: write it as a number")
     if values.dtype.is_temporal():
-        return _typed_time(guess, values)
+        guess.kind, guess.settings = "time", {"type": "datetime"}
+        return guess
     if values.dtype.is_decimal():
         values = values.cast(pl.Float64)
-    textual = values.dtype == pl.String
     numbers, whole = _numbers(values)
-    if not textual or numbers.count() >= _NUMERIC * len(values):
+    if values.dtype != pl.String or numbers.count() >= _NUMERIC * len(values):
         if wrong := len(values) - numbers.count():
             bad = values.filter(numbers.is_null())[0]
             guess.doubts.append(
@@ -183,22 +182,14 @@ def _nested(guess: Guess, values: pl.Series) -> Guess:
     lengths = lists.list.len()
     if items.dtype.is_float():
         return _leave_out(guess, "lists of numbers, such as embeddings, are no ids")
+    _sequence(guess, items, {"type": "int"} if items.dtype.is_integer() else {}, int(lengths.max() or 1))  # type: ignore[arg-type]
+    return guess
+
+
+def _sequence(guess: Guess, items: pl.Series, settings: dict[str, Any], longest: int) -> None:
     guess.kind, guess.distinct, guess.code = "sequence", items.n_unique(), True
-    guess.settings = {"type": "int"} if items.dtype.is_integer() else {}
-    _max_length(guess, int(lengths.max() or 1))  # type: ignore[arg-type]
-    return guess
-
-
-def _max_length(guess: Guess, longest: int) -> None:
-    guess.settings["max_length"] = max(1, min(longest, 50))
+    guess.settings = {**settings, "max_length": max(1, min(longest, 50))}
     guess.notes.append(f"lists of up to {longest:,} values")
-
-
-def _typed_time(guess: Guess, values: pl.Series) -> Guess:
-    if values.dtype in (pl.Time, pl.Duration):
-        return _leave_out(guess, "a time of day or a duration: write it as a number")
-    guess.kind, guess.settings = "time", {"type": "datetime"}
-    return guess
 
 
 def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
@@ -230,22 +221,17 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
     if whole and padded and guess.repeats > 1 and not quantity:
         guess.settings, guess.code = {}, True  # 007 is not 7
         return
-    if guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code):
-        steps = numbers.diff().drop_nulls()
-        if code or rows >= 1000 or bool((steps == 1).all()):
-            _leave_out(guess, "a different whole number in every row read: a row id, which teaches nothing")
-            return
-    if not whole:
-        as_codes = bool((numbers == numbers.round()).all()) and code and not quantity
-        if not as_codes:
-            _dense(guess, numbers)
-            return
+    different = guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code)
+    if different and (code or rows >= 1000 or bool((numbers.diff().drop_nulls() == 1).all())):
+        _leave_out(guess, "a different whole number in every row read: a row id, which teaches nothing")
+        return
+    if not whole and code and not quantity and bool((numbers == numbers.round()).all()):
         guess.settings, guess.code = {"type": "float"}, True
         guess.doubts.append("whole numbers written as floats; taken for codes because of the name")
+    elif not whole or (quantity and not code and guess.distinct > 2):
+        _dense(guess, numbers)
     elif code and not quantity:
         guess.code = True
-    elif quantity and not code and guess.distinct > 2:
-        _dense(guess, numbers)
     elif guess.distinct > _CODES and (
         low < 0 or guess.repeats < 1.5 or (high < 1000 and name) or _are_counts(guess, low, numbers, high)
     ):
@@ -314,19 +300,14 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
     if _list_text(guess, values):
         return
     lengths = values.str.len_chars()
+    width = int(lengths[0])
     if guess.distinct == rows and rows >= 10:
         what = "a row id" if int(lengths.max()) <= 40 else "free text"  # type: ignore[arg-type]
         _leave_out(guess, f"a different text in every row read: {what}, which teaches nothing as it is")
         return
     if float(lengths.mean()) > 60:  # type: ignore[arg-type]
         guess.doubts.append("long texts: every different one gets an id. Leave it out if it is free text")
-    width = int(lengths[0])
-    if (
-        guess.distinct >= _CODES
-        and width in (8, 16)
-        and (lengths == width).all()
-        and values.str.contains(_ALPHABET).all()
-    ):
+    if guess.distinct >= _CODES and width in (8, 16) and values.str.contains(rf"^[0-9a-fA-F]{{{width}}}$").all():
         guess.settings = {"type": "hex"}
     guess.code = guess.distinct > 2
     if guess.distinct > len(values) / 2 and guess.distinct > 100:
@@ -344,10 +325,8 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
         return True
     if len(values[0]) < 6 or not values[0][-1:].strip() or not re.search(r"[-/.: ]", values[0].strip()):
         return False
-    settings = [one for one in suggestions(texts) if one.startswith("format")]
-    fitting = [one.split('"')[1] for one in settings]
-    counts = [read_moments(text_column(texts), pattern) != UNKNOWN for pattern in fitting]
-    good = [pattern for pattern, read in zip(fitting, counts, strict=True) if read.mean() >= _NUMERIC]
+    patterns = [one.split('"')[1] for one in suggestions(texts) if one.startswith("format")]
+    good = [one for one in patterns if (read_moments(text_column(texts), one) != UNKNOWN).mean() >= _NUMERIC]
     if not good:
         return False
     guess.kind, guess.settings = "time", {"type": "datetime", "format": good[0]}
@@ -368,9 +347,8 @@ def _list_text(guess: Guess, values: pl.Series) -> bool:
         if (separator == " " and not codes) or (separator == "," and blanks) or pieces.n_unique() > len(pieces) / 1.5:
             continue
         whole = bool(pieces.drop_nulls().str.contains(r"^(0|[1-9][0-9]{0,17})$").all())
-        guess.kind, guess.distinct, guess.code = "sequence", pieces.n_unique(), True
-        guess.settings = {"separator": separator, **({"type": "int"} if whole else {})}
-        _max_length(guess, int(values.str.count_matches(separator, literal=True).max()) + 1)  # type: ignore[arg-type]
+        longest = int(values.str.count_matches(separator, literal=True).max()) + 1  # type: ignore[arg-type]
+        _sequence(guess, pieces, {"separator": separator, **({"type": "int"} if whole else {})}, longest)
         if not codes and separator in ",;":
             guess.doubts.append(f"lists separated by {separator!r}, or texts with such a character in them?")
         return True
@@ -396,10 +374,10 @@ def _number_outcome(name: str, numbers: pl.Series, *, named: bool) -> Outcome | 
             return Outcome(order=1, rule=rule)
         return Outcome(order=7, rule=rule, doubt="chosen because it has two values") if values == [-1, 1] else None
     halves = all(value * 2 == round(value * 2) and 0 <= value <= 10 for value in values)
-    if len(values) >= 3 and halves and (_RATING_NAME.search(name) or not named):
+    rating = bool(_RATING_NAME.search(name))
+    if len(values) >= 3 and halves and (rating or not named):
         top = max(values)
         rule = f">= {'4' if top == 5 else '7' if top == 10 else f'{top:g}'}"
-        rating = bool(_RATING_NAME.search(name))
         doubt = "" if rating and top in (5, 10) else "a rating? Say from which value on a row counts as liked"
         return Outcome(order=2 if rating else 8, rule=rule, doubt=doubt)
     if strong:
@@ -413,20 +391,14 @@ def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
     """Return how a column of texts could be the label."""
     found: Sequence[str] = values.unique().sort().to_list() if values.n_unique() <= 20 else []
     strong = bool(_OUTCOME_NAME.match(name))
-    lower = {text.lower() for text in found}
-    if len(found) == 2 and lower & set(_YES) and lower & set(_NO):
-        yes = next(text for text in found if text in _YES or text.lower() in _YES)
-        return Outcome(
-            order=1 if strong else 5, rule=_equals(yes), doubt="" if strong else "chosen because of its values"
-        )
-    for event in _EVENTS:
-        if len(found) > 1 and event in lower:
-            text = next(one for one in found if one.lower() == event)
-            return Outcome(order=1 if strong else 5, rule=_equals(text), doubt="say which of the events count as 1")
+    lower = {text.lower(): text for text in reversed(found)}  # the first of those that differ in capitals
+    yes, no = (next((lower[one] for one in words if one in lower), None) for words in (_YES, _NO))
+    order = 1 if strong else 5
+    if len(found) == 2 and yes and no:
+        return Outcome(order=order, rule=f"== '{yes}'", doubt="" if strong else "chosen because of its values")
+    event = next((lower[one] for one in _EVENTS if one in lower), None)
+    if len(found) > 1 and event:
+        return Outcome(order=order, rule=f"== '{event}'", doubt="say which of the events count as 1")
     if strong and len(found) == 2 and "'" not in found[1]:
-        return Outcome(order=2, rule=_equals(found[1]), doubt=f"say which of {found} counts as 1")
+        return Outcome(order=2, rule=f"== '{found[1]}'", doubt=f"say which of {found} counts as 1")
     return None
-
-
-def _equals(text: str) -> str:
-    return f"== '{text}'"

@@ -6,9 +6,11 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -81,18 +83,17 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
         magic = file.read(4)
     if not magic:
         raise DataError(f"{path} is empty. Name a file with rows.")
-    kind = "parquet" if magic == b"PAR1" else source_kind(path)
-    if kind == "parquet":
+    if magic == b"PAR1" or source_kind(path) == "parquet":
         return _parquet(path, rows)
     head = _head(path)
-    if kind == "csv" and head.lstrip()[:1] == b"{" and _is_object(head.lstrip().split(b"\n", 1)[0]):
-        kind = "jsonl"
-    return _json_lines(path, rows, most) if kind == "jsonl" else _text(path, head, rows, most, like)
+    if source_kind(path) == "jsonl" or _object(head.lstrip().split(b"\n", 1)[0]) is not None:
+        return _json_lines(path, rows, most)
+    return _text(path, head, rows, most, like)
 
 
 def _head(path: Path) -> bytes:
     """Return the first lines of a text, and refuse what is no text."""
-    head = b"".join(_pieces(path, 2**16))[: 2**18]
+    head = next((block.load().tobytes() for block in line_blocks(path, block_bytes=2**16)), b"")
     if not head.strip():
         raise DataError(f"{path} is empty. Name a file with rows.")
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -104,14 +105,16 @@ def _head(path: Path) -> bytes:
     return head
 
 
-def _pieces(path: Path, most: int) -> Iterator[bytes]:
-    """Yield blocks of whole lines from the beginning of a text until ``most`` bytes are reached."""
+def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
+    """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
+    lines: list[bytes] = []
     for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
         data = block.load().tobytes()
-        yield data
         most -= len(data)
-        if most <= 0:
-            return
+        lines += filter(bytes.strip, data.split(b"\n"))
+        if len(lines) > rows or most <= 0:
+            return lines[:rows], False
+    return lines, True
 
 
 def _parquet(path: Path, rows: int) -> Sample:
@@ -127,59 +130,24 @@ def _parquet(path: Path, rows: int) -> Sample:
     return sample
 
 
-def _is_object(line: bytes) -> bool:
+def _object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if there is none."""
     try:
-        return isinstance(json.loads(line), dict)
+        value = json.loads(line)
     except ValueError:
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _json_lines(path: Path, rows: int, most: int) -> Sample:
-    source = SourceFormat() if source_kind(path) == "jsonl" else SourceFormat(kind="jsonl")
-    frames: list[pl.DataFrame] = []
-    sample = Sample(frame=pl.DataFrame(), source=source)
-    seen = read = 0
-    for data in _pieces(path, most):
-        read += len(data)
-        found: dict[str, list[object]] = {}
-        count = 0
-        for line in filter(bytes.strip, data.split(b"\n")):
-            if seen + count >= rows:
-                sample.whole = False
-                break
-            try:
-                values = json.loads(line)
-            except ValueError:
-                values = None
-            if not isinstance(values, dict):
-                sample.bad += 1
-                continue
-            for key in values:
-                found.setdefault(key, [None] * count)
-            for key, column in found.items():
-                column.append(values.get(key))
-            count += 1
-        found.pop("", None)
-        if found:
-            frames.append(pl.DataFrame([_json_series(name, column) for name, column in found.items()]))
-        seen += count
-        if not sample.whole:
-            break
-    if not frames:
+    lines, whole = _lines(path, rows, most)
+    objects = [found for line in lines if (found := _object(line)) is not None]
+    names = dict.fromkeys(name for found in objects for name in found if name)
+    if not names:
         raise DataError(f"{path} has no JSON object in its first lines. JSON lines have one object per line.")
-    sample.whole = sample.whole and read < most
-    types: dict[str, set[pl.DataType]] = {}
-    for frame in frames:
-        for name, kind in frame.schema.items():
-            types.setdefault(name, set()).add(kind)
-    numeric = {pl.Int64(), pl.Float64(), pl.Null()}
-    mixed = {name for name, kinds in types.items() if len(kinds - {pl.Null()}) > 1 and not kinds <= numeric}
-    same = [
-        frame.with_columns(pl.col(name).cast(pl.String, strict=False) for name in frame.columns if name in mixed)
-        for frame in frames
-    ]
-    sample.frame = pl.concat(same, how="diagonal_relaxed")
-    return sample
+    source = SourceFormat() if source_kind(path) == "jsonl" else SourceFormat(kind="jsonl")
+    frame = pl.DataFrame([_json_series(name, [found.get(name) for found in objects]) for name in names])
+    return Sample(frame=frame, source=source, whole=whole, bad=len(lines) - len(objects))
 
 
 def _json_series(name: str, values: list[object]) -> pl.Series:
@@ -197,31 +165,19 @@ def _json_series(name: str, values: list[object]) -> pl.Series:
 
 
 def _text(path: Path, head: bytes, rows: int, most: int, like: Sample | None) -> Sample:
-    sample = _notation(path, head) if like is None else replace(like, whole=True, bad=0)
-    source, encoding = sample.source, sample.source.encoding
-    separator = source.separator or ","
-    names: list[str] = list(source.columns)
-    frames: list[pl.DataFrame] = []
-    seen = read = 0
-    for number, data in enumerate(_pieces(path, most)):
-        read += len(data)
-        lines = [line for line in data.decode(encoding, errors="replace").split("\n") if line.strip()]
-        if number == 0 and not source.columns and lines:
-            quote = source.quote or ""
-            names = [name.strip().strip(quote) for name in lines.pop(0).rstrip("\r").split(separator)]
-        if seen + len(lines) > rows:
-            lines, sample.whole = lines[: rows - seen], False
-        found = [_fields(line.rstrip("\r"), separator, source.quote) for line in lines]
-        fitting = [fields for fields in found if len(fields) == len(names)]
-        sample.bad += len(found) - len(fitting)
-        seen += len(found)
-        # Names may be there twice; columns of a frame may not.
-        columns = [[fields[place] for fields in fitting] for place in range(len(names))]
-        frames.append(pl.DataFrame({str(place): column for place, column in enumerate(columns)}, strict=False))
-        if not sample.whole:
-            break
-    sample.whole = sample.whole and read < most
-    frame = pl.concat(frames).cast(pl.String).with_columns(pl.all().replace("", None))
+    sample = _notation(path, head) if like is None else replace(like, bad=0, unsure=[])
+    source = sample.source
+    separator, names = source.separator or ",", list(source.columns)
+    raw, sample.whole = _lines(path, rows + (not names), most)
+    lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw]
+    if not names:
+        names = [name.strip().strip(source.quote or "") for name in lines.pop(0).split(separator)]
+    found = [_fields(line, separator, source.quote) for line in lines]
+    fitting = [fields for fields in found if len(fields) == len(names)]
+    sample.bad = len(found) - len(fitting)
+    # Names may be there twice; columns of a frame may not.
+    columns = {str(place): [fields[place] for fields in fitting] for place in range(len(names))}
+    frame = pl.DataFrame(columns, schema=dict.fromkeys(columns, pl.String)).with_columns(pl.all().replace("", None))
     twice = {name for name, count in Counter(names).items() if count > 1}
     kept = [(place, name) for place, name in enumerate(names) if name and name not in twice]
     for name in sorted(twice):
@@ -271,23 +227,24 @@ def _notation(path: Path, head: bytes) -> Sample:
 
 def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
     """Return the separator that cuts most lines into the same number of fields, that share of lines, and the quote."""
-    found: list[tuple[bool, int, float, str, str | None]] = []
-    for separator in _SEPARATORS:
-        for quote in ('"', None):
-            if quote and len(separator) > 1:
-                continue
-            width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
-            if width > 1:
-                share = count / len(lines)
-                # Quotes stay unless lines fit better without them; "::" goes before "|" and "," inside its fields.
-                found.append((share >= _ALIKE, (separator == "::") * 1000 + width, share, separator, quote))
+    found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a line, and the share of such lines
+    for separator, quote in product(_SEPARATORS, ('"', None)):
+        width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
+        if width > 1 and not (quote and len(separator) > 1):
+            # "::" goes before "|" and "," inside its fields.
+            found[separator, quote] = width + 1000 * (separator == "::"), count / len(lines)
     if not found:
         return None, 0.0, '"'
-    _, _, share, separator, quote = max(found, key=lambda one: (one[0], one[1] if one[0] else one[2], one[2]))
-    plain = [one for one in found if one[3] == separator and one[4] == '"']
-    if plain and plain[0][2] >= share - 0.02:
-        share, quote = plain[0][2], '"'
-    return separator, share, quote
+
+    def order(one: tuple[str, str | None]) -> tuple[bool, float, float]:
+        width, share = found[one]
+        return share >= _ALIKE, width if share >= _ALIKE else share, share
+
+    separator, quote = max(found, key=order)
+    # Quotes stay unless lines fit better without them.
+    if found.get((separator, '"'), (0, 0.0))[1] >= found[separator, quote][1] - 0.02:
+        quote = '"'
+    return separator, found[separator, quote][1], quote
 
 
 def _is_header(first: list[str], rows: Sequence[list[str]]) -> tuple[bool, bool]:

@@ -11,15 +11,23 @@ import numpy.typing as npt
 
 from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.prep.parse.dictionary_kernels import count_codes
 from stoker.prep.parse.layout import Layout, feature_codes
-from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import made_in, write_part
+from stoker.prep.stages.parts import PartFile, made_in, write_part
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["build_table", "look_up_table"]
+__all__ = ["build_table", "count_codes", "look_up_table"]
+
+Array = npt.NDArray[Any]
+
+
+def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
+    """Return [size] how often each code of a feature occurs in the rows of a part that ``chosen`` [n] marks."""
+    if chosen is None:
+        return np.zeros(size, np.int64)
+    codes, lengths = feature_codes(arrays, layout, index)
+    return np.bincount(codes[chosen if lengths is None else np.repeat(chosen, lengths)], minlength=size)
 
 
 def build_table(
@@ -34,95 +42,87 @@ def build_table(
 
     The returned record (for the journal) says how many rows the table has.
     """
-    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
-    columns = [layout.features[i] for i in features]
-    if columns[0].hash_buckets is not None:
-        return _count_buckets(columns, features, layout, parts, splits, work)
-    builder = TableBuilder(columns[0].type)
+    features = [(i, column) for i, column in enumerate(layout.features) if column.table_name == table]
+    first = features[0][1]
+    if first.hash_buckets is not None:
+        return _count_buckets([i for i, _ in features], first.hash_buckets, layout, parts, splits, work)
+    builder = TableBuilder(first.type)
     refs: list[npt.NDArray[np.int32]] = []
-    missing, missing_other, total = 0, 0, 0
+    missing, total = 0, 0
     for part in parts:
         chosen = splits.train_rows(part)
         with part.open() as arrays:
-            for index, column in zip(features, columns, strict=True):
-                size = arrays.size(f"ends.{index}") if column.type == "string" else arrays.size(f"values.{index}") + 1
-                counts = np.zeros(size, np.int64)
-                if chosen is not None:
-                    codes, lengths = feature_codes(arrays, layout, index)
-                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
-                if column.missing == "category":
-                    missing += int(counts[0])
-                else:
-                    missing_other += int(counts[0])
+            for index, column in features:
+                dictionary = _dictionary(arrays, index, column.type)
+                size = len(dictionary[-1]) + (column.type != "string")
+                counts = count_codes(arrays, layout, index, chosen, size)
+                missing += int(counts[0]) if column.missing == "category" else 0
                 total += int(counts.sum())
                 if column.type == "string":
-                    refs.append(builder.add_texts(arrays[f"bytes.{index}"], arrays[f"ends.{index}"], counts[1:]))
+                    refs.append(builder.add_texts(dictionary[0], dictionary[1], counts[1:]))
                 else:
-                    refs.append(builder.add_ints(arrays[f"values.{index}"], counts[1:]))
-    own = any(column.missing == "category" for column in columns)
-    done = builder.finish(min_count=columns[0].min_count, missing=missing if own else None, total=total)
+                    refs.append(builder.add_ints(dictionary[0], counts[1:]))
+    own = any(column.missing == "category" for _, column in features)
+    done = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
     with made_in(work.parent, vocabulary) as path:
         done.write(path)
-    # One array of ids per part and feature, led by the id of a missing value: what a code looks up.
-    starts, at = [], 0
-    pieces: list[npt.NDArray[np.int32]] = []
+    pieces = []
     for position, entries in enumerate(refs):
-        column = columns[position % len(columns)]
-        lead = done.missing_id if column.missing == "category" else 0
-        starts.append(at)
-        pieces.append(np.concatenate([[lead], done.ids[entries]]).astype(np.int32))
+        column = features[position % len(features)][1]
+        pieces.append(_ids(done.missing_id if column.missing == "category" else 0, done.ids[entries]))
         refs[position] = np.empty(0, np.int32)
-        at += len(pieces[-1])
-    starts.append(at)
-    record = write_part(work, {
-        "ids": np.concatenate(pieces) if pieces else np.empty(0, np.int32),
-        "starts": np.array(starts, np.int64),
-        "counts": done.counts(),
-    })  # fmt: skip
+    record = _write_ids(work, pieces, done.counts())
     return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
 
 
 def look_up_table(table: str, layout: Layout, parts: Sequence[PartRows], work: Path, like: Like) -> dict[str, Any]:
-    """The ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
-    features = [i for i, column in enumerate(layout.features) if column.table_name == table]
-    columns = [layout.features[i] for i in features]
+    """Write the ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
+    features = [(i, column) for i, column in enumerate(layout.features) if column.table_name == table]
+    first = features[0][1]
     counts = like.data.counts[table].numpy()
-    if columns[0].hash_buckets is not None:
+    if first.hash_buckets is not None:
         return {**write_part(work, {"counts": counts}), "rows": len(counts)}
-    known = like.vocabulary(table, columns[0].type)
-    starts, pieces = [0], []
+    known = like.vocabulary(table, first.type)
+    pieces = []
     for part in parts:
         with part.open() as arrays:
-            for index, column in zip(features, columns, strict=True):
-                if column.type == "string":
-                    ids = known.ids(arrays[f"bytes.{index}"], arrays[f"ends.{index}"])
-                else:
-                    ids = known.ids(arrays[f"values.{index}"])
-                lead = known.missing_id if column.missing == "category" else 0
-                pieces.append(np.concatenate([[lead], ids]).astype(np.int32))
-                starts.append(starts[-1] + len(pieces[-1]))
-    record = write_part(work, {"ids": np.concatenate(pieces), "starts": np.array(starts, np.int64), "counts": counts})
-    return {**record, "rows": known.rows}
+            for index, column in features:
+                ids = known.ids(*_dictionary(arrays, index, column.type))
+                pieces.append(_ids(known.missing_id if column.missing == "category" else 0, ids))
+    return {**_write_ids(work, pieces, counts), "rows": known.rows}
+
+
+def _dictionary(arrays: PartFile, index: int, kind: str) -> tuple[Array, ...]:
+    """Return the dictionary of a feature in a part: numbers, or the bytes of texts and where they begin and end."""
+    return tuple(arrays[f"{name}.{index}"] for name in (("bytes", "ends") if kind == "string" else ("values",)))
+
+
+def _ids(missing: int, ids: Array) -> npt.NDArray[np.int32]:
+    """Return what a code is looked up in: the id of a missing value, then those of the dictionary."""
+    return np.concatenate([[missing], ids]).astype(np.int32)
+
+
+def _write_ids(work: Path, pieces: Sequence[Array], counts: Array) -> dict[str, Any]:
+    """Write one array of ids per part and feature, one after the other, and the counts by id."""
+    starts = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    ids = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    return write_part(work, {"ids": ids, "starts": starts, "counts": counts})
 
 
 def _count_buckets(
-    columns: Sequence[CategoricalColumn],
     features: Sequence[int],
+    buckets: int,
     layout: Layout,
     parts: Sequence[PartRows],
     splits: SplitFile,
     work: Path,
 ) -> dict[str, Any]:
-    buckets = columns[0].hash_buckets
-    assert buckets is not None
     counts = np.zeros(buckets + 1, np.int64)
     for part in parts:
         chosen = splits.train_rows(part)
-        if chosen is None:
-            continue
-        with part.open() as arrays:
-            for index in features:
-                codes, lengths = feature_codes(arrays, layout, index)
-                count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), counts)
+        if chosen is not None:
+            with part.open() as arrays:
+                for index in features:
+                    counts += count_codes(arrays, layout, index, chosen, buckets + 1)
     record = write_part(work, {"counts": counts})
     return {**record, "rows": buckets + 1, "unknown": int(counts[0]), "total": int(counts.sum())}

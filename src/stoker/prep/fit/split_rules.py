@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy.typing as npt
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.ops.codegen.jit import jit
 from stoker.prep.fit.ranks import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionary_kernels import splitmix
@@ -68,24 +68,6 @@ class SplitFile:
             file.write(splits.data)
 
 
-@jit
-def _latest(positions, users, times, first_row, two_times, last_row, before_row, seen):  # type: ignore[no-untyped-def]
-    """Per user: time and row of the latest row, the row that was latest before it, and how many rows."""
-    latest_time, before_time = two_times[0], two_times[1]
-    for i in positions:
-        user = users[i]
-        time, row = times[i], first_row + i
-        if seen[user] == 0 or time >= latest_time[user]:
-            before_time[user] = latest_time[user]
-            before_row[user] = last_row[user]
-            latest_time[user] = time
-            last_row[user] = row
-        elif seen[user] == 1 or time >= before_time[user]:
-            before_time[user] = time
-            before_row[user] = row
-        seen[user] += 1
-
-
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
     """What the rule "files" makes of each file; the first pattern that matches decides."""
     targets = []
@@ -113,12 +95,9 @@ class Splitter:
     def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str]) -> None:
         self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
-        self._kept_before = [part.start for part in self.parts]  # kept rows in the parts before
-        kept = [part.rows for part in self.parts]
-        if schema.negative_keep < 1:
-            kept = [int(self._kept(part).sum()) for part in self.parts]
-            self._kept_before = np.concatenate([[0], np.cumsum(kept)[:-1]]).tolist() if kept else []
-        self._total = sum(kept)
+        kept = [int(self._kept(part).sum()) for part in self.parts]
+        self._kept_before = list(accumulate(kept, initial=0))  # kept rows in the parts before
+        self._total = self._kept_before.pop()
         self._kept_in_file = {
             file: sum(n for part, n in zip(self.parts, kept, strict=True) if part.file == file)
             for file in range(len(files))
@@ -134,28 +113,25 @@ class Splitter:
 
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
         """[rows] split of every row of a part."""
-        kept = self._kept(part) if self.schema.negative_keep < 1 else None
+        kept = self._kept(part)
         result = self._assign(part, kept)
-        if kept is not None:
-            result[~kept] = DROP
+        result[~kept] = DROP
         return result
 
     def _kept(self, part: PartRows) -> npt.NDArray[np.bool_]:
-        seed = splitmix(np.array([self.schema.seed + 1], np.uint64))[0]
-        hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
+        """Return [rows] whether ``negative_keep`` keeps each row."""
+        if self.schema.negative_keep >= 1:
+            return np.ones(part.rows, np.bool_)
         with part.open() as arrays:
             other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
-        kept: npt.NDArray[np.bool_] = other | (share_of_hash(hashes, (self.schema.negative_keep,)) == 0)
-        return kept
+        other |= _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
+        return other
 
-    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-        """Number of each row among the kept ones."""
-        before = self._kept_before[part.index]
-        if kept is None:
-            return np.arange(before, before + part.rows)
-        return before + np.cumsum(kept) - kept
+    def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the number of each row among the kept ones."""
+        return self._kept_before[part.index] + np.cumsum(kept) - kept
 
-    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.uint8]:
+    def _assign(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
         rule = self.rule.rule
         if rule == "runs":
             return _halved_runs(self._position(part, kept), self._total, self.rule.runs)
@@ -167,9 +143,7 @@ class Splitter:
             within = self._position(part, kept) - self._file_start[part.file]
             return np.where(within < -(-size // 2), 2, 1).astype(np.uint8)
         if rule == "hash" and self.rule.column is None:
-            seed = splitmix(np.array([self.rule.seed], np.uint64))[0]
-            hashes = splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ seed)
-            return share_of_hash(hashes, (self.rule.train, self.rule.valid))
+            return _shares_of_rows(part, self.rule.seed, (self.rule.train, self.rule.valid))
         with part.open() as arrays:
             if rule == "time":
                 return self._cut(arrays["time"])
@@ -181,8 +155,8 @@ class Splitter:
         rows = np.arange(part.start, part.start + part.rows)
         held = self._seen[users] >= self.rule.min_rows
         result = np.zeros(part.rows, np.uint8)
-        result[held & (rows == self._before_row[users])] = 1
-        result[held & (rows == self._last_row[users])] = 2
+        result[held & (rows == self._latest_rows[0, users])] = 1
+        result[held & (rows == self._latest_rows[1, users])] = 2
         return result
 
     def _cut(self, times: Array) -> npt.NDArray[np.uint8]:
@@ -200,7 +174,7 @@ class Splitter:
             for part in self.parts:
                 with part.open() as arrays:
                     time = np.array(arrays["time"])
-                yield time[self._kept(part)] if self.schema.negative_keep < 1 else time
+                yield time[self._kept(part)]
 
         self._find_cuts(times, self._total)
 
@@ -213,21 +187,45 @@ class Splitter:
                 self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
         users = builder.entries
         del builder
-        times = np.full((2, users), np.iinfo(np.int64).min)
-        self._last_row, self._before_row = np.full(users, -1, np.int64), np.full(users, -1, np.int64)
         self._seen = np.zeros(users, np.int64)
+        # [2, users] of the row before the latest one, and of the latest one
+        times, self._latest_rows = np.full((2, users), np.iinfo(np.int64).min), np.full((2, users), -1, np.int64)
         for part in self.parts:
             with part.open() as arrays:
                 # A row that was not kept must not become a user's last one.
-                kept = self._kept(part) if self.schema.negative_keep < 1 else np.ones(part.rows, np.bool_)
-                _latest(
-                    np.flatnonzero(kept), self._refs[part.index][arrays["codes.user"] - 1], arrays["time"],
-                    part.start, times, self._last_row, self._before_row, self._seen,
-                )  # fmt: skip
-        self._last_time = times[0]
+                kept = self._kept(part)
+                found = self._refs[part.index][arrays["codes.user"][kept] - 1]
+                _update_latest(found, arrays["time"][kept], part.start + np.flatnonzero(kept), times, self._latest_rows)
+            np.add.at(self._seen, found, 1)
+        self._last_time = times[1]
         if self.rule.rule == "last_touch":
             present = self._last_time[self._seen > 0]
             self._find_cuts(lambda: iter([present]), len(present))
+
+
+def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array, latest_rows: Array) -> None:
+    """Update the times and rows [2, all users] of the two latest rows of each user; among equal times the later row.
+
+    Args:
+        users: [n] of the rows of a part.
+        times: [n] of these rows.
+        rows: [n] their numbers, above those of the parts before.
+        latest_times, latest_rows: of the parts before, least first; the least int64 and -1 where there is no row.
+    """
+    known, counts = np.unique(users, return_counts=True)
+    users = np.concatenate([known, known, users])
+    times = np.concatenate([*latest_times[:, known], times])
+    rows = np.concatenate([*latest_rows[:, known], rows])
+    order = np.lexsort((rows, times, users))
+    last = np.cumsum(counts + 2) - 1
+    latest = order[np.stack([last - 1, last])]
+    latest_times[:, known], latest_rows[:, known] = times[latest], rows[latest]
+
+
+def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
+    """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
+    key = splitmix(np.array([seed], np.uint64))[0]
+    return share_of_hash(splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ key), shares)
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
 
 from stoker.base.errors import DataError
 from stoker.ops.memory import zeros
@@ -25,14 +27,13 @@ Array = npt.NDArray[Any]
 _LOAD = 0.6
 _MAX_ENTRIES = 2**31 - 2
 _VIEWS: dict[str, Any] = {"hex": np.uint64, "float": np.float64}  # what the 64 bits of a value mean
-_CAP = 2**16 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """A finished vocabulary. Row i of ``frame`` (value, count) is id i + 1."""
 
-    frame: Any  # polars.DataFrame: value, count; a null value is the missing one
+    frame: pl.DataFrame  # value, count; a null value is the missing one
     ids: npt.NDArray[np.int64]  # [entries] id of each entry in order of insertion; 0 below the minimum count
     missing_id: int  # of an empty field where it is a category of its own, else 0
     unknown: int  # training occurrences of values without id
@@ -43,7 +44,7 @@ class Vocabulary:
         return int(self.frame.height) + 1
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """[num_embeddings] training occurrences by id."""
+        """Return [num_embeddings] training occurrences by id."""
         return np.concatenate([[self.unknown], self.frame["count"].to_numpy()]).astype(np.int64)
 
     def write(self, path: Path) -> None:
@@ -68,14 +69,14 @@ class TableBuilder:
         self._ends = np.zeros(1025, np.int64)
 
     def add_ints(self, values: Array, counts: Array) -> npt.NDArray[np.int32]:
-        """Add a dictionary of numbers with their training counts; returns the entry of each value."""
+        """Add a dictionary of numbers with their training counts; return the entry of each value."""
         self._make_room(len(values))
         refs = np.empty(len(values), np.int32)
         self.entries = kernels.insert_ints(self._slots, values, counts, self._values, self._counts, self.entries, refs)
         return refs
 
     def add_texts(self, data: Array, ends: Array, counts: Array) -> npt.NDArray[np.int32]:
-        """Add a dictionary of texts with their training counts; returns the entry of each."""
+        """Add a dictionary of texts with their training counts; return the entry of each."""
         self._make_room(len(ends) - 1)
         needed = int(self._ends[self.entries]) + len(data)
         if needed > len(self._arena):
@@ -87,7 +88,7 @@ class TableBuilder:
         return refs
 
     def find_ints(self, values: Array) -> npt.NDArray[np.int64]:
-        """Entry of each number, -1 where it has none; any number of threads may look at once."""
+        """Return the entry of each number, -1 where it has none; several threads may call this at once."""
         out = np.empty(len(values), np.int64)
         kernels.find_ints(self._slots, values, out)
         return out
@@ -99,16 +100,12 @@ class TableBuilder:
         return out
 
     def values(self) -> npt.NDArray[np.int64]:
-        """[entries] numbers in the order in which they came."""
+        """Return [entries] numbers in the order in which they came."""
         return self._values[: self.entries]
 
     def occurrences(self) -> npt.NDArray[np.int64]:
-        """[entries] the counts given with each value."""
+        """Return [entries] the counts given with each value."""
         return self._counts[: self.entries]
-
-    def series(self, entries: npt.NDArray[np.int64]) -> Any:
-        """A Polars series of the values of some entries."""
-        return self._series(entries)
 
     def _make_room(self, more: int) -> None:
         needed = self.entries + more
@@ -124,12 +121,8 @@ class TableBuilder:
             else:
                 self._values = _grown(self._values, size)
         if needed > _LOAD * len(self._slots):
-            size = 1 << int(np.ceil(np.log2(needed / _LOAD)))
-            old, self._slots = self._slots, zeros((size, 2), np.int64)
-            if self.kind == "string":
-                kernels.rehash_texts(self._slots, old)
-            else:
-                kernels.rehash_ints(self._slots, self._values, self.entries)
+            old, self._slots = self._slots, zeros((1 << int(np.ceil(np.log2(needed / _LOAD))), 2), np.int64)
+            kernels.rehash(self._slots, old)
 
     def finish(self, *, min_count: int, missing: int | None, total: int) -> Vocabulary:
         """Number the entries. The builder is empty afterwards.
@@ -139,57 +132,29 @@ class TableBuilder:
             missing: training occurrences of empty fields where they are a category, else None.
             total: all training occurrences, for the count of id 0.
         """
-        import polars as pl
-
         self._slots = np.zeros((0, 2), np.int64)  # the hash is not needed for sorting, which needs room
-        counts = self._counts[: self.entries]
-        kept = np.flatnonzero(counts >= min_count) if min_count > 1 else np.flatnonzero(counts)
-        order = self._order(kept, counts[kept])
-        frame = pl.DataFrame({"value": self._series(order), "count": counts[order]})
-        numbers = np.arange(1, len(order) + 1)
-        missing_id = 0
+        counts = self.occurrences()
+        entries = np.flatnonzero(counts >= max(min_count, 1))
+        frame = pl.DataFrame({"value": self.series(entries), "count": counts[entries], "entry": entries})
         if missing is not None and missing >= min_count:
-            # Among equal counts an empty field comes first.
-            place = int(np.count_nonzero(counts[order] > missing))
-            own = pl.DataFrame({"value": [None], "count": [missing]}, schema=frame.schema)
-            frame = pl.concat([frame[:place], own, frame[place:]]).rechunk()
-            numbers[place:] += 1
-            missing_id = place + 1
-        ids = np.zeros(self.entries, np.int64)
-        ids[order] = numbers
-        unknown = total - int(frame["count"].sum() or 0)
-        return Vocabulary(frame=frame, ids=ids, missing_id=missing_id, unknown=unknown)
+            own = pl.DataFrame({"value": [None], "count": [missing], "entry": [-1]}, schema=frame.schema)
+            frame = pl.concat([own, frame])
+        # Among equal counts an empty field comes first.
+        frame = frame.sort("count", "value", descending=[True, False], nulls_last=False).rechunk()
+        order = frame.drop_in_place("entry").to_numpy()
+        ids = np.zeros(self.entries + 1, np.int64)  # the last is that of entry -1
+        ids[order] = np.arange(1, len(order) + 1)
+        unknown = total - int(frame["count"].sum())
+        return Vocabulary(frame=frame, ids=ids[:-1], missing_id=int(ids[-1]), unknown=unknown)
 
-    def _order(self, kept: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The entries ``kept`` by falling count, ties by rising value."""
-        import polars as pl
-
-        if self.kind == "string":
-            frame = pl.DataFrame({"value": self._series(kept), "count": counts, "entry": kept})
-            sorted_: npt.NDArray[np.int64] = frame.sort("count", "value", descending=[True, False])["entry"].to_numpy()
-            return sorted_
-        by_value = np.argsort(self._values[kept].view(_VIEWS.get(self.kind, np.int64)))
-        # Nearly all counts are small: a stable sort of 16 bits is a radix sort; the few large ones are sorted anew.
-        capped = (_CAP - np.minimum(counts[by_value], _CAP)).astype(np.uint16)
-        order = by_value[np.argsort(capped, kind="stable")]
-        large = int(np.count_nonzero(capped == 0))
-        order[:large] = order[:large][np.argsort(-counts[order[:large]], kind="stable")]
-        return kept[order]
-
-    def _series(self, kept: npt.NDArray[np.int64]) -> Any:
-        import polars as pl
-
-        if self.kind == "string":
-            import pyarrow as pa
-
-            ends = np.ascontiguousarray(self._ends[: self.entries + 1])
-            size = int(ends[-1])
-            buffers = [None, pa.py_buffer(ends), pa.py_buffer(np.ascontiguousarray(self._arena[:size]))]
-            texts = pa.Array.from_buffers(pa.large_string(), self.entries, buffers)
-            series = pl.Series(pl.from_arrow(texts))
-            return series.gather(kept)
-        values = self._values[kept]
-        return pl.Series(values.view(_VIEWS.get(self.kind, np.int64)))
+    def series(self, entries: npt.NDArray[np.int64]) -> pl.Series:
+        """Return the values of some entries."""
+        if self.kind != "string":
+            return pl.Series(self._values[entries].view(_VIEWS.get(self.kind, np.int64)))
+        ends = self._ends[: self.entries + 1]
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(self._arena[: int(ends[-1])])]
+        texts = pa.Array.from_buffers(pa.large_string(), self.entries, buffers)
+        return pl.Series(pl.from_arrow(texts)).gather(entries)
 
 
 def _grown(array: Array, size: int) -> Array:

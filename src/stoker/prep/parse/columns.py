@@ -49,6 +49,7 @@ class Field:
     keep: str = "last"
     required: bool = False  # an empty field makes the line bad
     optional: bool = False  # a file may lack the column, which is as if all its fields were empty
+    kept: bool = False  # goes to the scores: a typed file's in the type that it has there, not as ``kind``
 
 
 @dataclass(kw_only=True)
@@ -157,6 +158,7 @@ class Block:
     row_at: npt.NDArray[np.int64]  # [rows] what ``text_at`` knows each row by
     text_at: Callable[[int], str]  # the text of a row, for the quarantine
     bad: list[BadLine] = field(default_factory=list)
+    frame: Any = None  # of a typed file: the Polars frame whose rows ``row_at`` names
 
     def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:
         """Move the rows that ``wrong`` marks to the bad lines."""

@@ -16,14 +16,12 @@ __all__ = [
     "block_texts",
     "block_views",
     "copy_spans",
-    "count_codes",
     "find_ints",
     "find_texts",
     "gather_bytes",
     "insert_ints",
     "insert_texts",
-    "rehash_ints",
-    "rehash_texts",
+    "rehash",
     "splitmix",
     "spread_lists",
 ]
@@ -226,33 +224,28 @@ def gather_bytes(data, starts, lengths, out, ends):  # type: ignore[no-untyped-d
 
 
 @jit
-def count_codes(codes, chosen, counts):  # type: ignore[no-untyped-def]
-    """Add the occurrences of each code among the chosen rows."""
-    for i in range(codes.size):
-        counts[codes[i]] += chosen[i]
-
-
-@jit
 def insert_ints(slots, values, counts, entry_values, entry_counts, entries, refs):  # type: ignore[no-untyped-def]
-    """Add a block's dictionary to a table's. ``slots`` [size, 2] int64 holds value and entry + 1 (0: free).
+    """Add a block's dictionary to a table's. ``slots`` [size, 2] int64 holds the hash and entry + 1 (0: free);
+    different numbers have different hashes.
 
     ``refs`` receives each value's entry. Returns the new number of entries; the caller has made room.
     """
     mask = np.uint64(slots.shape[0] - 1)
     for i in range(values.size):
-        value = values[i]
-        at = _mix(value) & mask
+        h = _mix(values[i])
+        tag = np.int64(h)
+        at = h & mask
         while True:
             entry = slots[at, 1] - 1
             if entry < 0:
-                slots[at, 0] = value
+                slots[at, 0] = tag
                 slots[at, 1] = entries + 1
                 entry = entries
-                entry_values[entry] = value
+                entry_values[entry] = values[i]
                 entry_counts[entry] = 0
                 entries += 1
                 break
-            if slots[at, 0] == value:
+            if slots[at, 0] == tag:
                 break
             at = (at + np.uint64(1)) & mask
         entry_counts[entry] += counts[i]
@@ -265,9 +258,10 @@ def find_ints(slots, values, out):  # type: ignore[no-untyped-def]
     """Entry of each value in a table's ``slots``, -1 where it has none."""
     mask = np.uint64(slots.shape[0] - 1)
     for i in range(values.size):
-        value = values[i]
-        at = _mix(value) & mask
-        while slots[at, 1] != 0 and slots[at, 0] != value:
+        h = _mix(values[i])
+        tag = np.int64(h)
+        at = h & mask
+        while slots[at, 1] != 0 and slots[at, 0] != tag:
             at = (at + np.uint64(1)) & mask
         out[i] = slots[at, 1] - 1
 
@@ -293,18 +287,6 @@ def find_texts(slots, data, ends, arena, entry_ends, out):  # type: ignore[no-un
                 out[i] = entry
                 break
             at = (at + np.uint64(1)) & mask
-
-
-@jit
-def rehash_ints(slots, entry_values, entries):  # type: ignore[no-untyped-def]
-    """Fill empty ``slots`` with the entries there are."""
-    mask = np.uint64(slots.shape[0] - 1)
-    for entry in range(entries):
-        at = _mix(entry_values[entry]) & mask
-        while slots[at, 1] != 0:
-            at = (at + np.uint64(1)) & mask
-        slots[at, 0] = entry_values[entry]
-        slots[at, 1] = entry + 1
 
 
 @jit
@@ -345,7 +327,7 @@ def insert_texts(slots, data, ends, counts, arena, entry_ends, entry_counts, ent
 
 
 @jit
-def rehash_texts(slots, old):  # type: ignore[no-untyped-def]
+def rehash(slots, old):  # type: ignore[no-untyped-def]
     """Move the filled slots of ``old`` into empty ``slots``."""
     mask = np.uint64(slots.shape[0] - 1)
     for i in range(old.shape[0]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -15,23 +15,29 @@ from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.fit.dense_kernels import finite, nan_for_null
 from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
 from stoker.prep.parse.dictionaries import WIDE, list_column, text_column
 
 __all__ = [
+    "KEPT_TYPES",
     "MissingColumnError",
     "block_frame",
     "check_columns",
     "column_series",
+    "common_types",
     "frame_block",
+    "kept_series",
     "parquet_block",
     "parquet_columns",
     "parquet_cuts",
     "parquet_rows",
+    "parquet_types",
 ]
 
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
+KEPT_TYPES: dict[str, pl.DataType] = {  # of kept columns of files without types
+    "float": pl.Float64(), "int": pl.Int64(), "string": pl.String(), "datetime": pl.Datetime("us"),
+}  # fmt: skip
 _WORDS = {
     "float": "a number",
     "int": "a whole number",
@@ -91,8 +97,13 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
 
 def parquet_columns(path: Path) -> list[str]:
     """Column names of a Parquet file."""
+    return list(parquet_types(path))
+
+
+def parquet_types(path: Path) -> pl.Schema:
+    """Return the names and types of the columns of a Parquet file."""
     try:
-        return pl.scan_parquet(path).collect_schema().names()
+        return pl.scan_parquet(path).collect_schema()
     except (pl.exceptions.PolarsError, OSError) as error:
         raise _no_parquet(path, error) from error
 
@@ -105,13 +116,15 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
     except (pl.exceptions.PolarsError, OSError) as error:
         raise _no_parquet(path, error) from error
     try:
-        return frame_block(frame, fields)
+        return frame_block(frame, fields, typed=True)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
+def frame_block(frame: pl.DataFrame, fields: Sequence[Field], *, typed: bool = False) -> Block:
     """Typed columns of a frame; a row that does not fit becomes a bad line.
+
+    ``typed``: the types of the frame are those of the input, so that kept columns stay in the frame.
 
     Raises:
         DataError: a column whose type cannot be read as the field's.
@@ -119,10 +132,12 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field]) -> Block:
     numbers = np.arange(frame.height, dtype=np.int64)
     block = Block(
         rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
-        text_at=lambda row: str(frame.row(row))[:TEXT_CUT],
+        text_at=lambda row: str(frame.row(row))[:TEXT_CUT], frame=frame if typed else None,
     )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
+        if typed and item.kept:
+            continue
         series = frame.get_column(item.column)
         if series.dtype == pl.Binary:
             series = _decoded(series, item, wrong)
@@ -155,7 +170,7 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     if kind == "float" and (whole or series.dtype.is_float()):
         # Not in one piece before somebody needs it: NaN for null.
         pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
-        return RawColumn(pieces=pieces) if whole or all(map(finite, pieces)) else None
+        return RawColumn(pieces=pieces) if whole or not any(np.isinf(piece).any() for piece in pieces) else None
     if kind == "int" and whole and not series.null_count():
         return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
     return None
@@ -163,16 +178,9 @@ def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
 
 def _values(piece: pl.Series) -> Any:
     """Numbers as they lie, int64 or float64, where none is null; else float64, NaN for null."""
-    if piece.dtype not in (pl.Int64, pl.Float64):
+    if piece.dtype not in (pl.Int64, pl.Float64) or piece.null_count():
         piece = piece.cast(pl.Float64)
-    if not piece.null_count():
-        return piece.to_numpy()
-    array: Any = piece.to_arrow()
-    bits, values = (np.frombuffer(buffer, np.uint8) for buffer in array.buffers())
-    given = values.view(np.int64 if piece.dtype == pl.Int64 else np.float64)[array.offset : array.offset + len(array)]
-    found = np.empty(len(array))
-    nan_for_null(given, bits, array.offset, found)
-    return found
+    return piece.to_numpy()
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
@@ -274,6 +282,45 @@ def column_series(item: Field, column: RawColumn) -> pl.Series:
 
     offsets = pa.array(np.concatenate([[0], np.cumsum(column.counts, dtype=np.int64)]))
     return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, series.rechunk().to_arrow())))
+
+
+def kept_series(block: Block, item: Field) -> pl.Series:
+    """Return a kept column of a block: of a typed file as it is there, else as :func:`column_series` gives it.
+
+    Raises:
+        DataError: it holds lists, or bytes that are no text.
+    """
+    if item in block.columns:
+        return column_series(item, block.columns[item])
+    series = block.frame.get_column(item.column)
+    if series.dtype.is_nested() or series.dtype == pl.Object:
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, and keep is for texts, numbers and moments. Leave it out."
+        )
+    if series.dtype in (pl.Categorical, pl.Enum, pl.Binary):
+        try:
+            series = series.cast(pl.String)
+        except pl.exceptions.PolarsError as error:
+            raise DataError(f"column {item.column} holds bytes that are no text. Leave it out of keep.") from error
+    kept: pl.Series = series if block.rows == len(series) else series.gather(block.row_at)
+    return kept
+
+
+def common_types(schemas: Iterable[Mapping[str, pl.DataType]]) -> dict[str, pl.DataType]:
+    """Return one type for each column: its own if it is the same everywhere, else Int64, Float64 or text."""
+    found: dict[str, set[pl.DataType]] = {}
+    for schema in schemas:
+        for name, dtype in schema.items():
+            found.setdefault(name, set()).update([] if dtype == pl.Null else [dtype])
+    return {name: _common_type(dtypes) for name, dtypes in found.items()}
+
+
+def _common_type(dtypes: set[pl.DataType]) -> pl.DataType:
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    if dtypes and all(dtype.is_integer() and dtype not in WIDE for dtype in dtypes):
+        return pl.Int64()
+    return pl.Float64() if dtypes and all(dtype.is_numeric() for dtype in dtypes) else pl.String()
 
 
 def _strings(column: RawColumn) -> pl.Series:

@@ -33,7 +33,7 @@ from stoker.prep.parse.sources import (
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import Journal, is_whole
 
-__all__ = ["IngestedBlock", "Source", "ingest"]
+__all__ = ["IngestedBlock", "Source", "file_columns", "ingest"]
 
 PARQUET_ROWS = 2**18  # rows of a Parquet file that make one part, about; fewer of many columns:
 PARQUET_VALUES = 2**23
@@ -70,25 +70,18 @@ class Source:
                 makes is there.
         """
         self.kind = source_kind(self.path, self.format.kind)
-        if self.kind == "parquet":
-            names = parquet_columns(self.path)
-            self._check_features(names)
-            self._check_columns(names)
-            return
-        check_text(self.path)
+        names = file_columns(self.path, self.format)
         if self.kind == "jsonl":
-            self._check_features(first_keys(self.path) if self.features else [])
+            self._check_features(names)
             return
-        plain = self.path.name.lower().removesuffix(".gz").removesuffix(".zst")
-        separator = self.format.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
-        names = list(self.format.columns)
-        if not names:
-            self._header = True
-            names = _header_names(first_line(self.path, self.format.encoding), separator, self.format.quote)
-        elif any(item.optional for item in self.fields):
+        separator = _separator(self.path, self.format)
+        self._header = self.kind == "csv" and not self.format.columns
+        if self.kind == "csv" and self.format.columns and any(item.optional for item in self.fields):
             names = self._without_optional(names, separator)
         self._check_features(names)
         self._check_columns(names)
+        if self.kind == "parquet":
+            return
         self._parser = TextParser(
             names,
             self._present,
@@ -164,6 +157,26 @@ class Source:
             result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
             result.lines += 1
         return result
+
+
+def file_columns(path: Path, given: SourceFormat) -> list[str]:
+    """Return the columns of a file: of its Parquet schema, ``given``, of its header, or the keys of its first object.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    kind = source_kind(path, given.kind)
+    if kind == "parquet":
+        return parquet_columns(path)
+    check_text(path)
+    if kind == "jsonl":
+        return first_keys(path)
+    return list(given.columns) or _header_names(first_line(path, given.encoding), _separator(path, given), given.quote)
+
+
+def _separator(path: Path, given: SourceFormat) -> str:
+    plain = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    return given.separator or ("\t" if plain.endswith((".tsv", ".txt")) else ",")
 
 
 def _header_names(line: str, separator: str, quote: str | None) -> list[str]:

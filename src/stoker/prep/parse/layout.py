@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from stoker.dataset.leftovers import UnusableInput
+from stoker.prep.fit.ranks import ordered_floats, ordered_int
 from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse import dictionary_kernels, text_kernels
-from stoker.prep.parse.code_columns import CodeColumns, code_type
 from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
-from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.frames import column_series, kept_series
 from stoker.prep.parse.moment_kernels import UNKNOWN
 from stoker.prep.parse.moments import read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import PartFile
 
-__all__ = ["Layout", "feature_codes", "one_hot_codes", "raw_columns", "share_of_hash", "time_value"]
+__all__ = ["Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", "share_of_hash", "time_value"]
 
 Array = npt.NDArray[Any]
 SPLIT_CODES = {"train": 0, "valid": 1, "test": 2, "drop": 255}
@@ -39,7 +41,8 @@ class Layout:
     feature i, uint8, uint16 or uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or
     ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets
     hold ids and have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its
-    dictionary; and for groups ``codes.group`` [n] with its dictionary (0: none).
+    dictionary; for groups ``codes.group`` [n] with its dictionary (0: none); and ``keep``, the bytes of an Arrow
+    file that holds the kept columns.
     """
 
     def __init__(self, schema: Schema, *, keys_only: bool = False) -> None:
@@ -75,8 +78,18 @@ class Layout:
             # Rows that features look back at belong to no split, and need no group.
             self.group = Field(column=schema.group, kind="string", required=not schema.feature)
         optional = [item for item in (self.time, self.split, self.group) if item is not None]
-        everything = [self.label, *self.dense, *self.feature_fields, *optional]
+        self.kept = [] if keys_only else [self._kept_field(name) for name in schema.keep]
+        everything = [self.label, *self.dense, *self.feature_fields, *optional, *self.kept]
         self.fields: list[Field] = list(dict.fromkeys(everything))
+
+    def _kept_field(self, name: str) -> Field:
+        """Return how a kept column is read from files without types: as the schema types it, else as text."""
+        kinds = {item.kind for item in (self.label, *self.dense, *self.feature_fields)
+                 if item.column == name and item.separator is None}  # fmt: skip
+        kind = next((kind for kind in ("string", "int", "float") if kind in kinds), "string")
+        if self.time is not None and self.time.column == name:
+            kind = self.time.kind
+        return Field(column=name, kind=kind, optional=self.label.optional and name == self.label.column, kept=True)
 
     @property
     def raw_columns(self) -> list[str]:
@@ -117,6 +130,10 @@ class Layout:
         if self.group is not None:
             groups, texts, ends = number_texts(block.columns[self.group], spare)
             out |= {"codes.group": groups.astype(code_type(len(ends) - 1)), "bytes.group": texts, "ends.group": ends}
+        if self.kept:
+            stream = BytesIO()
+            kept_frame(block, self.kept, time).write_ipc(stream, compression="lz4")
+            out["keep"] = np.frombuffer(stream.getvalue(), np.uint8)
         return out
 
     def _labels(self, block: Block) -> npt.NDArray[np.float32]:
@@ -190,22 +207,28 @@ class Layout:
         out["split"] = lookup[codes]
 
 
+def code_type(most: int) -> np.dtype[Any]:
+    """Return the narrowest type of codes up to ``most``."""
+    return np.dtype(next(dtype for dtype in (np.uint8, np.uint16, np.uint32) if most <= np.iinfo(dtype).max))
+
+
+def kept_frame(block: Block, fields: Sequence[Field], time: Array | pl.Series | None) -> pl.DataFrame:
+    """Return kept columns of a block; of a text that is the timestamp the moment, ``time`` [n] as of :meth:`times`.
+
+    Raises:
+        DataError: a column that cannot be kept.
+    """
+    found = [kept_series(block, item) for item in fields]
+    for place, item in enumerate(fields):
+        if item.kind == "datetime" and found[place].dtype == pl.String:
+            found[place] = pl.Series(time).cast(pl.Datetime("us"))
+    return pl.DataFrame([series.alias(item.column) for item, series in zip(fields, found, strict=True)])
+
+
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Split number (0, 1, ...) of each hash, read as a fraction of 2**64; the last takes the rest."""
     fractions = (hashes >> np.uint64(11)) * 2.0**-53
     return np.searchsorted(np.cumsum(shares), fractions, side="right").astype(np.uint8)
-
-
-def ordered_int(values: Array) -> npt.NDArray[np.int64]:
-    """int64 as they are; float64 mapped to int64 with the same order."""
-    if values.dtype != np.float64:
-        return values.astype(np.int64)
-    return _turned((values + 0.0).view(np.int64))
-
-
-def _turned(bits: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bits of float64 as int64 of the same order, and back."""
-    return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
 
 
 def time_value(number: int, kind: str) -> int | float | str:
@@ -213,7 +236,7 @@ def time_value(number: int, kind: str) -> int | float | str:
     if kind == "int":
         return number
     if kind == "float":
-        return float(_turned(np.array([number])).view(np.float64)[0])
+        return float(ordered_floats(np.array([number]))[0])
     unit: Any = "us" if number % 1_000_000 else "s"
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
@@ -293,11 +316,6 @@ def hash_of_missing(buckets: int) -> int:
 def raw_columns(arrays: PartFile, layout: Layout) -> list[Array]:
     """The dense columns of a part, as read."""
     return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
-
-
-def one_hot_codes(arrays: PartFile, layout: Layout) -> CodeColumns:
-    """The codes of a part's features that have one a row."""
-    return CodeColumns([arrays[f"codes.{index}"] for index in layout.one_hot])
 
 
 def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, Array | None]:

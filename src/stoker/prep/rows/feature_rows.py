@@ -16,9 +16,10 @@ from stoker.prep.features.base import Derivation, leading
 from stoker.prep.features.pipeline import apply_feature, check_present
 from stoker.prep.parse.columns import BadLine, Block, Field
 from stoker.prep.parse.frames import column_series, frame_block
-from stoker.prep.parse.layout import Layout
+from stoker.prep.parse.layout import Layout, kept_frame
 from stoker.prep.schema import Schema
 from stoker.prep.stages.row_store import RowStore
+from stoker.prep.stages.task import KEPT
 
 __all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields"]
 
@@ -40,18 +41,19 @@ def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
         for item in Layout(schema).fields
         if item.column not in made
     ]
+    own = [item for item in fields if not item.kept]
     readers: dict[str, Derivation] = {}
     for feature in schema.feature:
         for column in feature.inputs:
-            kinds = {item.kind for item in fields if item.column == column and item.separator is None}
+            kinds = {item.kind for item in own if item.column == column and item.separator is None}
             if column in made:
                 continue
             if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
-                fields.append(Field(column=column, kind="float"))
+                own.append(Field(column=column, kind="float"))
                 readers[column] = feature
             elif not kinds:
-                fields.append(Field(column=column, kind="string"))
-    return list(dict.fromkeys(fields)), readers
+                own.append(Field(column=column, kind="string"))
+    return list(dict.fromkeys([*own, *(item for item in fields if item.kept)])), readers
 
 
 def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
@@ -121,6 +123,7 @@ class RowsSink:
 
     schema: Schema
     store: RowStore
+    kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
         if block.bad:
@@ -149,7 +152,7 @@ class RowsSink:
         if layout.time in block.columns and layout.time is not None and layout.time.kind == "datetime":
             moments = pl.Series(layout.times(block)).cast(pl.Datetime("us"))  # lines without one are dropped here
         found: dict[str, Field] = {}
-        for item in block.columns:
+        for item in (item for item in block.columns if not item.kept):
             other = found.get(item.column)
             if other is None or _order(item) < _order(other):
                 found[item.column] = item
@@ -162,7 +165,14 @@ class RowsSink:
             elif item.kind == "string" and item.separator is None and name in numbers:
                 series = series.str.strip_chars()
             made.append(series.alias(name))
-        return pl.DataFrame(made)
+        return pl.DataFrame(made).hstack(self._kept(block, moments))
+
+    def _kept(self, block: Block, moments: pl.Series | None) -> list[pl.Series]:
+        """The raw columns that the schema keeps, of one type in all files, under names that no feature reads."""
+        fields = [item for item in raw_fields(self.schema) if item.kept]
+        frame = kept_frame(block, fields, moments)
+        types: Any = {name: dtype for name, dtype in self.kept.items() if name in frame.columns}
+        return frame.cast(types).rename(lambda name: f"{KEPT}{name}").get_columns()
 
 
 def _explained(bad: BadLine, readers: Mapping[str, Derivation]) -> BadLine:

@@ -26,16 +26,17 @@ from stoker.prep.features.base import ROW
 from stoker.prep.features.fitted.keys import batches
 from stoker.prep.features.fitted.learned import LABEL
 from stoker.prep.fit.split_rules import PartRows, Splitter
-from stoker.prep.parse.frames import MissingColumnError, frame_block
+from stoker.prep.parse.frames import KEPT_TYPES, MissingColumnError, common_types, frame_block, parquet_types
 from stoker.prep.parse.ingest import IngestedBlock, Source
 from stoker.prep.parse.layout import SPLIT_CODES
+from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pieces
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import checksum
 from stoker.prep.stages.row_store import sibling
-from stoker.prep.stages.task import Progress, Task
+from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
 
@@ -80,16 +81,11 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         Source(number=number, path=path, fields=fields, format=task.schema.source, features=task.schema.feature)
         for number, path in enumerate(task.files)
     ]
+    # Files of rows are read as one table, whose columns have one type.
+    kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
+    sink = RowsSink(schema=task.splitting, store=task.rows, kept=kept)
     try:
-        blocks = ingest_sources(
-            task,
-            sources,
-            "rows",
-            RowsSink(schema=task.splitting, store=task.rows),
-            task.limit,
-            suffix=".parquet",
-            on_threads=True,
-        )
+        blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet", on_threads=True)
     except MissingColumnError as error:
         features = task.schema.feature
         readers = [(one.where, name) for name in error.missing for one in features if name in one.inputs]
@@ -106,6 +102,15 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         pieces.append(_Piece(path=block.path, source=block.source, part=part))
         start += made
     return pieces
+
+
+def _kept_types(source: Source) -> dict[str, pl.DataType]:
+    """Return the types of the kept columns of a file."""
+    fields = [item for item in source.fields if item.kept]
+    if source_kind(source.path, source.format.kind) != "parquet":
+        return {item.column: KEPT_TYPES[item.kind] for item in fields}
+    there = parquet_types(source.path)
+    return {item.column: there[item.column] for item in fields if item.column in there}
 
 
 def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
@@ -132,7 +137,8 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         if frame is None:
             assert done is not None
             return file, done, True
-        rows, keys, bad = make_rows(task.splitting, frame.rechunk(), name)
+        kept = [pl.col(name).alias(f"{KEPT}{name}") for name in task.schema.keep if name in frame.columns]
+        rows, keys, bad = make_rows(task.splitting, frame.rechunk().with_columns(kept), name)
         if bad:
             raise DataError(
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
@@ -226,7 +232,9 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
     """All columns side by side, in the form that vocabularies and shards are made of."""
     folder = task.work / "parts"
     folder.mkdir(exist_ok=True)
-    columns = [name for name in task.layout.raw_columns if name != SPLIT]
+    made = {output for feature in task.schema.feature for output in feature.outputs}
+    own = {f"{KEPT}{name}": pl.col(name) for name in task.schema.keep if name in made}
+    columns = [own.get(name, pl.col(name)).alias(name) for name in task.layout.raw_columns if name != SPLIT]
     names = {code: name for name, code in SPLIT_CODES.items()}
     done_rows = 0
 
@@ -237,7 +245,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
             return piece, path, done, True
         frame = passes.part(number)
         split = pl.col(SPLIT).replace_strict(names, return_dtype=pl.String)
-        block = frame_block(frame.select(*columns, split).collect(), task.layout.fields)
+        block = frame_block(frame.select(*columns, split).collect(), task.layout.fields, typed=True)
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")

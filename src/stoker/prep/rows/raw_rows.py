@@ -12,8 +12,10 @@ from typing import Any
 
 import polars as pl
 
+from stoker.base.checks import near
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import DataError
+from stoker.base.units import listed
 from stoker.prep.features.fitted.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.frames import block_frame, parquet_columns
@@ -111,7 +113,16 @@ def derivation(task: Task, raw: list[IngestedBlock]) -> pl.LazyFrame:
         if paths:
             frames[name] = _raw_frame(task, raw, name, spec, paths, total)
     with explained(task):
-        return task.recipe.derive(frames, task.schema)
+        rows = task.recipe.derive(frames, task.schema)
+        present = rows.collect_schema().names() if task.schema.keep else []
+    made = [output for feature in task.schema.feature for output in feature.outputs]
+    for column in task.schema.keep:
+        if column not in (*present, *made):
+            raise DataError(
+                f"the rows that recipe {task.recipe.name} derives have no column {column!r}, which keep names. They "
+                f"have: {listed(present)}.{near(column, [*present, *made])}"
+            )
+    return rows
 
 
 @contextmanager

@@ -32,12 +32,13 @@ from stoker.prep.stages.row_store import RowStore
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
-__all__ = ["NO_ROOM", "SPLITS", "Progress", "Task"]
+__all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Task"]
 
 J = TypeVar("J")
 R = TypeVar("R")
 WORK_VERSION = 10  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
+KEPT = "__keep."  # before the name of a kept column of rows whose features are worked out
 _HOLD_MOST = 2**30  # bytes of rows in memory between feature passes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
@@ -47,6 +48,7 @@ _OURS = (
     "quarantine.jsonl",
     "vocab",
     "groups",
+    "keep",
     "features",
     ".work",
     *SPLITS,
@@ -219,4 +221,5 @@ def _featured(schema: Schema) -> Schema:
         split=SplitRule(rule="column", column="__split", values=values),
         timestamp=time,
         negative_keep=1.0,
+        keep=tuple(f"{KEPT}{name}" for name in schema.keep),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
+from stoker.prep.fit.build_tables import count_codes
 from stoker.prep.fit.split_rules import PartRows, SplitFile
-from stoker.prep.fit.transforms import DenseFit, DenseSteps
-from stoker.prep.parse.dictionary_kernels import count_codes
-from stoker.prep.parse.layout import Layout, feature_codes, one_hot_codes, raw_columns
+from stoker.prep.fit.transforms import DenseFit, blocks, dense_values
+from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import PartFile
-from stoker.prep.write.encode_kernels import gather, gather_bags, write_rows
 
 __all__ = ["Encoder", "Shard", "Slice"]
 
@@ -69,65 +69,48 @@ class Encoder:
     def __init__(
         self, layout: Layout, splits: SplitFile, tables: Mapping[str, Path], fit: Sequence[DenseFit], *, wide: bool
     ) -> None:
-        self.layout, self._splits = layout, splits
-        self._steps = DenseSteps(layout.columns, fit)
+        self.layout, self._splits, self._fit = layout, splits, fit
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
-        self._starts: dict[str, Array] = {}
-        self._ids: dict[str, Array] = {}
-        self._last: tuple[int, Array, npt.NDArray[np.int64]] | None = None  # the part looked up last, and its ids
-        of_table: dict[str, int] = {}
+        self._ids: dict[str, tuple[Array, Array]] = {}  # of each table: all ids, and where those of a dictionary begin
+        of_table: dict[str, int] = defaultdict(int)  # features
         self._rank: list[int] = []  # of each feature among the features of its table
         for column in layout.features:
-            self._rank.append(of_table.get(column.table_name, 0))
-            of_table[column.table_name] = self._rank[-1] + 1
+            name = column.table_name
+            self._rank.append(of_table[name])
+            of_table[name] += 1
+            if column.hash_buckets is None and name not in self._ids:
+                with PartFile(self._tables[name]) as arrays:
+                    # Mapped: the system caches what there is room for.
+                    self._ids[name] = arrays["ids"], np.array(arrays["starts"])
         self._width = of_table
-        for column in layout.features:
-            if column.hash_buckets is None and column.table_name not in self._starts:
-                with PartFile(self._tables[column.table_name]) as arrays:
-                    self._starts[column.table_name] = np.array(arrays["starts"])
-                    self._ids[column.table_name] = arrays["ids"]  # mapped: the system keeps what there is room for
 
-    def lookup(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Ids by code of all features of a part, one after the other, and where each feature's begin."""
-        if self._last is None or self._last[0] != part.index:
-            self._last = (part.index, *self._look_up(part))
-        return self._last[1], self._last[2]
-
-    def _look_up(self, part: PartRows) -> tuple[Array, npt.NDArray[np.int64]]:
-        pieces, bases, at = [], [], 0
-        for index, column in enumerate(self.layout.features):
-            if column.hash_buckets is not None:
-                ids = np.arange(column.hash_buckets + 1)
-            else:
-                starts = self._starts[column.table_name]
-                position = part.index * self._width[column.table_name] + self._rank[index]
-                ids = self._ids[column.table_name][starts[position] : starts[position + 1]]
-            pieces.append(ids)
-            bases.append(at)
-            at += len(ids)
-        flat = np.concatenate(pieces).astype(self._id_type) if pieces else np.empty(0, self._id_type)
-        return flat, np.array(bases, np.int64)
+    def _ids_of(self, part: PartRows, index: int, codes: Array) -> Array:
+        """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
+        column = self.layout.features[index]
+        if column.hash_buckets is not None:
+            return codes
+        ids, starts = self._ids[column.table_name]
+        place = part.index * self._width[column.table_name] + self._rank[index]
+        found: Array = ids[starts[place] : starts[place + 1]][codes]
+        return found
 
     def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
-        """Rows in which a column with oov="drop" has a value without id.
+        """Return the rows in which a column with oov="drop" has a value without id.
 
         ``place_of`` words where a row of a part stands, for the error.
 
         Raises:
             DataError: a column with oov="error" has one.
         """
-        lut, bases = self.lookup(part)
         drop = np.zeros(part.rows, np.bool_)
         with part.open() as arrays:
             for index, column in enumerate(self.layout.features):
                 if column.oov == "reserved" or column.hash_buckets is not None:
                     continue
                 codes, lengths = feature_codes(arrays, self.layout, index)
-                unknown = (codes > 0) & (lut[bases[index] + codes.astype(np.int64)] == 0)
-                rows = np.flatnonzero(unknown) if lengths is None else (
-                    np.repeat(np.arange(part.rows), lengths)[unknown]
-                )  # fmt: skip
+                unknown = (codes > 0) & (self._ids_of(part, index, codes) == 0)
+                rows = np.repeat(np.arange(part.rows), 1 if lengths is None else lengths)[unknown]
                 if column.oov == "drop":
                     drop[rows] = True
                 elif rows.size:
@@ -140,7 +123,7 @@ class Encoder:
         return drop
 
     def count(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
-        """Training occurrences by id of every table, counted afresh after rows were dropped."""
+        """Return the training occurrences by id of every table, counted again after rows were dropped."""
         counts = {}
         for name, path in self._tables.items():
             with PartFile(path) as arrays:
@@ -149,14 +132,11 @@ class Encoder:
             chosen = self._splits.train_rows(part)
             if chosen is None:
                 continue
-            lut, bases = self.lookup(part)
-            bounds = [*bases.tolist(), len(lut)]
             with part.open() as arrays:
                 for index, column in enumerate(self.layout.features):
-                    codes, lengths = feature_codes(arrays, self.layout, index)
-                    by_code = np.zeros(bounds[index + 1] - bounds[index], np.int64)
-                    count_codes(codes, chosen if lengths is None else np.repeat(chosen, lengths), by_code)
-                    np.add.at(counts[column.table_name], lut[bounds[index] : bounds[index + 1]], by_code)
+                    by_code = count_codes(arrays, self.layout, index, chosen, 0)
+                    ids = self._ids_of(part, index, np.arange(len(by_code)))
+                    np.add.at(counts[column.table_name], ids, by_code)
         return counts
 
     def encode(self, slices: Sequence[Slice], split: int) -> Shard:
@@ -175,7 +155,7 @@ class Encoder:
         zeros = np.zeros(width, np.int64)
         firsts = zip(accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=True)
         for (part, rows), (at, first) in zip(chosen, firsts, strict=False):
-            self._fill(out, part, rows, at, first, zeros)
+            zeros += self._fill(out, part, rows, at, first)
         labels = out["labels"]
         return Shard(
             arrays=out,
@@ -189,64 +169,68 @@ class Encoder:
             bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
         return bags + len(rows) * len(self.layout.one_hot)
 
-    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int, zeros: Array) -> None:
+    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int) -> Array:
         """Write rows of a part to those from ``at`` on of a shard, and its ids from ``first`` on if it has sequences;
-        add the ids that are 0 to ``zeros`` [F]."""
-        lut, bases = self.lookup(part)
+        return how many ids are 0 by feature."""
+        here = slice(at, at + len(rows))
         with part.open() as arrays:
-            if self.layout.sequences or "dense" in arrays:
-                out["labels"][at : at + len(rows)] = arrays["labels"][rows]
-                self._dense(arrays, rows, out["dense"], at)
-                if self.layout.sequences:
-                    self._bags(arrays, lut, bases, rows, out, at, first, zeros)
-                else:
-                    codes = one_hot_codes(arrays, self.layout)
-                    gather(codes.addresses, codes.types, codes.rows, lut, bases, rows, out["ids"], at, zeros)
-                return
-            raw, codes = raw_columns(arrays, self.layout), one_hot_codes(arrays, self.layout)
-            known, scales, places = arrays["labels"], self._steps.scales, self._steps.places
-            for begin, end, tile in self._steps.tiles(raw, rows):
-                write_rows(
-                    tile, scales, places, out["dense"], codes.addresses, codes.types, codes.rows, lut, bases,
-                    rows[begin:end], out["ids"], known, out["labels"], at + begin, zeros,
-                )  # fmt: skip
+            out["labels"][here] = arrays["labels"][rows]
+            if "dense" in arrays:
+                out["dense"][here] = arrays["dense"][rows]
+            else:
+                raw = raw_columns(arrays, self.layout)
+                dense_values(self.layout.columns, raw, self._fit, rows=rows, out=out["dense"], at=at)
+            if self.layout.sequences:
+                return self._write_bags(arrays, out, part, rows, at, first)
+            return self._write_ids(arrays, out["ids"][here], part, rows)
 
-    def _dense(self, arrays: PartFile, rows: Array, out: Array, at: int) -> None:
-        if "dense" in arrays:
-            out[at : at + len(rows)] = arrays["dense"][rows]
-        else:
-            self._steps.write(raw_columns(arrays, self.layout), rows, out, at)
+    def _write_ids(self, arrays: PartFile, out: Array, part: PartRows, rows: Array) -> Array:
+        """Write the ids of some rows, one per feature, to ``out``; return how many are 0 by feature."""
+        zeros = np.zeros(len(self.layout.features), np.int64)
+        codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
+        for begin, chosen in blocks(len(rows), rows):
+            for index, column in enumerate(codes):
+                ids = self._ids_of(part, index, column[chosen])
+                out[begin : begin + len(chosen), index] = ids
+                zeros[index] += len(ids) - np.count_nonzero(ids)
+        return zeros
 
-    def _bags(
-        self, arrays: PartFile, lut: Array, bases: Array, rows: Array, out: dict[str, Array], at: int, first: int,
-        zeros: Array,
-    ) -> None:  # fmt: skip
-        """Write the ids of some rows, bag by bag, and their lengths and offsets."""
-        layout = self.layout
-        slots = np.array(
-            [layout.one_hot.index(i) if i in layout.one_hot else -1 - layout.sequences.index(i)
-             for i in range(len(layout.features))],
-            np.int64,
-        )  # fmt: skip
-        stop = at + len(rows)
-        lengths = out["lengths"][at:stop]
-        lengths.fill(1)
-        flat, bags, flat_base, bag_base = [], [], [], []
-        flat_at, bag_at = 0, 0
-        for index in layout.sequences:
-            codes, counts = arrays[f"codes.{index}"], arrays[f"counts.{index}"]
-            lengths[:, index] = counts[rows]
-            flat.append(codes)
-            bags.append(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
-            flat_base.append(flat_at)
-            bag_base.append(bag_at)
-            flat_at += len(codes)
-            bag_at += len(bags[-1])
-        starts = np.full(len(rows) + 1, first)
-        starts[1:] += np.cumsum(lengths.sum(axis=1, dtype=np.int64))
-        out["row_offsets"][at + 1 : stop + 1] = starts[1:]
-        one_hot = one_hot_codes(arrays, layout)
-        gather_bags(
-            one_hot.addresses, one_hot.types, one_hot.rows, slots, np.concatenate(flat), np.array(flat_base),
-            np.concatenate(bags), np.array(bag_base), lut, bases, rows, lengths, starts, out["ids"], zeros,
-        )  # fmt: skip
+    def _write_bags(
+        self, arrays: PartFile, out: dict[str, Array], part: PartRows, rows: Array, row: int, at: int
+    ) -> Array:
+        """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are 0 by feature.
+
+        The rows go to those from ``row`` on of the shard, their ids to those from ``at`` on.
+        """
+        layout, width = self.layout, len(self.layout.features)
+        zeros = np.zeros(width, np.int64)
+        begins = {index: _offsets(arrays[f"counts.{index}"]) for index in layout.sequences}
+        for begin, chosen in blocks(len(rows), rows):
+            here = slice(row + begin, row + begin + len(chosen))
+            lengths = out["lengths"][here]
+            lengths.fill(1)
+            for index in layout.sequences:
+                lengths[:, index] = arrays[f"counts.{index}"][chosen]
+            places = at + _offsets(lengths)  # where each bag begins, row by row
+            out["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
+            places, at = places[:-1].reshape(lengths.shape), int(places[-1])
+            for index in range(width):
+                source, to = chosen, places[:, index]
+                if index in begins:
+                    within = _within(lengths[:, index])
+                    source = np.repeat(begins[index][chosen], lengths[:, index]) + within
+                    to = np.repeat(to, lengths[:, index]) + within
+                ids = self._ids_of(part, index, arrays[f"codes.{index}"][source])
+                out["ids"][to] = ids
+                zeros[index] += len(ids) - np.count_nonzero(ids)
+        return zeros
+
+
+def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
+    """Return where each of some lists begins, one after the other, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _within(lengths: Array) -> npt.NDArray[np.int64]:
+    """Return 0, 1, ... for the values of each list."""
+    return np.arange(lengths.sum(dtype=np.int64)) - np.repeat(_offsets(lengths)[:-1], lengths)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from stoker.base.units import plural
 from stoker.dataset.group_writer import GroupWriter
 from stoker.dataset.groups import group_file, write_group_file
-from stoker.ops.codegen.jit import jit
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.schema import Schema
@@ -20,20 +19,7 @@ from stoker.prep.stages.task import SPLITS
 
 __all__ = ["Groups", "cut_warning", "write_groups"]
 
-
 Groups = tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]  # what write_groups returns
-
-
-@jit
-def _chosen(splits, split, codes, entries, labels, names, found):  # type: ignore[no-untyped-def]
-    """Write the entry and the label of each row of a split; how many there are."""
-    count = 0
-    for i in range(codes.size):
-        if splits[i] == split:
-            names[count] = entries[np.uint64(codes[i]) - np.uint64(1)]
-            found[count] = labels[i]
-            count += 1
-    return count
 
 
 def write_groups(fitting: Fitting, out: Path) -> Groups:
@@ -66,14 +52,11 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
             for part in fitting.parts:
                 if not fitting.sizes[part.index, number]:
                     continue
-                names = np.empty(part.rows, np.int32)
-                labels = np.empty(part.rows, np.float32)
+                chosen = fitting.splits.rows(part, number)
                 with part.open() as arrays:
-                    found = _chosen(
-                        fitting.splits.assign(part), number, arrays["codes.group"], entries[part.index],
-                        arrays["labels"], names, labels,
-                    )  # fmt: skip
-                yield writer.add(names[:found], labels[:found])
+                    names = entries[part.index][arrays["codes.group"][chosen] - 1]
+                    labels = arrays["labels"][chosen]
+                yield writer.add(names, labels)
 
         files[group_file(name)] = write_group_file(out / group_file(name), rows, numbers())
         seen |= writer.seen.astype(np.uint8) << number

@@ -18,6 +18,7 @@ from stoker.base.units import format_size
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
 from stoker.dataset.integrity import written
+from stoker.dataset.reading.kept import kept_file
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.fitted.store import store_features
@@ -33,6 +34,7 @@ from stoker.prep.stages.parts import PartFile, made_in
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 from stoker.prep.write.group_numbers import Groups, write_groups
+from stoker.prep.write.kept_files import write_kept
 
 __all__ = ["publish"]
 
@@ -119,13 +121,18 @@ class _Publisher:
         counts = self._table_counts()
         times = self._times()
         self._check_room()
-        with ThreadPoolExecutor(1, thread_name_prefix="stoker-groups") as beside:
-            # One thread has to look at all rows for the groups; others write shards meanwhile.
+        with ThreadPoolExecutor(2, thread_name_prefix="stoker-beside") as beside:
+            # One thread has to look at all rows for the groups, one for kept columns; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
+            kept = beside.submit(write_kept, self.fitting, self.out) if self.layout.kept else None
             found = self._write_shards()
             for name, ends in times.items():
                 found.splits[name]["time"] = ends
-            return self._finish(counts, found, groups.result() if groups is not None else None)
+            files = kept.result() if kept is not None else {}
+            for name in SPLITS:
+                if kept_file(name) in files:
+                    found.splits[name]["keep"] = {"file": kept_file(name)}
+            return self._finish(counts, found, files, groups.result() if groups is not None else None)
 
     def _write_shards(self) -> _Written:
         """Encode all rows."""
@@ -199,8 +206,13 @@ class _Publisher:
         lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
         return 4 * (1 + len(self.schema.dense_names)) + lengths + (8 if self._plan.wide else 4) * ids / rows
 
-    def _group_bytes(self, rows: int) -> int:
-        return 4 * rows if self.layout.group is not None else 0
+    def _bytes_beside(self, rows: int) -> int:
+        """Bytes of the files of groups and kept columns, about."""
+        size = 4 * rows if self.layout.group is not None else 0
+        for part in self.fitting.parts if self.layout.kept else ():
+            with part.open() as arrays:
+                size += arrays.size("keep")
+        return size
 
     def _shard_rows(self) -> int:
         """The power of two that keeps a shard within its bytes."""
@@ -212,7 +224,7 @@ class _Publisher:
     def _check_room(self) -> None:
         rows = int(self.fitting.sizes[:, :3].sum())
         per_row = self._row_bytes()
-        whole = int(rows * per_row) + self._group_bytes(rows)
+        whole = int(rows * per_row) + self._bytes_beside(rows)
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
         needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
         if needed > free - _FREE:
@@ -242,6 +254,7 @@ class _Publisher:
         self,
         counts: dict[str, Any],
         found: _Written,
+        kept: dict[str, Any],
         groups: Groups | None,
     ) -> dict[str, Any]:
         bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad]
@@ -259,6 +272,7 @@ class _Publisher:
             for name, record in sorted(self.fitting.tables.items())
             if "vocab" in record
         }
+        files |= kept
         grouped: dict[str, Any] = {}
         splits = found.splits
         if groups is not None:
@@ -276,7 +290,11 @@ class _Publisher:
             "created_by": self.task.recipe.command,
             "recipe": {"name": self.task.recipe.name, "preset": self.task.recipe.preset_name},
             "schema": schema,
-            "schema_hash": stored.hash_schema(schema) if like is None else like.data.schema_hash,
+            "schema_hash": like.data.schema_hash
+            if like is not None
+            else stored.hash_schema(
+                {key: value for key, value in schema.items() if key != "keep"}  # which no id and no value depends on
+            ),
             "features": features.to_dict(),
             "dense_stats": {c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)},
             "splits": splits,

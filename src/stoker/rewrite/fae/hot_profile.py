@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.base.units import format_size, quoted
@@ -23,7 +22,7 @@ from stoker.dataset.manifest import canonical_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings", "draw_profile", "plot_profile"]
+__all__ = ["CurvePoint", "HotProfile", "HotTable", "ProfileSettings", "draw_profile"]
 
 FORMAT_VERSION = 1
 _KIND = "stoker.HotProfile"
@@ -31,18 +30,37 @@ _KIND = "stoker.HotProfile"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """What :func:`stoker.profile` was asked."""
+    """What :func:`stoker.profile` was asked.
+
+    Raises:
+        ConfigError: a setting outside its range.
+    """
 
     budget: int  # L: bytes for hot rows and their optimizer state
     embedding_dim: int  # columns of every table
     dtype: str  # of the weights
     optimizer: str  # kind of the row optimizer, whose state counts
     sample: float | None  # x: share of the training inputs that was read; None: the vocabulary's counts
-    method: str  # "stratified", "chunks" or "exact"
+    method: str  # "exact" or "chunks"; "stratified" in profiles of earlier versions
     confidence: float  # of the intervals, 0.999 for 99.9 %
     chunks: int  # n
     chunk_rows: int  # m
     seed: int
+
+    def __post_init__(self) -> None:
+        if self.sample == 0:
+            raise ConfigError("sample is 0: nothing would be read. Give a share such as 5%.", settings=("sample",))
+        if not 0 < self.confidence < 1:
+            raise ConfigError(
+                f"confidence is {self.confidence:g}; give a share above 0 and below 100 %, such as 99.9%.",
+                settings=("confidence",),
+            )
+        if self.chunks < 2 or self.chunk_rows < 1:
+            raise ConfigError(
+                f"chunks={self.chunks} and chunk_rows={self.chunk_rows} must be at least 2 and 1.", settings=("chunks",)
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; give 0 or more.", settings=("seed",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +133,7 @@ class HotProfile:
     @cached_property
     def hash(self) -> str:
         """sha256 of the profile's canonical JSON, in hex: equal profiles have equal hashes."""
-        return hashlib.sha256(canonical_json(self.to_dict()).encode()).hexdigest()
+        return _hash(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -129,19 +147,16 @@ class HotProfile:
             DataError: values that no profile has.
         """
         try:
-            made = cls(
+            return cls(
                 **{
-                    **_only(cls, values),
-                    "settings": ProfileSettings(**_only(ProfileSettings, values["settings"])),
-                    "tables": tuple(HotTable(**_only(HotTable, table)) for table in values["tables"]),
-                    "curve": tuple(CurvePoint(**_only(CurvePoint, point)) for point in values["curve"]),
+                    **values,
+                    "settings": ProfileSettings(**values["settings"]),
+                    "tables": tuple(HotTable(**table) for table in values["tables"]),
+                    "curve": tuple(CurvePoint(**point) for point in values["curve"]),
                 }
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError) as error:
             raise DataError(f"these values are no profile of hot rows ({type(error).__name__}: {error}).") from error
-        if problem := _problem(made):
-            raise DataError(f"these values are no profile of hot rows: {problem}.")
-        return made
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, whole or not at all.
@@ -162,7 +177,8 @@ class HotProfile:
             DependencyError: matplotlib is not installed.
             DataError: the disk has no room.
         """
-        plot_profile(self, Path(path))
+        check_plot(Path(path))
+        write_png(draw_profile(self), Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> HotProfile:
@@ -189,67 +205,23 @@ class HotProfile:
                 f"{path} has profile format {version}, this Stoker reads up to {FORMAT_VERSION}. Update Stoker, or "
                 "make the profile again with this version."
             )
-        try:
-            made = cls.from_dict(values)
-        except DataError as error:
-            raise DataError(f"{path} is garbled: {error} {again}") from error
-        if values.get("hash") != made.hash:
+        known = {name: value for name, value in values.items() if name not in ("kind", "format_version", "hash")}
+        if values.get("hash") != _hash(known):
             raise DataError(
                 f"{path} was changed since it was written: its hash is no longer that of its values. {again}"
             )
-        return made
+        try:
+            return cls.from_dict(known)
+        except DataError as error:
+            raise DataError(f"{path} is garbled: {error} {again}") from error
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"),
-    "float": ((float, int), "a number"),
-    "float | None": ((float, int, type(None)), "a number or null"),
-    "str": ((str,), "a text"),
-    "bool": ((bool,), "true or false"),
-}
-
-
-def _only(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, each of its own type."""
-    made: dict[str, Any] = {}
-    for field in fields(kind):
-        value = values[field.name]
-        types, words = _TYPES.get(str(field.type), ((), ""))
-        if types and type(value) not in types:
-            raise TypeError(f"{field.name} is {value!r}, expected {words}")
-        made[field.name] = float(value) if float in types and value is not None else value
-    return made
-
-
-def _problem(profile: HotProfile) -> str | None:
-    """Why a profile cannot be one; None where it can."""
-    for table in profile.tables:
-        if not 0 <= table.hot_rows <= table.rows or not 0 <= table.low <= table.high <= table.rows:
-            return f"table {table.name} has {table.rows:,} rows, {table.hot_rows:,} of them hot"
-        if table.row_bytes < 1 or table.accesses < 0:
-            return f"table {table.name} has rows of {table.row_bytes} bytes and {table.accesses:,} accesses"
-    shares = [profile.access_share, profile.input_share, *(table.access_share for table in profile.tables)]
-    if not all(0 <= share <= 1 for share in shares) or not math.isfinite(profile.threshold):
-        return "a share lies outside 0 to 1"
-    if len({table.name for table in profile.tables}) < len(profile.tables):
-        return "a table occurs twice"
-    return None
-
-
-def plot_profile(profile: HotProfile, path: Path) -> None:
-    """Write the curve as a PNG: hot bytes by threshold, and the shares that they serve.
-
-    Raises:
-        ConfigError: the name does not end in .png.
-        DependencyError: matplotlib is not installed.
-        DataError: the disk has no room.
-    """
-    check_plot(path)
-    write_png(draw_profile(profile), path)
+def _hash(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(values).encode()).hexdigest()
 
 
 def draw_profile(profile: HotProfile) -> Figure:
-    """The picture itself."""
+    """Draw the curve: hot bytes by threshold, and the shares that they serve."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = blank(9, 3.6)

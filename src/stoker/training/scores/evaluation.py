@@ -27,6 +27,8 @@ from stoker.training.scores.metrics import StreamingMetrics
 from stoker.training.scores.ranking import RankingMetrics
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from stoker.dataset.split import Split
 
 __all__ = [
@@ -179,6 +181,7 @@ class Scores:
     scores: npt.NDArray[np.float32]  # [n], the probability of label 1
     labels: npt.NDArray[np.float32] | None  # [n], NaN for rows without; None where no row has one
     groups: npt.NDArray[np.int32] | None  # [n], None where the split has none
+    kept: pa.Table | None = None  # [n] the raw columns of the schema's ``keep``, None where it names none
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
@@ -232,6 +235,7 @@ def predict(
         scores=found,
         labels=torch.cat(labels).numpy() if labels and split.labelled else None,
         groups=None if split.groups is None else np.asarray(split.groups[: len(found)]),
+        kept=None if split.kept is None else split.kept.read(0, len(found)),
     )
 
 
@@ -247,6 +251,8 @@ def write_scores(
 ) -> int:
     """Write scores to a file: row (int64, position in the split), label (float32, null where there is none), score
     (float32); where the split has groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
+    Kept columns (:attr:`Split.kept <stoker.dataset.split.Split.kept>`) are before the score, those that are named like
+    one of these with ``raw_`` before their name.
 
     The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
     Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which decides the format, and ``keep``
@@ -259,7 +265,9 @@ def write_scores(
     check_scores_file(out)
     import pyarrow as pa
 
-    columns = [("row", pa.int64()), ("label", pa.float32()), ("score", pa.float32())]
+    kept = split.kept
+    own = [] if kept is None else [(_kept_name(item.name), item.type) for item in kept.schema]
+    columns = [("row", pa.int64()), ("label", pa.float32()), *own, ("score", pa.float32())]
     schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
     done = 0
     partial = split.labelled < len(split)  # NaN becomes null
@@ -276,6 +284,8 @@ def write_scores(
         }
         if split.groups is not None:
             values["group"] = pa.array(split.groups[start : start + len(scores)])
+        if kept is not None:
+            values |= zip((name for name, _ in own), kept.read(start, start + len(scores)).columns, strict=True)
         return pa.table(values, schema=schema)
 
     with (
@@ -320,6 +330,10 @@ def check_scores_file(out: Path) -> None:
         raise DependencyError(
             "writing scores needs pyarrow, which is not installed. Run: pip install pyarrow"
         ) from error
+
+
+def _kept_name(name: str) -> str:
+    return f"raw_{name}" if name in ("row", "label", "score", "group") else name
 
 
 def _writer(file: Any, suffix: str, schema: Any) -> Any:
