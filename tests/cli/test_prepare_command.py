@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from stoker.base import bars
 from stoker.base.errors import StokerError
 from stoker.cli import main
-from stoker.cli.common import bars
 from stoker.cli.prepare import register
 from stoker.prep.stages.parts import Journal
 

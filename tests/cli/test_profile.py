@@ -9,7 +9,7 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.cli.common import bars
+from stoker.base import bars
 from stoker.dataset.dataset import Dataset
 from stoker.rewrite.fae.popularity import true_hot_rows
 from stoker.testing import make_dataset

@@ -10,7 +10,7 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.cli.common import bars
+from stoker.base import bars
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 

@@ -158,6 +158,30 @@ def test_every_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str)
     }
 
 
+@pytest.mark.parametrize("form", ["text", "parquet"])
+def test_kept_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
+    raw = write_log(tmp_path / "log.csv", 900)
+    schema = replace(SCHEMA, keep=("list", "price", "when", "label", "seen"))
+    if form == "parquet":
+        frame = pl.read_csv("\n".join(line for line in raw.read_text().splitlines() if line.count(",") == 7).encode())
+        raw = tmp_path / "log.parquet"
+        frame.write_parquet(raw, row_group_size=70)
+    for name, changed in (("plain", schema), ("featured", schema.with_feature("count by=user"))):
+        run_prepare(changed, raw, out=tmp_path / name, block_bytes=4000)
+        with Pickled() as executor:
+            run_prepare(changed, raw, out=tmp_path / f"{name}-made", block_bytes=4000, executor=executor)
+            memory = stoker.prepare(changed, raw, executor=executor)
+        assert digests(tmp_path / f"{name}-made") == digests(tmp_path / name)
+        for split in stoker.Dataset(tmp_path / name).splits.values():
+            assert split.kept is not None
+            assert (kept := memory.split(split.name).kept) is not None
+            assert kept.read().equals(split.kept.read())
+            assert len(kept) == len(split) > 0
+            labels = [float(shard.labels[n]) for shard in split.shards for n in range(shard.rows)]
+            assert kept.read()["label"].to_pylist() == labels
+
+
 def test_rows_like_those_of_a_dataset_and_reordered_ones(tmp_path: Path) -> None:
     raw = write_log(tmp_path / "log.csv", 4000, items=4000)
     with Pickled() as executor:

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import naive_features as naive
-import numpy as np
 import polars as pl
 import pytest
 
 from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
-from stoker.prep.features.fitted.keys import KeyTable
-from stoker.prep.features.hashing import hash_values
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import frame_block
 from stoker.prep.prepare import run_prepare
@@ -86,28 +83,6 @@ def test_training_rows_that_are_all_in_one_fold() -> None:
     for smoothing in (0.0, 5.0):
         encoding = f.MeanTargetEncoding(name="m", by="k", fold_by="one", smoothing=smoothing)
         assert f.fit_apply([encoding], rows, label="y")[1]["m"].to_list() == [0.25] * 4
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_many_keys_that_come_by_and_by(width: int) -> None:
-    keys, numbers = KeyTable(width), dict[tuple[int, ...], int]()
-    rows = [tuple(naive.splitmix(n * 3 + k) % (1024 if width == 1 else 40) for k in range(width)) for n in range(9000)]
-    for start in range(0, len(rows), 700):
-        part = np.array(rows[start : start + 700], np.int32).T
-        expected = [numbers.setdefault(row, len(numbers)) for row in rows[start : start + 700]]
-        assert keys.add(list(part)).tolist() == expected
-    assert len(keys) == len(numbers)
-    assert list(zip(*(codes.tolist() for codes in keys.codes()), strict=True)) == list(numbers)
-    asked = [*rows[:50], (-1,) * width, (2000,) * width, *((*row[:-1], -1) for row in rows[:50])]
-    found = keys.find([codes.copy() for codes in np.array(asked, np.int32).T])
-    assert found.tolist() == [numbers.get(row, -1) for row in asked]
-
-
-def test_equal_values_hash_alike() -> None:
-    """A group is in one share, whatever its key looks like."""
-    assert len(set(hash_values(pl.Series([0.0, -0.0, None, NAN])).tolist())) == 1
-    assert hash_values(pl.Series([5, None], dtype=pl.Int8)).tolist() == hash_values(pl.Series([5, 0])).tolist()
-    assert len(set(hash_values(pl.Series([LEAST, MOST, 0, 1])).tolist())) == 4
 
 
 def test_nan_is_missing() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stoker import features as f
 from stoker.base.errors import ConfigError, DataError, DependencyError, SchemaError
-from stoker.prep.features.fitted.keys import Coder, KeyTable
+from stoker.prep.features.groups import Groups, key_codes
 from stoker.prep.features.tables import read_table
 
 SCHEMA = {
@@ -138,13 +138,9 @@ def test_learned_features(
     assert column(own, "m") == pytest.approx(naive.mean_target(train, train, *settings_, out_of_fold=True))
     assert column(other, "m") == pytest.approx(naive.mean_target(train, new, *settings_, out_of_fold=False))
     at_once, whole = f.fit_apply(some, frame(train), label="y")
-    with pytest.MonkeyPatch.context() as patch:  # sums on the way change no bit, nor how many rows lie in cache
-        patch.setattr("stoker.prep.features.fitted.learned._WAITING", 2)
-        patch.setattr("stoker.prep.features.fitted.learned._ROWS", 3)
-        patch.setattr("stoker.prep.features.fitted.keys._CHUNK", 5)
-        lazy = f.fit(some, pl.concat([frame(train[k : k + 1]).lazy() for k in range(len(train))]), label="y")
-        assert lazy.apply_to_training(frame(train)).collect().equals(whole)
-        assert lazy.apply(frame(new)).collect().equals(other.collect())
+    lazy = f.fit(some, pl.concat([frame(train[k : k + 1]).lazy() for k in range(len(train))]), label="y")
+    assert lazy.apply_to_training(frame(train)).collect().equals(whole)
+    assert lazy.apply(frame(new)).collect().equals(other.collect())
     assert whole.equals(own.collect())
     assert fitted.apply_to_training(frame(train).lazy()).collect().equals(whole)
     assert at_once.apply(frame(new)).collect().equals(other.collect())
@@ -235,32 +231,33 @@ def test_a_table_of_many_blocks_is_read_whole(tmp_path: Path) -> None:
         read_table(tmp_path / "many.csv", {"x": "float", "id": "int"}, threads=2)
 
 
-def test_keys_of_many_types_are_numbered_and_found(tmp_path: Path) -> None:
+def test_keys_of_many_types_are_grouped() -> None:
     frame = pl.DataFrame({
         "text": ["a", None, "", "a", "b"], "whole": [1, -1, None, 1, 2], "real": [0.5, -0.0, 0.0, 0.5, None],
         "flag": [True, None, False, True, True], "when": [1, 2, 3, 1, None],
+        "wide": [-(2**63), 2**63 - 1, 0, -(2**63), 1],
     }).with_columns(pl.col("when").cast(pl.Datetime("us")), big=pl.lit(2**63 + 1, pl.UInt64))  # fmt: skip
-    coder = Coder()
-    for names in ([name] for name in frame.columns), [frame.columns], [["whole", "text"], ["real", "flag", "when"]]:
-        for some in names:
-            keys = KeyTable(len(some))
-            numbers = keys.add([coder.add(name, frame[name]) for name in some])
-            values = [coder.values(name, codes) for name, codes in zip(some, keys.codes(), strict=True)]
-            assert pl.DataFrame(values).equals(frame.select(some).unique(maintain_order=True))
-            codes = [coder.find(name, frame[name]) for name in some]
-            assert (keys.find(codes) == numbers).all()
-            again = KeyTable.of([coder.add(series.name, series) for series in values])
-            assert (again.find(codes) == numbers).all()
-    keys = KeyTable(2)
-    keys.add([coder.add("whole", frame["whole"]), coder.add("text", frame["text"])])
-    foreign = [pl.Series(["1", "x", None, "2"]), pl.Series(["a", "a", "", "a"])]  # other types, other values
-    found = keys.find([coder.find(name, series) for name, series in zip(("whole", "text"), foreign, strict=True)])
-    assert found.tolist() == [0, -1, 2, -1]
-    assert coder.find("new", pl.Series([None, 1])).tolist() == [0, -1]
-    with pytest.raises(DataError, match="a learned table has 2 rows but 1 keys"):
-        KeyTable.of([np.array([3, 3], np.int32)])
-    with pytest.raises(DataError, match=r"column 'l' holds List\(Int64\), which is no key"):
-        coder.add("l", pl.Series([[1]]))
+    for some in (*([name] for name in frame.columns), frame.columns, ["whole", "text"], ["wide", "wide", "text"]):
+        codes, bound = key_codes(frame, some)
+        assert int(codes.max()) < bound
+        normal = frame.select(pl.col(some)).with_columns(pl.col(pl.Float64) + 0.0).rows()
+        for left in range(frame.height):
+            assert [codes[left] == code for code in codes] == [normal[left] == row for row in normal]
+        groups = Groups(codes, bound)
+        assert sum(groups.sizes) == frame.height
+        assert groups.spread(groups.codes).tolist() == codes.tolist()
+        assert groups.spread(groups.sums(np.ones(5))).tolist() == [normal.count(row) for row in normal]
+        assert groups.spread(groups.first(np.ones(5, bool))).tolist() == [normal.index(row) for row in normal]
+        late = groups.spread(groups.first(np.arange(5) > 1)).tolist()
+        assert late == [normal.index(row, 2) if row in normal[2:] else -1 for row in normal]
+    with pytest.raises(DataError, match=r"column 'l' holds List\(Int64\), which cannot be a key"):
+        key_codes(pl.DataFrame({"l": [[1]]}), ["l"])
+
+
+def test_a_table_with_a_key_twice_is_refused() -> None:
+    table = pl.DataFrame({"u": ["a", "b", "a"], "count": [1, 2, 3]})
+    with pytest.raises(DataError, match="2 of 3 rows of its table have a key that another row has"):
+        f.Fitted(features=(f.CountEncoding(name="n", by="u"),), learned={"n": f.LearnedTable(table=table)})
 
 
 def auc(scores: list[float], labels: list[int]) -> float:

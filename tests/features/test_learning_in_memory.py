@@ -1,24 +1,19 @@
-"""Learned features whose keys are in memory, and rows that are, against those that are read some at a time."""
+"""Features by partitions of their keys, and rows in memory, against all rows at once and rows in files."""
 
 from __future__ import annotations
 
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_featured_datasets import SCHEMA, hash_tree, write_log
 
 import stoker
 from stoker import features as f
-from stoker.prep.features.fitted.keys import Coder, code_column
 from stoker.prep.prepare import run_prepare
-from stoker.prep.rows import feature_passes
+from stoker.prep.rows import feature_passes, partitions
 from stoker.prep.schema import DenseColumn, Schema, SplitRule
 from stoker.prep.stages import task
 from stoker.prep.stages.parts import Journal
@@ -42,42 +37,50 @@ DROPPED = replace(ALL, split=SplitRule(rule="column", column="user", values={
 NONE_HELD_OUT = replace(ALL, split=SplitRule(rule="hash", train=1.0, valid=0.0, test=0.0))
 
 
-def without_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(feature_passes, "available_memory", lambda: None)
+def in_partitions(patch: pytest.MonkeyPatch, rows: int = 17, few: int = 0) -> None:
+    """Let partitions have so many rows; ``few``: keys of a table that is searched anew for each block."""
+    patch.setattr(partitions, "PARTITION_ROWS", rows)
+    patch.setattr(feature_passes, "_FEW", few)
 
 
 @pytest.mark.parametrize("schema", [ALL, DROPPED, NONE_HELD_OUT], ids=["time", "dropped", "train"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_same_bytes_with_keys_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: Schema, threads: int
+@pytest.mark.parametrize("few", [0, 5, 10**6])
+def test_the_same_bytes_by_partitions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schema: Schema, threads: int, few: int
 ) -> None:
     write_log(tmp_path / "log.csv", 200)
+    run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "whole", threads=threads, block_bytes=2_000)
     used: list[int] = []
-    learn = feature_passes.learn_in_memory
+    by_key = partitions.by_key
 
-    def counted(features: Any, *given: Any) -> Any:
-        used.append(len(features))
-        return learn(features, *given)
+    def counted(*given: Any) -> Any:
+        used.append(given[-1])
+        return by_key(*given)
 
-    monkeypatch.setattr(feature_passes, "learn_in_memory", counted)
-    run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "held", threads=threads, block_bytes=2_000)
-    assert sum(used) == 8
-    without_memory(monkeypatch)
-    run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "streamed", threads=threads, block_bytes=2_000)
-    assert sum(used) == 8
-    assert hash_tree(tmp_path / "held") == hash_tree(tmp_path / "streamed")
+    monkeypatch.setattr(feature_passes, "by_key", counted)
+    in_partitions(monkeypatch, few=few)
+    run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "parts", threads=threads, block_bytes=2_000)
+    assert set(used) == {17}
+    assert hash_tree(tmp_path / "whole") == hash_tree(tmp_path / "parts")
+    rows = tmp_path / "rows.csv"
+    write_log(rows, 90)
+    for name, limit in (("in_parts", 17), ("at_once", 10**6)):
+        in_partitions(monkeypatch, limit, few)
+        stoker.prepare(None, rows, like=tmp_path / "parts", out=tmp_path / name)
+    assert hash_tree(tmp_path / "in_parts") == hash_tree(tmp_path / "at_once")
 
 
 class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("first", ["memory", "files"])
+@pytest.mark.parametrize("first", ["whole", "parts"])
 @pytest.mark.parametrize("damage", [False, True])
-def test_a_run_goes_on_with_more_or_less_memory(
+def test_a_run_goes_on_with_larger_or_smaller_partitions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, damage: bool
 ) -> None:
-    """Above all, no training row is encoded with its own label by what was learned in memory, which keeps no folds."""
+    """Above all, no training row is encoded with its own label."""
     write_log(tmp_path / "log.csv", 60)
     settings: dict[str, Any] = {"threads": 1, "block_bytes": 2_000}
     run_prepare(ALL, tmp_path / "log.csv", out=tmp_path / "whole", **settings)
@@ -95,8 +98,8 @@ def test_a_run_goes_on_with_more_or_less_memory(
                 return add(journal, *given)
 
             patch.setattr(Journal, "add", counted)
-            if first == "files":
-                without_memory(patch)
+            if first == "parts":
+                in_partitions(patch)
             try:
                 run_prepare(ALL, tmp_path / "log.csv", out=tmp_path / "cut", **settings)
                 break
@@ -106,13 +109,13 @@ def test_a_run_goes_on_with_more_or_less_memory(
             for path in sorted((tmp_path / "cut" / ".work" / "passes").glob("*.arrow"))[-1:]:
                 path.write_bytes(path.read_bytes()[:-1])
         with monkeypatch.context() as patch:
-            if first == "memory":
-                without_memory(patch)
+            if first == "whole":
+                in_partitions(patch)
             run_prepare(ALL, tmp_path / "log.csv", out=tmp_path / "cut", overwrite=True, **settings)
         assert hash_tree(tmp_path / "cut") == whole, steps
         stoker.Dataset(tmp_path / "cut").verify()
         shutil.rmtree(tmp_path / "cut")
-    assert added > 20
+    assert added > 15
 
 
 @pytest.mark.parametrize("most", [0, 5_000, 2**30])
@@ -130,30 +133,3 @@ def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.M
     data = stoker.prepare(ALL, tmp_path / "log.csv", threads=2)
     data.save(tmp_path / "memory")
     assert hash_tree(tmp_path / "memory") == hash_tree(tmp_path / "files")
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_keys_of_the_rows_that_teach(data: st.DataObject) -> None:
-    rows = data.draw(st.integers(0, 30))
-    draw = random.Random(data.draw(st.integers(0, 2**32)))
-    columns = {name: [draw.choice([None, "a", "b", "c", "d"]) for _ in range(rows)] for name in "xyz"}
-    teaching = data.draw(st.integers(0, rows))
-    wanted = data.draw(st.lists(st.sampled_from([("x",), ("x", "y"), ("x", "y", "z"), ("z", "y"), ("y", "x", "z")]),
-                                min_size=1, unique=True))  # fmt: skip
-    coder = Coder()
-    frame = pl.DataFrame({code_column(n): coder.add(n, pl.Series(n, v, pl.String)) for n, v in columns.items()})
-    numbered = coder.number(frame, wanted, add=True, threads=2, teaching=teaching)
-    for names in wanted:
-        keys = list(zip(*(columns[name] for name in names), strict=True))
-        expected: dict[Any, int] = {}
-        for key in keys[:teaching]:
-            expected.setdefault(key, len(expected))
-        table = coder.table(names)
-        assert table is not None
-        assert len(table) == len(expected)
-        assert numbered.get_column(table.column).to_list() == [expected.get(key, -1) for key in keys]
-        back = [coder.values(name, codes).to_list() for name, codes in zip(names, table.codes(), strict=True)]
-        assert list(zip(*back, strict=True)) == list(expected)
-        found = table.find([frame.get_column(code_column(name)).to_numpy() for name in names])
-        assert found.tolist() == [expected.get(key, -1) for key in keys]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_featured_datasets import hash_tree
 
 from stoker import features as f
@@ -19,8 +22,8 @@ from stoker.base.errors import DataError
 from stoker.prep.features.past import Past, work_out
 from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
-from stoker.prep.rows import feature_passes, featured
-from stoker.prep.rows.look_back import LookBack, can_deal
+from stoker.prep.rows import featured, partitions
+from stoker.prep.rows.partitions import by_key
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.stages.row_store import RowStore
 
@@ -68,28 +71,46 @@ FEATURES: tuple[Past, ...] = (
 )
 
 
-@pytest.mark.parametrize("shares", [1, 3, 40])
-@pytest.mark.parametrize("short", [(), ("when",)])
-def test_pieces_and_shares_give_what_all_rows_at_once_do(tmp_path: Path, shares: int, short: tuple[str, ...]) -> None:
-    rows = log(300).with_columns(pl.col("when").clip(-(2**31), 2**31 - 1) if short else pl.col("when"))
+@pytest.mark.parametrize("rows_of_a_partition", [1000, 100, 8])
+def test_partitions_give_what_all_rows_at_once_do(tmp_path: Path, rows_of_a_partition: int) -> None:
+    rows = log(300)
     sizes = [1, 120, 4, 175]
     starts = np.cumsum([0, *sizes])
-    assert all(can_deal(feature, rows.schema) for feature in FEATURES)
-    with LookBack(FEATURES, rows.drop("list").schema, sizes, shares, 2, tmp_path, short) as back:
-        assert "list" not in back.columns
-        made = list(back.run(lambda piece: rows[int(starts[piece]) : int(starts[piece + 1])].select(back.columns)))
-    assert [part.height for part in made] == sizes
-    names = [feature.name for feature in FEATURES]
-    expected = work_out(rows, list(FEATURES))
-    assert pl.concat(made).select(names).equals(expected.select(names), null_equal=True)
-    assert expected.schema == made[0].select(names).schema
-    assert not list(tmp_path.iterdir())
+
+    def read(block: int) -> pl.DataFrame:
+        return rows[int(starts[block]) : int(starts[block + 1])]
+
+    for feature in FEATURES:
+        expected = work_out(rows, [feature])
+
+        def work(frame: pl.DataFrame, partition: int, count: int, feature: Past = feature) -> pl.DataFrame:
+            assert 0 <= partition < count == -(-300 // rows_of_a_partition)
+            return work_out(frame, [feature])
+
+        made = list(by_key(read, sizes, feature.by, work, tmp_path, 2, rows_of_a_partition))
+        assert [part.height for part in made] == sizes
+        assert pl.concat(made).equals(expected, null_equal=True)
+        assert made[0].schema == expected.schema
+        assert not list(tmp_path.iterdir())
 
 
-def test_lists_are_looked_back_at_too() -> None:
-    rows = log(10)
-    assert not can_deal(f.Previous(name="tags", column="list", by="user", order="when"), rows.schema)
-    assert can_deal(FEATURES[0], rows.schema)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(1, 9))
+def test_rows_come_back_in_order(sizes: list[int], rows: int, keys: int) -> None:
+    frames = [pl.DataFrame({"n": range(100 * b, 100 * b + size)}).with_columns(k=pl.col("n") * 7 % keys)
+              for b, size in enumerate(sizes)]  # fmt: skip
+
+    def work(frame: pl.DataFrame, partition: int, count: int) -> pl.DataFrame:
+        assert frame["n"].is_sorted()
+        seen.append(set(frame["k"]))
+        return frame.select("n", twice=pl.col("n") * 2)
+
+    seen: list[set[int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = list(by_key(frames.__getitem__, sizes, ["k"], work, Path(folder), 2, rows))
+    assert [part["n"].to_list() for part in made] == [frame["n"].to_list() for frame in frames]
+    assert all(part["twice"].to_list() == [2 * n for n in part["n"]] for part in made)
+    assert sum(map(len, seen)) == len(set().union(*seen))  # a key is in one partition
 
 
 def _twice(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.LazyFrame:
@@ -134,7 +155,7 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     (tmp_path / "log.csv").write_text("\n".join(["user,item,y", *lines]) + "\n")
     run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "whole", threads=2)
     monkeypatch.setattr(featured, "_SLICE", 17)
-    monkeypatch.setattr(feature_passes, "GROUP_ROWS", 16)
+    monkeypatch.setattr(partitions, "PARTITION_ROWS", 16)
     run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "pieces", threads=2)
     assert hash_tree(tmp_path / "pieces") == hash_tree(tmp_path / "whole")
     made = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +22,12 @@ __all__ = [
     "hash_file",
     "link_or_copy",
     "passes",
+    "refuse_url",
     "sync_folder",
+    "url_of",
 ]
 
+_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
 PASSING: set[Path] = set()  # directories that go with this process
 
 
@@ -31,6 +35,31 @@ def passes(path: str | Path) -> bool:
     """Whether a file lies in a directory that goes with this process, so that it need not outlast a loss of power."""
     # A copy, for another thread or the collector of garbage may change the set meanwhile.
     return any(Path(path).is_relative_to(folder) for folder in PASSING.copy())
+
+
+def url_of(path: object) -> str | None:
+    """Return the URL that a path is, or None for a local path.
+
+    ``pathlib`` writes ``s3://bucket/key`` as ``s3:/bucket/key``; this is understood, too.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return None
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        return None
+    if isinstance(path, str):
+        return text if "://" in text and _SCHEME.match(text) else None
+    found = _SCHEME.match(text)
+    if found is None:
+        return None
+    slashes = ":///" if found[1] in ("file", "local") else "://"
+    return found[1] + slashes + text[found.end() :].lstrip("/")
+
+
+def refuse_url(path: object, what: str) -> None:
+    """Raise :class:`ConfigError` where a path is a URL; ``what`` is to be written there."""
+    if (url := url_of(path)) is not None:
+        raise ConfigError(f"{what} cannot be written to a URL ({url}). Name a local path, and copy it from there.")
 
 
 @contextmanager
@@ -70,6 +99,7 @@ def check_target(path: str | Path) -> None:
     Raises:
         ConfigError: its directory is not writable, or there is a file where a directory would have to be.
     """
+    refuse_url(path, Path(path).name)
     path = Path(path)
     place = next(parent for parent in path.absolute().parents if parent.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):

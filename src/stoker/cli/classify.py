@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
-from stoker.cli.common.bars import Bars
 from stoker.cli.common.options import DataArgument, OneObject, option
 
 __all__ = ["register"]

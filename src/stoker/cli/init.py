@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.base.errors import ConfigError
+from stoker.base.files import refuse_url
 
 if TYPE_CHECKING:
     from stoker.prep.draft.draft import Draft
@@ -33,6 +34,7 @@ def _init(
     stoker init log.csv
     stoker init 'logs/*.parquet' --out shop.toml --rows 1000000
     """
+    refuse_url(out, "a schema")
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out} does not end in .toml, and the draft is written in TOML. Use {out.stem}.toml.")
     if out.is_dir():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import CheckpointError, DataError
+from stoker.base.remote import local_run
 from stoker.base.units import format_count, format_size, plural
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory.")],
+    path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory; or its URL.")],
     verify: Annotated[bool, typer.Option("--verify", help="Re-hash every file and check every id.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -38,6 +39,7 @@ def inspect(
     stoker inspect runs/a
     stoker inspect runs/a/checkpoints/step_000001000 --json
     """
+    path = local_run(path)
     kind = _kind(path)
     if kind == "dataset":
         from stoker.dataset.dataset import Dataset

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.base import remote
+from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
-from stoker.base.units import format_count, format_duration, format_size, plural
-from stoker.cli.common.bars import Bars
+from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.common.wording import with_options
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ More than 1 % of them stop the run, or the share that --max-bad names. A label
 that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
 share of lines may be damaged. A compressed file that breaks off is named in
 the summary; with --max-bad or --strict it stops the run.
+
+FILES, --like and --out may be URLs, such as s3://, gs://, https:// or hf://
+(docs/remote.md). Inputs are downloaded to a cache first; a dataset is made
+there and then uploaded.
 
 With --like, rows may lack a label: a field that is empty, or the whole column,
 in all files. They are for stoker predict.
@@ -114,6 +119,7 @@ def prepare(
         raise ConfigError("prepare needs a recipe and files: stoker prepare RECIPE FILES... --out DIR")
     if out is None:
         raise ConfigError("prepare needs a directory to make: add --out DIR")
+    from stoker.prep.inputs import files_of
     from stoker.prep.prepare import run_prepare
 
     if like is not None and min_count is not None:
@@ -124,21 +130,26 @@ def prepare(
         )
     chosen, preset = (None, preset) if recipe is None else _changed(recipe, preset, min_count, feature or [])
     try:
-        with Bars(quiet=as_json, keep=True) as bars:
+        with (
+            files_of(files) as inputs,
+            remote.published(out, overwrite=overwrite) as folder,
+            Bars(quiet=as_json, keep=True) as bars,
+        ):
 
             def show(progress: Progress) -> None:
                 bars(_STAGES[progress.stage], progress.done, progress.total, progress.unit)
 
             report = run_prepare(
-                chosen, files, out=out, like=like, preset=preset, strict=strict, max_bad=max_bad, overwrite=overwrite,
-                resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads, progress=show,
+                chosen, inputs, out=folder, like=like, preset=preset, strict=strict, max_bad=max_bad,
+                overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep or (), threads=threads,
+                progress=show,
             )  # fmt: skip
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
     if as_json:
-        typer.echo(json.dumps({**vars(report), "path": str(report.path)}))
+        typer.echo(json.dumps({**vars(report), "path": remote.url_of(out) or str(report.path)}))
     else:
-        _show(report)
+        _show(report, remote.url_of(out) or str(report.path))
 
 
 def _known(recipe: str) -> bool:
@@ -168,12 +179,12 @@ def _changed(
     return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None
 
 
-def _show(report: PrepareReport) -> None:
+def _show(report: PrepareReport, path: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    splits = Table(title=f"Dataset {report.path}", title_justify="left")
+    splits = Table(title=f"Dataset {path}", title_justify="left")
     splits.add_column("split")
     splits.add_column("rows", justify="right")
     splits.add_column("positive", justify="right")
@@ -205,7 +216,7 @@ def _show(report: PrepareReport) -> None:
         parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it anew"]
     console.print("; ".join(parts))
     if report.bad:
-        share, place = f"{report.bad / max(report.lines, 1):.3%}", report.path / "quarantine.jsonl"
+        share, place = f"{report.bad / max(report.lines, 1):.3%}", f"{path}/quarantine.jsonl"
         told = [(f"{plural(report.bad, 'bad line')} ({share}) set aside in {place}", "bold yellow")]
         told += [(f"  {count:,} x {reason}", "yellow") for reason, count in report.reasons.items()]
         for text, style in [*told, *((f"  {remedy}", "cyan") for remedy in report.remedies)]:
@@ -213,7 +224,8 @@ def _show(report: PrepareReport) -> None:
     else:
         console.print("no bad lines")
     if absent := sum(report.rows.values()) - sum(report.labelled.values()):
-        console.print(f"{plural(absent, 'row')} without label: score with stoker predict", highlight=False)
+        hint = f"{plural(absent, 'row')} without label: stoker predict RUN --data {quoted(path)} --out scores.parquet"
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     if groups := report.groups:
         console.print(f"{plural(groups['count'], 'group')} by column {groups['column']}", highlight=False)
     for text in report.warnings:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stoker.cli.common.bars import Bars
+from stoker.base.bars import Bars
 from stoker.cli.common.options import DataArgument, OneObject, option
 
 __all__ = ["register"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_size, parse_count
-from stoker.cli.common.bars import Bars
 from stoker.cli.common.options import ROW_OPTIMIZERS, DataArgument, OneObject, option
 
 if TYPE_CHECKING:

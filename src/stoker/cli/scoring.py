@@ -31,7 +31,7 @@ __all__ = ["register"]
 
 _LOOKAHEAD = 64  # batches
 
-Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint.")]
+Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint; or a URL.")]
 SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
 Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
 Places = Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.base.remote import url_of
 from stoker.cli.common import options
 from stoker.cli.common.options import option
 
@@ -26,8 +27,8 @@ def register(app: typer.Typer) -> None:
 
 def train(
     dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote.")] = None,
-    out: Annotated[Path | None, option(_RUN, "Run directory to make.")] = None,
-    resume: Annotated[Path | None, option(_RUN, "Run directory to continue, to the bit.")] = None,
+    out: Annotated[Path | None, option(_RUN, "Run directory to make, or a URL.")] = None,
+    resume: Annotated[Path | None, option(_RUN, "Run directory or URL to continue, to the bit.")] = None,
     model: options.Model = None,
     imported: Annotated[
         str | None, option(_MODEL, "Model class of your own, as package.module:Class.", "--import", metavar="PATH")
@@ -164,11 +165,12 @@ def train(
     from stoker.training import train as run_training
 
     result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
+    place = url_of(resume if out is None else out) or str(result.run)
     if json_lines:
         record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
-        print(json.dumps({"kind": "result", "run": str(result.run), **record}))
+        print(json.dumps({"kind": "result", "run": place, **record}))
     else:
-        _show_result(result)
+        _show_result(result, place)
 
 
 _NAMES = {
@@ -206,7 +208,7 @@ def metrics_table(columns: dict[str, dict[str, float | None]], title: str | None
     return table
 
 
-def _show_result(result: TrainResult) -> None:
+def _show_result(result: TrainResult, run: str) -> None:
     from rich.console import Console
 
     from stoker.base.units import format_count
@@ -218,18 +220,18 @@ def _show_result(result: TrainResult) -> None:
         console.print(metrics_table(columns, f"{result.model.name} at step {step:,} of {result.step:,}"))
     if result.samples_per_second:
         console.print(f"{format_count(result.samples_per_second)} samples/s while training", highlight=False)
-    console.print(f"run: {result.run}", highlight=False, soft_wrap=True)
-    console.print("next: " + "\n      ".join(_next(result)), highlight=False, soft_wrap=True)
+    console.print(f"run: {run}", highlight=False, soft_wrap=True)
+    console.print("next: " + "\n      ".join(_next(result, run)), highlight=False, soft_wrap=True)
 
 
-def _next(result: TrainResult) -> list[str]:
+def _next(result: TrainResult, run: str) -> list[str]:
     """Commands worth trying after a run."""
     from stoker.base.units import quoted
 
     scored = "" if result.test else " --split valid" if result.valid else " --split train"  # predict takes test unasked
-    commands = [f"stoker predict {quoted(result.run)}{scored} --out scores.parquet"]
+    commands = [f"stoker predict {quoted(run)}{scored} --out scores.parquet"]
     if not result.stopped_early and result.best_step in (None, result.step):  # longer training may still help
-        commands.append(f"stoker train --resume {quoted(result.run)} --epochs {int(result.epochs) + 1}")
+        commands.append(f"stoker train --resume {quoted(run)} --epochs {int(result.epochs) + 1}")
     if (events := result.run / "tensorboard").is_dir():
         commands.append(f"tensorboard --logdir {quoted(events)}")
     return commands

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stoker.base import remote
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.files import hash_file
 from stoker.base.units import quoted
@@ -34,14 +35,15 @@ class Dataset:
     """A dataset directory, opened for reading; or a dataset in memory, as :func:`stoker.prepare` makes one.
 
     Args:
-        path: the directory that ``stoker prepare`` wrote.
+        path: the directory that ``stoker prepare`` wrote, or its URL; it is then downloaded once, to the cache.
 
     Raises:
         DataError: missing, unfinished or newer dataset; a file that is missing or has the wrong size.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.url = remote.url_of(path)  # where it was downloaded from
+        self.path = Path(path) if self.url is None else remote.fetch_sealed(self.url)
         self._home = home_of(self.path)  # of a dataset in memory, which lasts as long as somebody refers to it
         self.manifest = read_manifest(self.path)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stoker.base.errors import DataError
-from stoker.base.files import link_or_copy, sync_folder
+from stoker.base.files import link_or_copy, refuse_url, sync_folder
 from stoker.base.units import format_size
 from stoker.dataset.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
 from stoker.dataset.manifest import BESIDE, LOCK
@@ -130,6 +130,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
     Raises:
         DataError: it holds something else, or a dataset and ``overwrite`` is False.
     """
+    refuse_url(out, "this dataset")
     recover(out)
     if not out.exists():
         return

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file
-from stoker.prep.features.fitted.learned import LearnedTable
-from stoker.prep.features.fitted.store import load_features
+from stoker.prep.features.learned import LearnedTable
+from stoker.prep.features.store import load_features
 from stoker.prep.fit.transforms import DenseFit
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
@@ -39,6 +39,7 @@ class Like:
 
     def __init__(self, path: Path, recipe: Recipe | None = None) -> None:
         self.data = Dataset(path)
+        path = self.data.path
         manifest = self.data.manifest
         try:
             self.schema = Schema.from_dict(manifest["schema"], where=f"{path / 'manifest.json'}: schema")

@@ -11,13 +11,14 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stoker.base import remote
 from stoker.base.device import check_threads, give_back_memory, peak_memory, return_freed_memory
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import format_size, plural
@@ -36,10 +37,11 @@ from stoker.dataset.memory import Home
 from stoker.dataset.rebuild import check_out
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.split_rules import targets_of_files
+from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.like import Like
 from stoker.prep.parse.frames import MissingColumnError
 from stoker.prep.parse.quarantine import BadLineLimit, BadReasons
-from stoker.prep.parse.sources import BLOCK_BYTES, expand, text_order_warning
+from stoker.prep.parse.sources import BLOCK_BYTES, FRAME, expand, text_order_warning
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
@@ -48,7 +50,6 @@ from stoker.prep.schema import Schema, SplitRule
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.split_text import split_of
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
-from stoker.prep.write.frame_files import Input, files_of
 from stoker.prep.write.group_numbers import cut_warning
 from stoker.prep.write.publish import publish
 from stoker.rewrite.id_order import Reordering
@@ -106,10 +107,13 @@ def prepare(
             recipe of your own derived the rows.
         files: raw files or glob patterns: delimited text, Parquet or JSON lines; text also as .gz or .zst. Files are
             read in the order given, those of one pattern sorted by name with numbers by value: day_2 before day_10.
-            Or tables in memory, alone or in a list: Polars or pandas frames and PyArrow tables.
-        out: directory to make; of a symbolic link, what it points to is made or replaced. None: the dataset is in
-            temporary files, which the system keeps in memory as far as it has room, as long as something in this
-            process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory.
+            URLs that fsspec knows (``s3://``, ``https://``, ``hf://`` ...) are downloaded first. Or tables, alone or in
+            a list: Polars or pandas frames, PyArrow tables, readers and datasets, DuckDB relations, or anything with
+            ``__arrow_c_stream__``; a stream is read once, to a temporary Parquet file.
+        out: directory or URL to make; what goes to a URL is prepared locally and then uploaded, its manifest last. Of a
+            symbolic link, what it points to is made or replaced. None: the dataset is in temporary files, which the
+            system keeps in memory as far as it has room, as long as something in this process refers to it;
+            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
@@ -131,8 +135,8 @@ def prepare(
         executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards in
             place of threads: ``ProcessPoolExecutor``, Dask's ``Client.get_executor()`` and the like. Workers have to
             see the input files and ``out`` under the same paths, on a shared file system. Features, statistics of
-            dense columns, vocabularies that ``like`` brings, and groups remain on threads of this process. The
-            executor is left open, and does not change a byte of the result.
+            dense columns, vocabularies that ``like`` brings, groups and kept columns remain on threads of this process.
+            The executor is left open, and does not change a byte of the result.
         progress: called from the calling thread as work gets done.
 
     Returns:
@@ -147,22 +151,23 @@ def prepare(
     home = None
     if out is None and reorder is not False:
         raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
-    with files_of(files) as named:
+    with files_of(files) as inputs:
         if out is None:
-            home = Home(_ROOM * sum(path.stat().st_size for path in expand(named)[0]))
-        report = run_prepare(
-            recipe, named, out=str(out) if home is None else home.path, like=like, preset=preset, strict=strict,
-            max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep,
-            threads=threads, executor=executor, progress=progress,
-        )  # fmt: skip
+            home = Home(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
+        with remote.published(str(out) if home is None else home.path, overwrite=overwrite) as folder:
+            report = run_prepare(
+                recipe, inputs, out=folder, like=like, preset=preset, strict=strict, max_bad=max_bad,
+                overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep, threads=threads,
+                executor=executor, progress=progress,
+            )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
-    return Dataset(report.path)
+    return Dataset(report.path if remote.url_of(out) is None else str(out))
 
 
 def run_prepare(
     recipe: Recipe | Schema | str | os.PathLike[str] | None,
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Inputs,
     *,
     out: str | os.PathLike[str],
     like: str | os.PathLike[str] | None = None,
@@ -203,9 +208,13 @@ def run_prepare(
     if keep:
         more = [keep] if isinstance(keep, str) else keep
         schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
-    if isinstance(files, str | os.PathLike):
-        files = [files]
-    (sources, again), target = expand(files), Path(out) if executor is None else Path(out).absolute()
+    if isinstance(files, Inputs):
+        inputs = files
+    else:
+        inputs = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
+    names = inputs.names
+    _check_names(chosen, names)
+    (sources, again), target = expand(inputs.files), Path(out) if executor is None else Path(out).absolute()
     schema = fitted_to(schema, chosen, sources)
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
@@ -220,10 +229,11 @@ def run_prepare(
         block_bytes=block_bytes,
         executor=executor,
         like=measure,
+        names=names,
     )
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
-    noted = [f"{path} was named more than once; it is read once." for path in again]
+    noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
     noted += filter(None, [text_order_warning(sources), *schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
@@ -235,7 +245,7 @@ def run_prepare(
         with _reordered(target, how, request, overwrite=overwrite, threads=threads, progress=progress) as plain:
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
-                recipe, files, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
+                recipe, inputs, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
                 resume=resume, split=split, keep=keep, threads=threads, executor=executor, progress=progress,
                 block_bytes=block_bytes,
             )  # fmt: skip
@@ -321,6 +331,22 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
             raise DataError(f"{source} lies in {target}, where the dataset would go. Choose another directory.")
 
 
+def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
+    """Refuse tables where a recipe tells its files by their names.
+
+    Raises:
+        ConfigError: it does.
+    """
+    tables = [name for path, name in names.items() if path.suffix == FRAME]
+    needed = [raw.files for raw in recipe.inputs.values() if not raw.optional]
+    if tables and needed and needed != [("*",)]:
+        patterns = [pattern for raw in recipe.inputs.values() for pattern in raw.files]
+        raise ConfigError(
+            f"recipe {recipe.name} reads several files, which it tells by their names: {', '.join(patterns)}. It takes "
+            f"files, not tables such as {tables[0]}.", settings=("files",),
+        )  # fmt: skip
+
+
 def _like(path: Path, recipe: object, preset: str | None) -> Like:
     """The dataset to prepare like."""
     if preset is not None:
@@ -328,8 +354,9 @@ def _like(path: Path, recipe: object, preset: str | None) -> Like:
             "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
         )
     if recipe is not None and not isinstance(recipe, Recipe):
+        named = "another schema" if isinstance(recipe, Schema) else repr(recipe)
         raise ConfigError(
-            f"{path} has its schema, so {recipe!r} cannot be used, too. Leave the recipe out.", settings=("like",)
+            f"{path} has its schema, so {named} cannot be used, too. Leave the recipe out.", settings=("like",)
         )
     return Like(path, recipe)
 

@@ -28,6 +28,7 @@ from stoker.tables import Stage
 from stoker.training.config import RESUMABLE, ROW_OPTIONS, TrainConfig
 from stoker.training.files import checkpoint
 from stoker.training.files.log import RunLog
+from stoker.training.files.remote_run import Upload, local_run
 from stoker.training.files.rundir import INTERIM, RunDirectory, open_dataset
 from stoker.training.finish import TrainResult, finish
 from stoker.training.placing import Epochs, moved, movement, place_run, tidy
@@ -63,8 +64,9 @@ def train(
     Args:
         dataset: what ``stoker prepare`` wrote; when resuming, None means the run's own.
         config: settings; keyword settings go on top.
-        out: the run directory to make.
-        resume: the run directory to continue from its newest whole checkpoint, to the bit.
+        out: the run directory to make, or a URL: the run is then in the local cache, and is uploaded after each
+            checkpoint and at the end.
+        resume: the run directory or URL to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
         settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
             be "auto": the one that trains fastest here (:func:`stoker.training.sizing.auto_batch.choose_batch_size`).
@@ -80,12 +82,28 @@ def train(
     auto = settings.get("batch_size") == "auto"
     if auto:  # what a run chose when it began is among its settings
         del settings["batch_size"]
-    data, config = _opened(dataset, config, out, resume, dict(settings))
+    with local_run(out, resume) as (out, resume, upload):
+        return _prepared(dataset, config, out, resume, display, dict(settings), upload, auto=auto)
+
+
+def _prepared(
+    dataset: Dataset | str | Path | None,
+    config: TrainConfig | None,
+    out: str | Path | None,
+    resume: str | Path | None,
+    display: Display | Mode,
+    settings: dict[str, Any],
+    upload: Upload,
+    *,
+    auto: bool,
+) -> TrainResult:
+    """:func:`train` with local paths; ``upload`` copies the run to where it is wanted."""
+    data, config = _opened(dataset, config, out, resume, settings)
     choice = choose_batch_size(data, config) if auto and resume is None else None
     if choice is not None:
         config = config.replace(batch_size=choice.batch_size)
     with process_settings(config), tidy(config) as models:
-        return _train(data, config, out, resume, display, models, choice)
+        return _train(data, config, out, resume, display, models, choice, upload)
 
 
 def _train(
@@ -96,6 +114,7 @@ def _train(
     display: Display | Mode,
     models: list[RecModel],
     choice: BatchChoice | None,
+    upload: Upload,
 ) -> TrainResult:
     """:func:`train` with its arguments checked; ``models`` gets the model, ``choice`` says how its batch size came."""
     device = resolve_device(config.device)
@@ -124,7 +143,7 @@ def _train(
     warnings.append(
         check_disk(path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done))
     )
-    kept: dict[str, Any] = {"dataset": str(data.path.resolve()), "settings": config.to_dict()}
+    kept: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
         kept["model_class"] = class_path(type(model))
     if resume is not None:
@@ -151,7 +170,9 @@ def _train(
             for note in (*_chosen(choice, config), *filter(None, warnings), *ignored):
                 shown.note(note)
             try:
-                clock = _fit(model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown)
+                clock = _fit(
+                    model, dense, schedule, feed, data, config, total, len(stream), progress, run, log, shown, upload
+                )
             except (Diverged, checkpoint.NotFiniteError) as error:
                 step = error.step if isinstance(error, Diverged) else progress.step
                 raise explain(str(error), step, model, dense, schedule, config, run) from None
@@ -221,6 +242,7 @@ def _fit(
     run: RunDirectory,
     log: RunLog,
     shown: Display,
+    upload: Upload,
 ) -> Clock:
     """Train until ``total`` steps are done or patience ends, ``epoch`` of them a pass. This is the loop."""
     for group in dense.param_groups:
@@ -287,6 +309,8 @@ def _fit(
                 saved = state
                 timer.saved(timer.now() - begin)
                 run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
+                if (problem := upload()) is not None:
+                    shown.note(f"warning: {problem} The run goes on; the next checkpoint is uploaded with this one.")
                 clock.go()
             if stop.number is not None:
                 raise Interrupted(stop.number, run.checkpoint(saved[0]) if saved[0] else None, run.path)

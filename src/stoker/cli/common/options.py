@@ -58,7 +58,7 @@ def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote.")]
+DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote, or its URL.")]
 RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
 Import = Annotated[
     str | None,

@@ -71,7 +71,7 @@ def find_lr(
         if plot.exists():
             raise ConfigError(f"{plot} exists. Choose another name, or delete it first.")
         check_target(plot)
-    from stoker.cli.common.bars import Bars
+    from stoker.base.bars import Bars
     from stoker.training.tools.find_lr import find_lr as run
 
     settings = options.train_settings({"batch_size": batch_size, **given})

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.base.bars import Bars
 from stoker.cli.common import options
-from stoker.cli.common.bars import Bars
 
 if TYPE_CHECKING:
     from stoker.training.tools.trace import Trace

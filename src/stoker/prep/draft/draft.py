@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,10 @@ from stoker.base.units import plural
 from stoker.prep.draft.guess import Guess, guess_columns, null_texts
 from stoker.prep.draft.look import Sample, look
 from stoker.prep.draft.toml import entries, toml_value
-from stoker.prep.parse.sources import expand, source_kind
+from stoker.prep.inputs import Input, Inputs, files_of
+from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import VALUE_TYPES
+from stoker.prep.source_format import SourceFormat
 
 __all__ = ["ROWS", "Draft", "draft_log", "draft_schema"]
 
@@ -55,16 +56,15 @@ class Draft:
         return "label" if column.name == self.label else column.kind
 
 
-def draft_schema(
-    log: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, rows: int = ROWS, command: str | None = None
-) -> str:
+def draft_schema(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> str:
     """Draft a schema for a log of your own from its first rows, as TOML text with comments.
 
     Comments that begin with ``unsure:`` want your answer. The text is a whole schema wherever a label was found; else
     its ``[label]`` is a comment for you to fill in.
 
     Args:
-        log: files or glob patterns: delimited text or JSON lines, also as .gz or .zst, or Parquet.
+        log: files, URLs or glob patterns: delimited text or JSON lines, also as .gz or .zst, or Parquet; or tables,
+            as :func:`stoker.prepare` takes them. Of a stream, the rows that were looked at are gone.
         rows: to look at, the same number from the beginning of each file, and at most 128 MiB of text.
         command: the next command to show in the first lines; None: one with the names of the files.
 
@@ -74,29 +74,37 @@ def draft_schema(
     return draft_log(log, rows=rows, command=command).text
 
 
-def draft_log(
-    log: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, rows: int = ROWS, command: str | None = None
-) -> Draft:
+def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | None = None) -> Draft:
     """As :func:`draft_schema`, with what was found of each column."""
     if rows < 1:
         raise ConfigError(f"rows={rows} is below 1: there is nothing to look at.", settings=("rows",))
-    given = [log] if isinstance(log, str | os.PathLike) else list(log)
-    files, _ = expand(given)
+    with files_of(log, rows=rows + 1) as inputs:
+        return _draft(log, inputs, rows, command)
+
+
+def _draft(log: Any, inputs: Inputs, rows: int, command: str | None) -> Draft:
+    given = [log] if not isinstance(log, Sequence) or isinstance(log, str) else list(log)
+    tables = [name for path, name in inputs.names.items() if path.suffix == FRAME]
+    files, _ = expand(inputs.files)
     sample = look(files, rows)
+    if tables:
+        sample.source = SourceFormat()
     if source_kind(files[0], sample.source.kind) == "csv":
         sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
     columns = guess_columns(sample)
     label = _choose_label(columns)
     time = _choose_time(columns, label)
     _leave_out_others(columns, label, time)
-    names = " ".join(shlex.quote(str(one)) for one in given)
+    names = ", ".join(tables) or " ".join(shlex.quote(str(one)) for one in given)
+    if tables and command is None:
+        command = 'stoker.prepare("schema.toml", frame, out="data")'
     head = [
         f"Draft of a schema from {plural(sample.frame.height, 'row')} of {names}"
         f"{'' if sample.whole else ', not all of its rows'}.",
         "Comments that begin with `unsure:` want your answer; docs/prepare.md describes every key. Then:",
         f"  {command or f'stoker prepare schema.toml {names} --out data'}",
     ]
-    stem = files[0].name.split(".")[0] or "log"
+    stem = "log" if tables else files[0].name.split(".")[0] or "log"
     features = [column for column in columns if column is not label and column.kind in _FEATURES]
     if not features:
         head.append(

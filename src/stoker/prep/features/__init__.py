@@ -9,7 +9,7 @@ docs/features.md has a table of them. Polars, pyarrow and Numba load when rows a
 from __future__ import annotations
 
 from stoker.prep.features.base import KINDS, Derivation, RowLocal, RowSteps, check_features, feature_from_dict
-from stoker.prep.features.fitted.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding
+from stoker.prep.features.learned import CountEncoding, Learned, LearnedTable, MeanTargetEncoding
 from stoker.prep.features.merge import Merge
 from stoker.prep.features.past import Difference, Past, PastCount, Previous, Rank, SinceLast
 from stoker.prep.features.pipeline import Fitted, fit, fit_apply

@@ -1,7 +1,7 @@
 """What every derived feature has: a kind, a name, the columns that it reads and those that it makes.
 
 Families: :class:`RowSteps` change the number of rows and stand first; :class:`RowLocal` features need their own row
-only; learned ones (:mod:`stoker.prep.features.fitted.learned`) need all training rows; past ones
+only; learned ones (:mod:`stoker.prep.features.learned`) need all training rows; past ones
 (:mod:`stoker.prep.features.past`)
 the rows of their group in order.
 """
@@ -109,10 +109,6 @@ class RowSteps(Derivation):
     @abstractmethod
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
         """The rows after the step. Each must hang on one row before it, and their order be kept."""
-
-    def rows_now(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """The same of rows in memory."""
-        return self.rows(frame.lazy()).collect(engine="streaming")
 
 
 def texts(where: str, key: str, names: Sequence[str], *, least: int = 1) -> None:

@@ -11,7 +11,7 @@ import polars as pl
 from stoker.prep.parse.dictionaries import text_column, text_hashes
 from stoker.prep.parse.dictionary_kernels import splitmix
 
-__all__ = ["ABSENT", "JOINT", "deal", "hash_texts", "hash_values", "stable_hash", "text_of"]
+__all__ = ["ABSENT", "JOINT", "hash_texts", "row_folds", "stable_hash", "text_of"]
 
 JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 
@@ -19,18 +19,6 @@ JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 def hash_texts(series: pl.Series, seed: int = 0) -> pl.Series:
     """UInt64 [n]: FNV-1a of UTF-8 bytes, finished by splitmix64, as ``hash_buckets`` of texts; missing: 0."""
     return pl.Series(text_hashes(text_column(series), seed))
-
-
-def hash_values(series: pl.Series) -> Any:
-    """uint64 [n]: a hash of each value, equal for equal ones; numbers are not turned into texts, missing is 0."""
-    if series.dtype.is_float():
-        numbers: Any = series.cast(pl.Float64).fill_nan(None).fill_null(0.0).to_numpy() + 0.0
-    elif series.dtype.is_integer() or series.dtype.is_temporal() or series.dtype == pl.Boolean:
-        whole = series.to_physical().cast(pl.UInt64 if series.dtype == pl.UInt64 else pl.Int64)
-        numbers = whole.fill_null(0).to_numpy()
-    else:
-        return hash_texts(series.cast(pl.String)).to_numpy()
-    return splitmix(np.ascontiguousarray(numbers).view(np.uint64))
 
 
 def text_of(column: str) -> pl.Expr:
@@ -48,15 +36,12 @@ def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
     return joined.map_batches(lambda s: hash_texts(s, seed), return_dtype=pl.UInt64, is_elementwise=True)
 
 
-def deal(column: str, seed: int, folds: int) -> pl.Expr:
+def row_folds(column: str, seed: int, folds: int) -> pl.Expr:
     """splitmix64 of a column of whole numbers, as rows are split and sampled, modulo ``folds``; Int32."""
-    from stoker.prep.features.fitted.learned_kernels import deal_rows
-
     mixed: Any = splitmix(np.array([seed], np.uint64))[0]
 
-    def dealt(series: pl.Series) -> pl.Series:
-        out = np.empty(len(series), np.int32)
-        deal_rows(series.cast(pl.Int64).to_numpy(), mixed, np.uint64(folds), out)
-        return pl.Series(out)
+    def fold(series: pl.Series) -> pl.Series:
+        hashes = splitmix(series.cast(pl.Int64).to_numpy().view(np.uint64) ^ mixed)
+        return pl.Series((hashes % np.uint64(folds)).astype(np.int32))
 
-    return pl.col(column).map_batches(dealt, return_dtype=pl.Int32, is_elementwise=True)
+    return pl.col(column).map_batches(fold, return_dtype=pl.Int32, is_elementwise=True)

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from stoker.base.checks import fail
 from stoker.base.errors import DataError
 from stoker.prep.features.base import texts
-from stoker.prep.features.fitted.learned import Learned, LearnedTable, coded, codes_of, values_at
+from stoker.prep.features.learned import Learned, LearnedTable, look_up
 
 if TYPE_CHECKING:
     import polars as pl
-
-    from stoker.prep.features.fitted.keys import Coder
 
 __all__ = ["Merge"]
 
@@ -35,7 +33,6 @@ class Merge(Learned):
     """
 
     kind: ClassVar[str] = "merge"
-    labelled: ClassVar[bool] = False
     beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that datasets do not hang on it
     on: str
     file: str
@@ -94,10 +91,7 @@ class Merge(Learned):
         texts_, numbers = self.outputs[: len(self.columns)], self.outputs[len(self.columns) :]
         return {**dict.fromkeys(texts_, pl.String), **dict.fromkeys(numbers, pl.Float64)}
 
-    def reads(self, *, train: bool) -> list[str]:
-        return coded(self.keys)
-
-    def learn(self, rows: pl.DataFrame | pl.LazyFrame, coder: Coder, *, engine: str = "streaming") -> LearnedTable:
+    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
         import polars as pl
 
         from stoker.prep.features.tables import read_table
@@ -119,10 +113,7 @@ class Merge(Learned):
                 f"{self.where}: {self.file} has {twice.height:,} lines whose {key} another line has, too, for example "
                 f"{twice[self.on][0]!r}. Keep one line for each."
             )
-        found = LearnedTable(table=table)
-        found.bind(self.keys, coder)
-        return found
+        return LearnedTable(table=table, distinct=True)
 
-    def encode(self, rows: pl.DataFrame, learned: LearnedTable) -> list[pl.Series]:
-        places = learned.keys.find(codes_of(rows, self.keys))
-        return [values_at(learned.table.get_column(name), places) for name in self.outputs]
+    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        return look_up(frame, {self.on: self.on}, learned.table, {name: name for name in self.outputs})

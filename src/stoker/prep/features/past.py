@@ -19,6 +19,8 @@ from stoker.prep.features.explain import explained
 if TYPE_CHECKING:
     import polars as pl
 
+    from stoker.prep.features.groups import Codes
+
 __all__ = ["Difference", "GroupOrder", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out"]
 
 
@@ -63,84 +65,101 @@ class Past(Derivation):
 
 
 class GroupOrder:
-    """Rows of a frame sorted by (group, order, place in the frame), and back.
+    """The rows of a frame that have an order, sorted by (group, order, place in the frame).
 
     Args:
         frame: whole groups.
-        codes: of the groups, by :func:`group_codes`.
+        groups: codes of the groups and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
         order, direction: of the features that share it.
     """
 
-    def __init__(self, frame: pl.DataFrame, codes: Any, order: str, direction: int) -> None:
+    def __init__(self, frame: pl.DataFrame, groups: tuple[Codes, int], order: str, direction: int) -> None:
         import polars as pl
 
-        from stoker.prep.features.past_kernels import by_group, in_order
+        from stoker.prep.features.groups import order_codes, sort_rows
 
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()
         if not values.dtype.is_integer():
             values = values.cast(pl.Float64).fill_nan(None)
+        #: bool [n]: which rows have an order
         self.known = values.is_not_null().to_numpy()
-        order_of = _ordered(values.fill_null(0).to_numpy())
+        rows = np.flatnonzero(self.known)
+        order_of = _ordered(values.fill_null(0).to_numpy())[rows]
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
-        # Rows without an order are set apart, each a group of its own behind the others.
-        apart = np.flatnonzero(~self.known)
-        groups = int(codes.max(initial=-1)) + 1
-        if len(apart):
-            codes = codes.copy()
-            codes[apart] = groups + np.arange(len(apart))
-        #: the rows in order, or all of them where they lie so already, as in a log
-        self.sorted: Any = slice(None)
-        if not in_order(codes, order_of):
-            self.sorted = np.empty(len(codes), np.int64)
-            by_group(codes, order_of, groups + len(apart), self.sorted)
-        self.groups, self.order = codes[self.sorted], order_of[self.sorted]
+        codes = groups[0][rows]
+        by_order = None
+        if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
+            by_order = sort_rows(*order_codes(order_of))
+        places = sort_rows(codes, groups[1], by_order)
+        #: int64 [m]: the rows in sorted order; all below is in it
+        self.sorted = rows[places]
+        self.order = order_of[places]
+        codes = codes[places]
+        new_group = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
+        new_moment = new_group | np.append(True, self.order[1:] != self.order[:-1])[: len(codes)]
+        #: int64 [m]: the number of each row's moment, and where its group and its moment begin
+        self.moment = np.cumsum(new_moment) - 1
+        self.group_start = _repeated(new_group)
+        self.moment_start = _repeated(new_moment)
         self._last: dict[str | None, Any] = {}
 
     def events(self, frame: pl.DataFrame, column: str | None) -> Any:
-        """Bool [n], sorted: the rows that are looked back at."""
+        """bool [m]: which rows are looked back at."""
         import polars as pl
 
         if column is None:
-            return self.known[self.sorted]
-        shown = (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()
-        return (shown & self.known)[self.sorted]
+            return np.ones(len(self.sorted), np.bool_)
+        return (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()[self.sorted]
 
     def last(self, frame: pl.DataFrame, column: str | None) -> Any:
-        """Int64 [n], in the frame's order: the row of the last event before, or -1."""
-        from stoker.prep.features.past_kernels import last_before
-
+        """int64 [n], in the order of the frame: the row of the last event before, or -1."""
         if column not in self._last:
-            found = np.empty(len(self.groups), np.int64)
-            last_before(self.groups, self.order, self.events(frame, column), found)
-            if not isinstance(self.sorted, slice):
-                found = self.back(np.where(found < 0, -1, self.sorted[found]))
-            self._last[column] = found
+            place = np.arange(len(self.sorted))
+            latest = np.maximum.accumulate(np.where(self.events(frame, column), place, -1))
+            found = np.append(latest, -1)[self.moment_start - 1]  # what is before the first row is -1
+            rows = np.append(self.sorted, -1)[np.where(found >= self.group_start, found, -1)]
+            self._last[column] = self.back(rows, -1)
         return self._last[column]
 
-    def back(self, values: Any) -> Any:
-        """Values in sorted order, in the frame's order."""
-        if isinstance(self.sorted, slice):
-            return values
-        out = np.empty_like(values)
-        out[self.sorted] = values
-        return out
+    def count(self, events: Any, window: float | None) -> Any:
+        """int64 [m]: how many events of the group are before, at most ``window`` before."""
+        counted = np.append(0, np.cumsum(events))
+        return counted[self.moment_start] - counted[self._window_start(window)]
 
-
-def group_codes(frame: pl.DataFrame, by: tuple[str, ...]) -> Any:
-    """[n] numbers of the groups from 0, by first occurrence."""
-    from stoker.prep.features.fitted.keys import Coder, KeyTable, code_column
-
-    coder, columns = Coder(), []
-    for name in by:
-        known = frame.get_column(code_column(name)) if code_column(name) in frame.columns else None
-        if known is None or (known < 0).any():  # values without a code are not one value
-            columns.append(coder.add(name, frame.get_column(name)))
+    def _window_start(self, window: float | None) -> Any:
+        """int64 [m]: the first row of the group whose order is at least that of the row less ``window``."""
+        if window is None:
+            return self.group_start
+        bounded = np.ones(len(self.order), np.bool_)
+        if self.order.dtype == np.int64:  # between whole numbers are whole numbers
+            width = int(min(window, 2.0**63 - 1024))
+            bounded = self.order >= -(2**63) + width  # for others the window begins before all numbers
+            bound = self.order - np.int64(width)
+            if window >= 2.0**63:
+                bounded[:] = False
         else:
-            columns.append(known.to_numpy())
-    return KeyTable(len(by)).add_all(columns)
+            with np.errstate(invalid="ignore"):  # an endless window before infinity: no order is below
+                bound = self.order - np.float64(window)
+        low, high = self.group_start.copy(), np.where(bounded, self.moment_start, self.group_start)
+        while (open_ := low < high).any():  # a binary search for all rows at once
+            middle = (low + high) // 2
+            below = open_ & (self.order[np.minimum(middle, len(self.order) - 1)] < bound)
+            low, high = np.where(below, middle + 1, low), np.where(open_ & ~below, middle, high)
+        return low
+
+    def back(self, values: Any, missing: Any) -> Any:
+        """Return values [m] for all rows [n], in the order of the frame."""
+        rows = np.full(len(self.known), missing, values.dtype)
+        rows[self.sorted] = values
+        return rows
+
+
+def _repeated(begins: Any) -> Any:
+    """Return for each row the last one before it, or itself, where something begins."""
+    return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
 
 
 def _ordered(values: Any) -> Any:
@@ -211,7 +230,7 @@ class SinceLast(Past):
         import polars as pl
 
         last = rows.last(frame, self.events)
-        order = rows.back(rows.order)
+        order = rows.back(rows.order, 0)
         before = order[np.maximum(last, 0)]
         if order.dtype == np.int64:  # whole numbers exactly, however large: what lies between is never negative
             passed: Any = (order.view(np.uint64) - before.view(np.uint64)).astype(np.float64)
@@ -235,16 +254,7 @@ class PastCount(Past):
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         import polars as pl
 
-        from stoker.prep.features.past_kernels import count_before
-
-        out = np.empty(len(rows.groups), np.int64)
-        window: Any = np.float64(-1 if self.window is None else self.window)
-        least: Any = -np.inf
-        if rows.order.dtype == np.int64:  # between whole numbers lie whole numbers
-            window = np.int64(np.floor(window) if window < 2.0**63 else -1)
-            least = np.int64(-(2**63)) + max(window, np.int64(0))
-        count_before(rows.groups, rows.order, rows.events(frame, self.events), window, least, out)
-        counted = pl.Series(self.name, rows.back(out))
+        counted = pl.Series(self.name, rows.back(rows.count(rows.events(frame, self.events), self.window), 0))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 
 
@@ -272,11 +282,10 @@ class Rank(Past):
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         import polars as pl
 
-        from stoker.prep.features.past_kernels import rank_in_group
-
-        out = np.empty(len(rows.groups), np.int64)
-        rank_in_group(rows.groups, rows.order, self.method == "dense", out)
-        ranked = pl.Series(self.name, rows.back(out))
+        rank = rows.moment_start - rows.group_start
+        if self.method == "dense":
+            rank = rows.moment - rows.moment[rows.group_start]
+        ranked = pl.Series(self.name, rows.back(rank + 1, 0))
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
 
 
@@ -285,6 +294,8 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
     order are sorted once."""
     import polars as pl
 
+    from stoker.prep.features.groups import key_codes
+
     orders: dict[Any, GroupOrder] = {}
     codes: dict[Any, Any] = {}
     series: dict[str, Any] = {}
@@ -292,7 +303,7 @@ def work_out(frame: pl.DataFrame, features: list[Past]) -> pl.DataFrame:
         key = (feature.by, feature.order, feature.direction)
         with explained(feature):
             if feature.by not in codes:
-                codes = {feature.by: group_codes(frame, feature.by)}
+                codes = {feature.by: key_codes(frame, feature.by)}
             if key not in orders:  # one at a time: each holds three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             series[feature.name] = feature.compute(frame, orders[key])

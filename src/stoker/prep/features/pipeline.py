@@ -1,36 +1,30 @@
-"""Features of frames in memory: fit a list of them on training rows, apply what was learned to any rows."""
+"""Features of frames: fit a list of them on training rows, apply the fitted ones to any rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.base.engine import check_engine, collect
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
 from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
 from stoker.prep.features.explain import explained
-from stoker.prep.features.fitted.learned import LABEL, TRAIN, Learned, LearnedTable, MeanTargetEncoding
+from stoker.prep.features.learned import LABEL, Keyed, Learned, LearnedTable
 from stoker.prep.features.past import Past, work_out
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from stoker.prep.features.fitted.keys import Coder
-
     Frame = pl.DataFrame | pl.LazyFrame
 
-__all__ = ["Fitted", "apply_feature", "fit", "fit_apply", "in_runs"]
+__all__ = ["Fitted", "add_helpers", "apply_feature", "check_present", "fit", "fit_apply"]
 
-
-def _coder() -> Coder:
-    from stoker.prep.features.fitted.keys import Coder
-
-    return Coder()
+_HELPERS = ("__fold:", "__code:")  # how the names of helper columns begin
 
 
 def check_present(feature: Derivation, columns: Sequence[str], who: str = "the rows") -> None:
@@ -43,40 +37,27 @@ def check_present(feature: Derivation, columns: Sequence[str], who: str = "the r
             raise column_taken(feature, column, who)
 
 
-def apply_feature(frame: Frame, feature: Derivation, learned: LearnedTable | None = None, train: Any = None) -> Any:
-    """The frame with one feature more: at once where it is in memory, else lazily.
+def apply_feature(
+    frame: pl.LazyFrame, feature: Derivation, learned: LearnedTable | None = None, train: Any = None
+) -> pl.LazyFrame:
+    """Return the frame with the outputs of one feature more.
 
-    ``learned`` is bound to the coder whose codes the frame has, ``train`` an expression: where a row was learned from.
-    Features that look back take a lazy frame into memory when it is collected.
+    ``learned`` is what it was fitted to; ``train``, an expression, says which rows are training rows, if any. Window
+    features take the frame into memory when it is collected.
     """
-    import polars as pl
-
     if isinstance(feature, RowSteps):
-        return feature.rows(frame) if isinstance(frame, pl.LazyFrame) else feature.rows_now(frame)
+        return feature.rows(frame)
     if isinstance(feature, RowLocal):
         return frame.with_columns(*feature.expressions())
     if isinstance(feature, Learned):
         if learned is None:
             raise ConfigError(f"{feature.where} was not fitted. Use what stoker.features.fit returns.")
-        if isinstance(frame, pl.LazyFrame):
-            return feature.attach(frame, learned, train)
-        return frame.with_columns(_encoded(feature, frame, learned, train))
+        return feature.attach(frame, learned, train)
     assert isinstance(feature, Past)
-    return look_back(frame, [feature])
+    return _look_back(frame, [feature])
 
 
-def _encoded(feature: Learned, frame: pl.DataFrame, learned: LearnedTable, train: Any) -> list[pl.Series]:
-    marked = [] if train is None else [train.alias(TRAIN)]
-    numbers = [learned.keys.column] if learned.keys is not None and learned.keys.column in frame.columns else []
-    return feature.encode(frame.select(*feature.reads(train=train is not None), *numbers, *marked), learned)
-
-
-def look_back(frame: Frame, features: list[Past]) -> Any:
-    """The frame with features of the rows before, none of which reads another's output; those of one order share it."""
-    import polars as pl
-
-    if isinstance(frame, pl.DataFrame):
-        return frame.with_columns(work_out(frame, features).get_columns())
+def _look_back(frame: pl.LazyFrame, features: list[Past]) -> pl.LazyFrame:
     before = frame.collect_schema()
     probe = work_out(before.to_frame(), features).schema  # no rows: the types of the outputs
     return frame.map_batches(
@@ -84,44 +65,16 @@ def look_back(frame: Frame, features: list[Past]) -> Any:
     )
 
 
-def prepared_for(frame: Frame, features: Sequence[Derivation], coder: Coder, *, add: bool, folds: bool) -> Any:
-    """The frame with the codes of all key columns that learned ``features`` look up, and their folds, where they are
-    not there yet; ``add``: new values get codes."""
-    import polars as pl
-
-    from stoker.prep.features.fitted.keys import code_column
-
+def add_helpers(frame: Any, features: Sequence[Derivation]) -> Any:
+    """Return the frame with the helper columns of learned features that are not there yet."""
     there = set(frame.collect_schema().names())
-    some = [feature for feature in features if isinstance(feature, Learned)]
-    names = [name for name in dict.fromkeys(key for one in some for key in one.keys) if code_column(name) not in there]
-    ask = coder.add if add else coder.find
-
-    def codes(series: pl.Series, name: str) -> pl.Series:
-        return pl.Series(code_column(name), ask(name, series))
-
-    made: Any = frame
-    if isinstance(frame, pl.DataFrame):
-        columns = frame
-        made = frame.with_columns(list(ordered_map(lambda name: codes(columns.get_column(name), name), names, 2)))
-        made = coder.number(made, [one.keys for one in some if one.numbered], add=add, threads=2)
-    else:
-        if add:  # no batch may come
-            schema = frame.collect_schema()
-            for name in names:
-                coder.add(name, pl.Series(name, [], schema[name]))
-        made = frame.with_columns(
-            pl.col(name)
-            .map_batches(partial(codes, name=name), return_dtype=pl.Int32, is_elementwise=True)
-            .alias(code_column(name))
-            for name in names
-        )
-    dealt = {one.fold_column: one.fold() for one in some if isinstance(one, MeanTargetEncoding)} if folds else {}
-    return made.with_columns(fold for name, fold in dealt.items() if name not in there)
+    helpers = {one.meta.output_name(): one for some in features if isinstance(some, Learned) for one in some.helpers()}
+    return frame.with_columns(one for name, one in helpers.items() if name not in there)
 
 
-def in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
-    """The features one by one, but neighbours that look back, or were learned, together, as far as none reads another's
-    output."""
+def _in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
+    """Yield the features one by one; neighbours that are window features, or learned, together, as far as none reads
+    another's output."""
     run: list[Derivation] = []
     for feature in features:
         made = {output for other in run for output in other.outputs}
@@ -136,19 +89,24 @@ def in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Features and what the learned ones learned. Made by :func:`fit`."""
+    """Features and what the learned ones were fitted to. Made by :func:`fit`."""
 
     features: tuple[Derivation, ...]
     learned: dict[str, LearnedTable]
-    coder: Coder = field(default_factory=_coder, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for feature in self.features:
-            if isinstance(feature, Learned):
-                self.learned[feature.name].bind(feature.keys, self.coder)
+            if isinstance(feature, Learned) and feature.keys and not self.learned[feature.name].distinct:
+                table = self.learned[feature.name].table
+                twice = int(table.select(feature.keys).is_duplicated().sum())
+                if twice:
+                    raise DataError(
+                        f"{feature.where}: {twice:,} of {table.height:,} rows of its table have a key that another row "
+                        "has, too. Fit the features again."
+                    )
 
-    def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
-        """New rows with all features, as the training rows taught them; in order.
+    def apply(self, rows: Frame) -> pl.LazyFrame:
+        """Return new rows with all features, as they were fitted on the training rows; in order.
 
         Of a lazy frame lazily, so that what cannot be worked out is Polars' error when it is collected; of rows in
         memory at once.
@@ -159,76 +117,82 @@ class Fitted:
         """
         return self._all(rows, training=False)
 
-    def apply_to_training(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
-        """The rows that were fitted on, in the same order, with all features, target encodings out of fold.
+    def apply_to_training(self, rows: Frame) -> pl.LazyFrame:
+        """Return the rows that were fitted on, in the same order, with all features, target encodings out of fold.
+
         For rows in memory :func:`fit_apply` does this and the fitting faster.
 
         Raises:
-            ConfigError: the features were loaded from files, which do not keep the folds.
+            ConfigError: the features do not have the folds, as those from files or :func:`fit_apply`.
         """
         for feature in self.features:
             if isinstance(feature, Learned) and feature.out_of_fold and self.learned[feature.name].folds is None:
                 raise ConfigError(
-                    f"{feature.where}: files keep what all training rows taught, not the folds, so training rows would "
-                    "be encoded with their own labels. Fit again on them."
+                    f"{feature.where}: its table has the sums of all training rows, not those of the folds, so "
+                    "training rows would be encoded with their own labels. Fit again on them."
                 )
         return self._all(rows, training=True)
 
-    def _all(self, frame: Frame, *, training: bool) -> pl.LazyFrame:
+    def _all(self, rows: Frame, *, training: bool) -> pl.LazyFrame:
         import polars as pl
 
-        made: Any = frame
-        numbered = False
-        for run in in_runs(self.features):
+        eager = isinstance(rows, pl.DataFrame)
+        made, numbered = rows.lazy(), False
+        for run in _in_runs(self.features):
             for feature in run:
                 check_present(feature, made.collect_schema().names())
             if training and not numbered and not isinstance(run[0], RowSteps):
                 made, numbered = made.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
-            made = prepared_for(made, run, self.coder, add=False, folds=training)
+            if training:
+                made = add_helpers(made, run)
             if isinstance(run[0], Past):
-                made = look_back(made, [feature for feature in run if isinstance(feature, Past)])
-            elif isinstance(run[0], Learned) and isinstance(made, pl.DataFrame):
-                work = partial(_own, rows=made, learned=self.learned, training=training)
-                made = made.with_columns([series for part in ordered_map(work, run, 2) for series in part])
+                made = _look_back(made, [feature for feature in run if isinstance(feature, Past)])
+            elif eager and isinstance(run[0], Learned):
+                frame = made.collect()
+                work = partial(self._outputs, frame, training=training)
+                made = frame.with_columns([series for part in ordered_map(work, run, 2) for series in part]).lazy()
             else:
                 for feature in run:
-                    learned = self.learned.get(feature.name)
-                    folded = training and learned is not None and learned.folds is not None
                     with explained(feature):
-                        made = apply_feature(made, feature, learned, pl.lit(True) if folded else None)
-        return cast("pl.LazyFrame", _without_helpers(made).lazy())
+                        made = apply_feature(made, feature, self.learned.get(feature.name), _all_train(training))
+            if eager:
+                with explained(run[-1]):
+                    made = made.collect().lazy()
+        return cast("pl.LazyFrame", _without_helpers(made))
+
+    def _outputs(self, frame: pl.DataFrame, feature: Derivation, *, training: bool) -> list[pl.Series]:
+        """Return the outputs of a learned feature of rows in memory."""
+        assert isinstance(feature, Learned)
+        with explained(feature):
+            helpers = [one.meta.output_name() for one in feature.helpers()] if training else []
+            rows = frame.lazy().select(*dict.fromkeys([*feature.inputs, *helpers]))
+            made = apply_feature(rows, feature, self.learned.get(feature.name), _all_train(training))
+            return made.select(feature.outputs).collect().get_columns()
 
     def save(self, directory: str | Path) -> None:
-        """Write what was learned, and the features themselves, to a directory, with checksums."""
-        from stoker.prep.features.fitted.store import save_features
+        """Write the tables, and the features themselves, to a directory, with checksums."""
+        from stoker.prep.features.store import save_features
 
         save_features(Path(directory), self.features, self.learned)
 
     @classmethod
     def load(cls, directory: str | Path) -> Fitted:
-        """Features that :meth:`save` wrote. Raises :class:`DataError` where a file is missing or damaged."""
-        from stoker.prep.features.fitted.store import load_features
+        """Return features that :meth:`save` wrote. Raises :class:`DataError` where a file is missing or damaged."""
+        from stoker.prep.features.store import load_features
 
         features, learned = load_features(Path(directory))
         return cls(features=features, learned=learned)
 
 
-def fit(
-    features: Sequence[Derivation],
-    rows: pl.DataFrame | pl.LazyFrame,
-    *,
-    label: str,
-    engine: str = "streaming",
-    threads: int = 2,
-) -> Fitted:
+def fit(features: Sequence[Derivation], rows: Frame, *, label: str, engine: str = "streaming") -> Fitted:
     """Fit features on training rows, in order.
 
     Args:
         features: each may read the columns of ``rows`` and the outputs of those before it.
-        rows: training rows only. A lazy frame is read again for every feature that is fitted, some rows at a time.
+        rows: training rows only. A lazy frame is read again for every feature that is fitted; memory has its distinct
+            keys.
         label: column to predict, numbers.
-        engine: Polars' ``"streaming"``, or ``"gpu"`` for what is read of a lazy frame; counting is done on the CPU.
-        threads: learned features that are fitted at a time.
+        engine: Polars' ``"streaming"``, or ``"gpu"``.
 
     Returns:
         The fitted features; :meth:`Fitted.apply_to_training` gives these rows' features, :meth:`Fitted.apply` others'.
@@ -240,7 +204,25 @@ def fit(
     """
     check_engine(engine)
     check_features(features)
-    return _fit(features, rows, _read_by_learned(features), label, engine, threads)[0]
+    wanted = _read_by_learned(features)
+    frame, learned = rows.lazy(), dict[str, LearnedTable]()
+    waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
+    names, numbered = frame.collect_schema().names(), False
+    for run in _in_runs(features):
+        frame = _started(frame, run, names, label, waiting, numbered=numbered)
+        numbered |= not isinstance(run[0], RowSteps)
+        for feature in run:
+            if isinstance(feature, Learned):
+                with explained(feature, waiting):
+                    learned[feature.name] = feature.learn(frame, engine=engine)
+        for feature in run:
+            if feature.name in wanted or isinstance(feature, RowSteps):
+                with explained(feature, waiting):
+                    frame = apply_feature(frame, feature, learned.get(feature.name), _all_train(True))
+                    if isinstance(feature, Past):  # not again for every learned one
+                        frame, waiting = collect(frame, engine).lazy(), []
+                waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
+    return Fitted(features=tuple(features), learned=learned)
 
 
 def fit_apply(
@@ -248,7 +230,7 @@ def fit_apply(
 ) -> tuple[Fitted, pl.DataFrame]:
     """Fit features on training rows in memory and work them out for these rows, target encodings out of fold.
 
-    The same as :func:`fit` and then :meth:`Fitted.apply_to_training`, with every key looked up once less.
+    The same as :func:`fit` and then :meth:`Fitted.apply_to_training`, with every key sorted once.
 
     Args:
         features: each may read the columns of ``rows`` and the outputs of those before it.
@@ -263,95 +245,76 @@ def fit_apply(
         SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
         DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
     """
+    from stoker.prep.features.groups import with_codes
+
     check_features(features)
-    fitted, made = _fit(features, rows, {feature.name for feature in features}, label, "streaming", threads)
-    return fitted, _without_helpers(made)
+    frame, learned = rows, dict[str, LearnedTable]()
+    names, numbered = list(frame.columns), False
+    for run in _in_runs(features):
+        lazy = _started(frame.lazy(), run, names, label, [], numbered=numbered)
+        numbered |= not isinstance(run[0], RowSteps)
+        with explained(f"label column {label!r}" if isinstance(run[0], Learned) else run[0]):
+            frame = with_codes(lazy.collect(), _keys(run), threads)
+
+        def work(feature: Derivation, frame: pl.DataFrame = frame) -> list[pl.Series]:
+            assert isinstance(feature, Learned)
+            with explained(feature):
+                learned[feature.name], made = feature.learn_attach(frame)
+            return made
+
+        if isinstance(run[0], Learned):
+            frame = frame.with_columns([series for part in ordered_map(work, run, threads) for series in part])
+        elif isinstance(run[0], Past):
+            past = [feature for feature in run if isinstance(feature, Past)]
+            frame = frame.with_columns(work_out(frame, past).get_columns())
+        else:
+            with explained(run[0]):
+                frame = apply_feature(frame.lazy(), run[0]).collect()
+    return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
 
 
-def _fit(
-    features: Sequence[Derivation],
-    rows: pl.DataFrame | pl.LazyFrame,
-    wanted: set[str],
+def _started(
+    frame: pl.LazyFrame,
+    run: Sequence[Derivation],
+    names: list[str],
     label: str,
-    engine: str,
-    threads: int,
-) -> tuple[Fitted, Any]:
-    """Fitted features, and the rows with those that are ``wanted``."""
+    waiting: list[tuple[Derivation | str, pl.LazyFrame]],
+    *,
+    numbered: bool,
+) -> pl.LazyFrame:
+    """Return the frame with the columns that a run of features needs while it is fitted; ``names`` get its outputs."""
     import polars as pl
 
-    frame: Any = rows
-    waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
-    learned, coder, numbered, done = dict[str, LearnedTable](), _coder(), False, set[str]()
-    names = list(frame.collect_schema().names())
-    for number, feature in enumerate(features):
+    for feature in run:
         check_present(feature, names)
-        if not isinstance(feature, RowSteps) and not numbered:
-            if label not in names:
-                raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
-            numbered = True
-            labelled = any(isinstance(one, Learned) and one.labelled for one in features)
-            # Numbers are labels, so nothing has to be looked at where none is learned from.
-            if labelled or not isinstance(frame, pl.DataFrame) or not frame.schema[label].is_numeric():
-                with explained(f"label column {label!r}"):
-                    frame = frame.with_columns(
-                        pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW), pl.col(label).cast(pl.Float64).alias(LABEL)
-                    )
-            if isinstance(frame, pl.LazyFrame):
-                waiting.append((f"label column {label!r}", frame.select(LABEL)))
-        if isinstance(feature, Learned) and feature.name not in learned:
-            some = cast("list[Learned]", next(in_runs(features[number:])))
-            frame = prepared_for(frame, some, coder, add=True, folds=True)
-            if isinstance(frame, pl.DataFrame) and all(one.name in wanted for one in some):
-                made = list(ordered_map(partial(_learn_encode, rows=frame, coder=coder), some, threads))
-                learned |= {one.name: table for one, (table, _) in zip(some, made, strict=True)}
-                frame = frame.with_columns([series for _, part in made for series in part])
-                done |= {one.name for one in some}  # none reads another's output
-            else:
-                work = partial(_learn, rows=frame, coder=coder, engine=engine, waiting=waiting)
-                learned |= zip((one.name for one in some), ordered_map(work, some, threads), strict=True)
-        table = learned.get(feature.name)
         names += feature.outputs
-        if feature.name not in done and (feature.name in wanted or isinstance(feature, RowSteps)):
-            train = pl.lit(True) if table is not None and table.folds is not None else None
-            with explained(feature, waiting):
-                frame = apply_feature(frame, feature, table, train)
-                if isinstance(feature, Past) and isinstance(frame, pl.LazyFrame):  # not anew for every learned one
-                    frame = collect(frame, engine).lazy()
-                    waiting = []
-            if isinstance(frame, pl.LazyFrame):
-                waiting.append((feature, frame.select(feature.outputs or pl.len())))
-    return Fitted(features=tuple(features), learned=learned, coder=coder), frame
+    if not numbered and not isinstance(run[0], RowSteps):
+        if label not in names:
+            raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
+        frame = frame.with_row_index(ROW).with_columns(
+            pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)
+        )
+        waiting.append((f"label column {label!r}", frame.select(LABEL)))
+    return cast("pl.LazyFrame", add_helpers(frame, run))
 
 
-def _learn(
-    feature: Learned, *, rows: Frame, coder: Coder, engine: str, waiting: list[tuple[Derivation | str, pl.LazyFrame]]
-) -> LearnedTable:
-    with explained(feature, waiting):
-        return feature.learn(rows, coder, engine=engine)
+def _keys(features: Sequence[Derivation]) -> list[str]:
+    return [name for one in features if isinstance(one, Keyed | Past) for name in one.by]
 
 
-def _learn_encode(feature: Learned, *, rows: pl.DataFrame, coder: Coder) -> tuple[LearnedTable, list[pl.Series]]:
-    with explained(feature):
-        return feature.learn_encode(rows, coder)
-
-
-def _own(feature: Learned, *, rows: pl.DataFrame, learned: dict[str, LearnedTable], training: bool) -> list[pl.Series]:
-    """A feature of rows in memory; ``training``: of those that taught it."""
+def _all_train(training: bool) -> Any:
     import polars as pl
 
-    table = learned[feature.name]
-    with explained(feature):
-        return _encoded(feature, rows, table, pl.lit(True) if training and table.folds is not None else None)
+    return pl.lit(True) if training else None
 
 
 def _without_helpers(frame: Any) -> Any:
     names = frame.collect_schema().names()
-    helpers = ("__key:", "__keys:", "__fold:")
-    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(helpers)])
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(_HELPERS)])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:
-    """Names of the features that learned ones read, by way of others too."""
+    """Return the names of the features that learned ones read, by way of others too."""
     columns: set[str] = set()
     found: set[str] = set()
     for feature in reversed(features):

@@ -10,12 +10,10 @@ import numpy as np
 from stoker.base.checks import fail, positive
 from stoker.base.engine import collect
 from stoker.prep.features.base import texts
-from stoker.prep.features.fitted.learned import Learned, LearnedTable
+from stoker.prep.features.learned import Learned, LearnedTable
 
 if TYPE_CHECKING:
     import polars as pl
-
-    from stoker.prep.features.fitted.keys import Coder
 
 __all__ = ["Properties"]
 
@@ -32,7 +30,6 @@ class Properties(Learned):
     """
 
     kind: ClassVar[str] = "properties"
-    labelled: ClassVar[bool] = False
     column: str
     separator: str = "|"
     values: tuple[str, ...] = ()
@@ -60,26 +57,29 @@ class Properties(Learned):
 
         return dict.fromkeys(self.outputs, pl.Int8)
 
-    def reads(self, *, train: bool) -> list[str]:
-        return [self.column]
-
-    def learn(self, rows: pl.DataFrame | pl.LazyFrame, coder: Coder, *, engine: str = "streaming") -> LearnedTable:
+    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
         import polars as pl
 
         if self.values:
             return LearnedTable(table=pl.DataFrame({"value": list(self.values)}))
         # Distinct texts first: a list that many rows share is split once.
-        lists = rows.lazy().group_by(pl.col(self.column).cast(pl.String).alias("value")).agg(pl.len().alias("count"))
+        lists = rows.group_by(pl.col(self.column).cast(pl.String).alias("value")).agg(pl.len().alias("count"))
         pieces = lists.with_columns(pl.col("value").str.split(self.separator).list.unique()).explode("value")
         counted = pieces.filter(pl.col("value").str.len_bytes() > 0).group_by("value").agg(pl.col("count").sum())
         found = collect(counted, engine).sort("count", "value", descending=[True, False])
         return LearnedTable(table=found.head(self.most or 0).cast({"count": pl.Int64}))
 
-    def encode(self, rows: pl.DataFrame, learned: LearnedTable) -> list[pl.Series]:
+    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
         import polars as pl
 
-        marks = self._marks(rows.get_column(self.column).cast(pl.String), learned.table.get_column("value"))
-        return [pl.Series(name, mark) for name, mark in zip(self.outputs, marks, strict=True)]
+        values = learned.table.get_column("value")
+
+        def marked(series: pl.Series) -> pl.Series:
+            return pl.DataFrame(dict(zip(self.outputs, self._marks(series, values), strict=True))).to_struct("__made")
+
+        column = pl.col(self.column).cast(pl.String)
+        made = column.map_batches(marked, return_dtype=pl.Struct(self.types), is_elementwise=True)
+        return frame.with_columns(made.alias("__made")).unnest("__made")
 
     def _marks(self, series: pl.Series, values: pl.Series) -> Any:
         """Int8 [columns, n]: each distinct text is looked at once."""

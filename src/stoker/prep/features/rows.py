@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from stoker.base.checks import choice, fail, positive
 from stoker.prep.features.base import RowLocal, RowSteps, texts
 
@@ -360,23 +358,3 @@ class Pairs(RowSteps):
             .with_columns(**others, **{self.rank: pl.int_ranges(1, size.cast(pl.Int64) + 1)})
             .explode(*self.outputs)
         )
-
-    def rows_now(self, frame: pl.DataFrame) -> pl.DataFrame:
-        import polars as pl
-
-        from stoker.prep.features.text_views import pieces_of, repeated, repeated_rows
-
-        # Pieces are cut where they lie and the other columns taken by place: exploding a frame makes much more of it.
-        cut = [pieces_of(frame.get_column(c).cast(pl.String), self.separator, self.most) for c in self.columns]
-        lists = [one for one in cut if one is not None]
-        if len(lists) < len(cut) or frame.height >= 2**32:
-            return super().rows_now(frame)
-        counts = lists[0][0]
-        size = np.where(counts < self.least, 0, counts)  # a missing list has none
-        places, rank = repeated(size)
-        made = [
-            pieces(size, (size > 0) & (own == size)).alias(name)
-            for name, (own, pieces) in zip(self.names, lists, strict=True)
-        ]
-        others = frame.select(pl.exclude(*self.outputs))
-        return repeated_rows(others, size, places).with_columns(*made, pl.Series(self.rank, rank))

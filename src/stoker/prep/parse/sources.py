@@ -34,6 +34,7 @@ __all__ = [
     "expand",
     "first_line",
     "line_blocks",
+    "number_order",
     "source_kind",
     "text_order_warning",
 ]
@@ -158,10 +159,11 @@ def _check_regular(path: Path) -> None:
 
 def _sorted(names: Iterable[str]) -> list[Path]:
     """Sort file names, with the numbers in them by value."""
-    return sorted(map(Path, names), key=_number_order)
+    return sorted(map(Path, names), key=number_order)
 
 
-def _number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
+def number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
+    """Return a key that sorts paths by name, with the numbers in them by value."""
     pieces = re.split(r"([0-9]+)", str(path))  # text, number, text, ..., text
     return [(text, int(number)) for text, number in zip(pieces[::2], [*pieces[1::2], "0"], strict=True)], str(path)
 
@@ -174,7 +176,7 @@ def text_order_warning(files: Sequence[Path]) -> str | None:
     if sorted(files, key=str) != list(files):
         return None
     for first, second in pairwise(files):
-        if _number_order(second) < _number_order(first):
+        if number_order(second) < number_order(first):
             return (
                 f"the files are read in the order given, {first.name} before {second.name}. To read them in the order "
                 "of their numbers, quote the pattern, so that the shell leaves it to Stoker."

@@ -111,7 +111,7 @@ def _culprit(schema: Schema, frame: pl.DataFrame) -> str:
     """The first of the leading features that fails."""
     for feature in schema.feature[: leading(schema.feature)]:
         try:
-            frame = apply_feature(frame, feature)
+            frame = apply_feature(frame.lazy(), feature).collect()
         except pl.exceptions.PolarsError:
             return feature.where
     return "features"

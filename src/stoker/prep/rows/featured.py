@@ -23,8 +23,7 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.features.base import ROW
-from stoker.prep.features.fitted.keys import batches
-from stoker.prep.features.fitted.learned import LABEL
+from stoker.prep.features.learned import LABEL
 from stoker.prep.fit.split_rules import PartRows, Splitter
 from stoker.prep.parse.frames import KEPT_TYPES, MissingColumnError, common_types, frame_block, parquet_types
 from stoker.prep.parse.ingest import IngestedBlock, Source
@@ -78,7 +77,14 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     _forget_broken(task)
     fields = raw_fields(task.splitting)
     sources = [
-        Source(number=number, path=path, fields=fields, format=task.schema.source, features=task.schema.feature)
+        Source(
+            number=number,
+            path=path,
+            fields=fields,
+            format=task.schema.source,
+            features=task.schema.feature,
+            name=task.names.get(path, ""),
+        )
         for number, path in enumerate(task.files)
     ]
     # Files of rows are read as one table, whose columns have one type.
@@ -173,7 +179,7 @@ def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame 
     """The rows, some at a time, and the number of the first of them."""
     start, held = 0, pl.DataFrame()
     with explained(task):
-        for some in batches(rows):
+        for some in _batches(rows):
             held = held.vstack(some) if held.width else some
             while held.height >= _SLICE:
                 yield start, held[:_SLICE]
@@ -181,6 +187,14 @@ def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame 
     if held.height:
         yield start, held
     task.journal.add("derived rows", {"count": start + held.height})
+
+
+def _batches(rows: pl.LazyFrame) -> Iterator[pl.DataFrame]:
+    """Yield the rows in order, some at a time."""
+    if hasattr(rows, "collect_batches"):
+        yield from rows.collect_batches(engine="streaming", maintain_order=True)
+    else:  # Polars before 1.34
+        yield rows.collect(engine="streaming")
 
 
 def _forget_broken(task: Task) -> None:

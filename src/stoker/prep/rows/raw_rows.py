@@ -16,7 +16,7 @@ from stoker.base.checks import near
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.features.fitted.store import StoredTable
+from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.frames import block_frame, parquet_columns
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
@@ -45,7 +45,7 @@ def read_rows(task: Task) -> Rows:
     fields = task.layout.fields
     if task.recipe.derive is None:
         sources = [
-            Source(number=number, path=path, fields=fields, format=task.schema.source)
+            Source(number=number, path=path, fields=fields, format=task.schema.source, name=task.names.get(path, ""))
             for number, path in enumerate(task.files)
         ]
         blocks = ingest_sources(task, sources, "parts", _PartSink(task.layout), task.limit)
@@ -178,7 +178,12 @@ def _raw_frame(
         )
         for column, kind in raw.columns.items()
     ]  # fmt: skip
-    sources = [Source(number=task.files.index(path), path=path, fields=fields, format=raw.format) for path in paths]
+    sources = [
+        Source(
+            number=task.files.index(path), path=path, fields=fields, format=raw.format, name=task.names.get(path, "")
+        )
+        for path in paths
+    ]  # fmt: skip
     labels = [item for item in fields if item.column in raw.labels]
     blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet", total=total)
     done += blocks

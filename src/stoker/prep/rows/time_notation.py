@@ -57,7 +57,9 @@ def check_notation(task: Task) -> None:
 def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
     """Return where the first text of a column is, and the first texts; None where the column is typed or empty."""
     for number, path in enumerate(task.files):
-        source = Source(number=number, path=path, fields=[item], format=task.schema.source)
+        source = Source(
+            number=number, path=path, fields=[item], format=task.schema.source, name=task.names.get(path, "")
+        )
         source.open()
         before = 0
         for _, _, read in source.blocks(_BLOCK):

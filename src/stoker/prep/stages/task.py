@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.base.device import available_memory
 from stoker.base.errors import DataError
+from stoker.base.files import hash_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
@@ -23,7 +24,7 @@ from stoker.prep.features.merge import Merge
 from stoker.prep.parse.columns import Block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
-from stoker.prep.parse.sources import BLOCK_BYTES
+from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
 from stoker.prep.stages.parts import Journal, write_part
@@ -80,6 +81,7 @@ class Task:
     executor: Executor | None = None  # where blocks are worked on; None: threads
     reused: int = 0  # steps that an interrupted run had finished
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
+    names: Mapping[Path, str] = field(default_factory=dict)  # of inputs, in messages and the quarantine
     splitting: Schema = field(init=False)  # by which rows are split
     inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
@@ -199,6 +201,8 @@ def _room() -> int:
 
 
 def _stamp(path: Path) -> list[Any]:
+    if path.suffix == FRAME:  # a table: its rows tell it from another
+        return [path.name, *hash_file(path)]
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 

@@ -21,7 +21,7 @@ from stoker.dataset.integrity import written
 from stoker.dataset.reading.kept import kept_file
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.features.fitted.store import store_features
+from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.transforms import DenseFit

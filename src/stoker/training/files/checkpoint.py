@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from stoker.base.errors import CheckpointError
-from stoker.base.files import hash_file, sync_folder
+from stoker.base.files import hash_file, refuse_url, sync_folder
 from stoker.base.version import __version__
 from stoker.training.files.module_state import Optimizers, named_optimizers, unwrap
 from stoker.training.files.storing import FORMAT_VERSION, NotFiniteError, Positioned, write_files
@@ -135,6 +135,7 @@ def save(
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
+    refuse_url(directory, "a checkpoint of stoker.save")
     module = unwrap(module)
     optimizers = named_optimizers(optimizer)
     target = Path(directory)

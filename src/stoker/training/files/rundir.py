@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from stoker.base import remote
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import quoted
@@ -240,7 +241,7 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises:
         CheckpointError: neither a checkpoint nor a run with one.
     """
-    path = Path(path)
+    path = remote.local_run(path)
     if _what(path) == "a dataset":
         raise CheckpointError(
             f"{path} is a dataset, not a run. Name the run or checkpoint, and the dataset with --data {quoted(path)}."
@@ -340,7 +341,7 @@ def own_dataset(config: Mapping[str, Any], remedy: str) -> str:
         DataError: nothing is there any more; ``remedy`` says how to name its new place.
     """
     path = str(config["dataset"])
-    if not Path(path).is_dir():
+    if remote.url_of(path) is None and not Path(path).is_dir():
         raise DataError(f"the dataset of the run is no longer at {path}. If it was moved: {remedy}")
     return path
 

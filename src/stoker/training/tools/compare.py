@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.base.picture import blank, check_plot, write_png
+from stoker.base.remote import local_run
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
@@ -142,7 +143,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
-    directory = RunDirectory(path)
+    directory = RunDirectory(local_run(path))
     config = directory.read("config.json")
     settings = TrainConfig().to_dict() | config["settings"]
     options = settings.pop("model_options") or {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -73,7 +74,7 @@ def find_section(
         raise ConfigError(f"steps is {steps}; give at least 1.")
     if forbidden := sorted(set(settings or {}) - MACHINE):
         raise ConfigError(f"settings {forbidden} would change the run. What may change: {', '.join(sorted(MACHINE))}.")
-    directory = RunDirectory(run)
+    directory = RunDirectory(local_run(run))
     values = directory.config()
     config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
     dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))

@@ -13,7 +13,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, link_or_copy
 from stoker.dataset.manifest import describe_file
 from stoker.prep.features.base import Derivation, feature_from_dict
-from stoker.prep.features.fitted.learned import Learned, LearnedTable
+from stoker.prep.features.learned import Learned, LearnedTable
 
 if TYPE_CHECKING:
     import polars as pl

@@ -1,0 +1,522 @@
+"""Files at URLs such as s3://, gs://, https:// and hf://, by fsspec: what is read is first copied to a local cache, and
+what is written is made locally and then uploaded. The rest of the package works on local paths.
+
+A folder with a ``manifest.json`` (a dataset, a checkpoint) is sealed: the manifest names its files with their sizes and
+checksums. It is uploaded last and removed first, so that a folder with a manifest is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from stoker.base.bars import Bars
+from stoker.base.errors import DataError, DependencyError, StokerError
+from stoker.base.files import hash_file, url_of
+
+__all__ = [
+    "cache_folder",
+    "expand_url",
+    "fetch_file",
+    "fetch_run",
+    "fetch_sealed",
+    "is_empty",
+    "local_run",
+    "output_folder",
+    "published",
+    "rename_in",
+    "upload_run",
+    "url_of",
+]
+
+_THREADS = 8  # files copied at once
+_CHANGES = (
+    *("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created", "generation", "md5Hash"),
+    *("content_md5", "Content-MD5", "blob_id"),
+)  # keys by which file systems tell a file from an earlier one of its name
+_MANIFEST = "manifest.json"
+_MARK = "upload.unfinished"  # in a folder that is being uploaded
+_MAKES_FOLDERS = ("file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "memory")
+
+
+def cache_folder() -> Path:
+    """Return the folder of local copies: ``STOKER_CACHE``, else ``stoker`` in the user's cache directory."""
+    if named := os.environ.get("STOKER_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stoker"
+
+
+def expand_url(url: str) -> list[str]:
+    """Return the URLs of the files that a URL or a glob pattern names, in any order.
+
+    Raises:
+        DataError: there is no such file, or it cannot be looked up. DependencyError: a package is missing.
+    """
+    scheme = url.split("://", 1)[0]
+    pattern = "*[" if scheme in ("http", "https") else "*?["  # ? begins the query of a web address
+    if not any(letter in url for letter in pattern):
+        return [url]
+    with _Files(url) as remote:
+        found = [name for name, info in remote.fs.glob(remote.root, detail=True).items() if info["type"] == "file"]
+        if not found:
+            raise DataError(f"there is no file {url!r}. Check the URL or the pattern.")
+        return [str(remote.fs.unstrip_protocol(name)) for name in found]
+
+
+def fetch_file(url: str) -> Path:
+    """Return a local copy of a file, downloaded again only where the file has another size, tag or time.
+
+    Raises:
+        DataError: no such file, no right to read it, no room. DependencyError: a package is missing.
+    """
+    with _Files(url) as remote:
+        info = remote.fs.info(remote.root)
+        if info.get("type") == "directory":
+            raise DataError(f"{url} is a directory. Name its files, for example '{url.rstrip('/')}/*'.")
+        identity = [info.get("size"), *(str(info[key]) for key in _CHANGES if key in info)]
+        folder = cache_folder() / "files" / _short(url) / _short(json.dumps(identity))
+        target = folder / (_basename(url) or "file")
+        with _locked(folder):
+            if not target.is_file():
+                remote.download([("", target, info.get("size"), None)])
+                os.utime(target, (946_684_800,) * 2)  # the path says what the file is: the same after a new download
+        return target
+
+
+def fetch_sealed(url: str, folder: Path | None = None) -> Path:
+    """Return a local copy of a folder with a manifest, each file checked by the checksum in the manifest.
+
+    Args:
+        url: of the folder.
+        folder: the copy; None: a folder of the cache that is named by the manifest's hash.
+
+    Raises:
+        DataError: no manifest, a file that is missing or damaged, no right to read. DependencyError: a package is
+            missing.
+    """
+    with _Files(url) as remote:
+        text = remote.read(_MANIFEST)
+        if text is None:
+            raise DataError(
+                f"{url} has no {_MANIFEST}: it is no dataset and no checkpoint, or its upload is unfinished."
+            )
+        if folder is None:
+            folder = _kept(url, text)
+        with _locked(folder):
+            if (folder / _MANIFEST).is_file() and (folder / _MANIFEST).read_bytes() == text:
+                return folder
+            beside = folder.with_name(folder.name + ".part")
+            files = _sealed_files(url, text)
+            there = [(name, size) for name, (size, _) in files.items() if (beside / name).is_file()]
+            kept = {name for name, size in there if (beside / name).stat().st_size == size}
+            remote.download([(name, beside / name, *files[name]) for name in files if name not in kept])
+            if (request := remote.read(".request")) is not None:  # by which a preparation knows its dataset again
+                (beside / ".request").write_bytes(request)
+            (beside / _MANIFEST).write_bytes(text)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(beside, folder)
+    return folder
+
+
+def fetch_run(url: str, folder: Path | None = None) -> Path:
+    """Return a local copy of a run or of one of its checkpoints, as it is now at the URL.
+
+    Args:
+        url: of the run, or of a checkpoint.
+        folder: the copy; None: a folder of the cache.
+
+    Raises:
+        DataError: neither a run nor a checkpoint is there.
+    """
+    run, _, step = url.rstrip("/").rpartition("/checkpoints/")
+    with _Files(run or url) as remote:
+        if not run and remote.read(_MANIFEST) is not None:
+            return fetch_sealed(url)
+        folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
+        names = remote.names()
+        checkpoints = {
+            name.split("/")[1] for name in names if re.fullmatch(r"checkpoints/step_\d+/manifest\.json", name)
+        }
+        if "config.json" not in names and not checkpoints:
+            raise DataError(f"{url} is no run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
+        loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
+        with _locked(folder):  # logs and settings are small, and may have changed
+            remote.download([(name, folder / name, names[name], None) for name in loose])
+        wanted = {step} if run else checkpoints
+        for name in sorted(wanted):
+            fetch_sealed(f"{remote.url}/checkpoints/{name}", folder / "checkpoints" / name)
+        if not run:
+            for other in (folder / "checkpoints").glob("step_*"):
+                if other.name not in wanted:
+                    shutil.rmtree(other, ignore_errors=True)
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    return folder / "checkpoints" / step if run else folder
+
+
+def local_run(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a run or checkpoint; of a URL, that of a local copy."""
+    url = url_of(path)
+    return Path(path) if url is None else fetch_run(url)
+
+
+def output_folder(url: str) -> Path:
+    """Return the local folder where what goes to a URL is made; it is the same for the same URL."""
+    return cache_folder() / "outputs" / _short(url.rstrip("/")) / (_basename(url) or "data")
+
+
+@contextmanager
+def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """A local folder for a dataset; where ``out`` is a URL, the dataset is uploaded when the block ends.
+
+    A dataset that is there already is downloaded first unless it may be overwritten.
+
+    Raises:
+        DataError: the URL holds something else, or cannot be written. DependencyError: a package is missing.
+    """
+    url = url_of(out)
+    if url is None:
+        yield Path(out)
+        return
+    with _Files(url) as remote:
+        names = remote.names()
+        if names and _MANIFEST not in names and _MARK not in names:
+            raise DataError(f"{url} is not empty and no dataset ({', '.join(sorted(names)[:3])}). Choose another URL.")
+        local = fetch_sealed(url) if _MANIFEST in names and not overwrite else output_folder(url)
+        fresh = not names
+        if fresh:
+            remote.mark()  # before the work: it shows that the URL can be written
+    try:
+        yield local
+    except BaseException as error:
+        with suppress(Exception):
+            if fresh:
+                remote.remove([_MARK])
+        if local != output_folder(url):
+            rename_in(error, {str(local): url})
+        raise
+    _upload_sealed(local, url)
+    kept = _kept(url, (local / _MANIFEST).read_bytes())
+    if kept != local:  # for who reads it here: no download
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(local, kept)
+
+
+def _kept(url: str, manifest: bytes) -> Path:
+    """Return the folder of the cache for a sealed folder."""
+    return cache_folder() / "data" / hashlib.sha256(manifest).hexdigest()[:32] / (_basename(url) or "data")
+
+
+def rename_in(error: BaseException, names: Mapping[str, str]) -> None:
+    """Write names in place of paths in the text of one of our errors, or of Ctrl-C."""
+    if isinstance(error, StokerError | KeyboardInterrupt) and error.args:
+        text = str(error.args[0])
+        for path, name in names.items():
+            text = text.replace(path, name)
+        error.args = (text, *error.args[1:])
+
+
+def is_empty(url: str) -> bool:
+    """Return whether there is no file below a URL."""
+    with _Files(url) as remote:
+        return not remote.names()
+
+
+def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
+    """Upload a run: new checkpoints, each whole before its manifest, then settings and logs; drop pruned checkpoints.
+
+    Raises:
+        DataError: the URL cannot be written.
+    """
+    with _Files(url, quiet=quiet) as remote:
+        names = remote.names()
+        there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
+        mine = {
+            path.parent.name for path in folder.glob(f"checkpoints/step_*/{_MANIFEST}") if "." not in path.parent.name
+        }
+        loose = [
+            path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
+            and path.relative_to(folder).parts[0] != "checkpoints" and not path.name.startswith(".")
+            and not path.name.endswith(".tmp")
+        ]  # fmt: skip
+        if "config.json" not in names:
+            remote.upload([("config.json", folder / "config.json")])
+        for step in sorted(mine):
+            _upload_sealed(folder / "checkpoints" / step, f"{remote.url}/checkpoints/{step}", quiet=quiet)
+        remote.upload([(name, folder / name) for name in loose])
+        for step in sorted(there - mine):
+            gone = [name for name in names if name.startswith(f"checkpoints/{step}/")]
+            remote.remove(sorted(gone, key=lambda name: not name.endswith(f"/{_MANIFEST}")))
+
+
+def _upload_sealed(folder: Path, url: str, *, quiet: bool = False) -> None:
+    """Upload a folder with a manifest; nothing where the same manifest is there."""
+    text = (folder / _MANIFEST).read_bytes()
+    with _Files(url, quiet=quiet) as remote:
+        names = remote.names()
+        if _MANIFEST in names:
+            if _MARK not in names and remote.read(_MANIFEST) == text:
+                return
+            remote.remove([_MANIFEST])  # first: the rest is no longer what it says
+        remote.mark()
+        files = [*_sealed_files(url, text), *(name for name in (".request",) if (folder / name).is_file())]
+        remote.upload([(name, folder / name) for name in files])
+        remote.upload([(_MANIFEST, folder / _MANIFEST)])
+        remote.remove([name for name in names if name not in files and name not in (_MANIFEST, _MARK)] + [_MARK])
+
+
+def _sealed_files(url: str, text: bytes) -> dict[str, tuple[int, str]]:
+    """Return the size and checksum of each file that a manifest names."""
+    try:
+        manifest = json.loads(text)
+        shards = [shard for split in manifest.get("splits", {}).values() for shard in split["shards"]]
+        entries = {**manifest.get("files", {}), **{shard["file"]: shard for shard in shards}}
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{url}/{_MANIFEST} is garbled ({type(error).__name__}: {error}). Upload it again.") from error
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"{url}/{_MANIFEST} names the file {name!r}, which is outside of it. Do not trust it.")
+    return files
+
+
+class _Files:
+    """The files below a URL; a context manager, which turns failures of fsspec into errors that name the URL."""
+
+    def __init__(self, url: str, *, quiet: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self._quiet = quiet  # show no progress
+        with self._explained():
+            self.fs, self.root = _file_system(self.url)
+            self.fs.invalidate_cache()
+
+    def __enter__(self) -> _Files:
+        self._context = self._explained()
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except StokerError:
+            raise
+        except FileNotFoundError as error:
+            cause = error.__cause__
+            if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # of a web server
+                raise _failure(self.url, cause) from error
+            raise DataError(f"there is nothing at {self.url}. Check the URL.") from error
+        except Exception as error:
+            raise _failure(self.url, error) from error
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def names(self) -> dict[str, int | None]:
+        """Return every file below, with its size; none where there is no such folder."""
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.find(self.root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        start = len(self.root.rstrip("/")) + 1
+        return {name[start:]: info.get("size") for name, info in found.items() if len(name) > start}
+
+    def read(self, name: str) -> bytes | None:
+        """Return a small file; None where there is no such file."""
+        try:
+            return bytes(self.fs.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def download(self, files: Iterable[tuple[str, Path, int | None, str | None]]) -> None:
+        """Copy files (name below the URL, local path, size, sha256 or None); each appears when it is whole."""
+        files = list(files)
+
+        def copy(file: tuple[str, Path, int | None, str | None], count: Callable[[int], None]) -> None:
+            name, target, size, digest = file
+            beside = target.with_name(target.name + ".tmp")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.fs.get_file(self._path(name), str(beside), callback=_counter(count))
+                found = beside.stat().st_size if digest is None else hash_file(beside)
+                if found != (size if digest is None else (size, digest)) and size is not None:
+                    raise DataError(
+                        f"{self.url}{name and '/'}{name} did not arrive whole, or is damaged: its size or "
+                        "checksum is wrong. Try again; if it stays so, upload it again."
+                    )
+                os.replace(beside, target)
+            except OSError as error:
+                if error.filename is None or str(beside) not in str(error.filename):
+                    raise
+                raise DataError(
+                    f"{target} cannot be written ({error.strerror}). STOKER_CACHE names the folder."
+                ) from error
+            finally:
+                beside.unlink(missing_ok=True)
+
+        self._copy(copy, files, f"fetching {_basename(self.url)}", sum(file[2] or 0 for file in files))
+
+    def upload(self, files: Iterable[tuple[str, Path]]) -> None:
+        """Copy local files to names below the URL."""
+        files = list(files)
+        if self.url.startswith(("http:", "https:")):
+            raise NotImplementedError
+
+        def copy(file: tuple[str, Path], count: Callable[[int], None]) -> None:
+            name, source = file
+            if self.fs.protocol[0] in _MAKES_FOLDERS or self.fs.protocol in _MAKES_FOLDERS:
+                self.fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self.fs.put_file(str(source), self._path(name), callback=_counter(count))
+
+        self._copy(copy, files, f"uploading {_basename(self.url)}", sum(path.stat().st_size for _, path in files))
+
+    def _copy(
+        self, copy: Callable[[Any, Callable[[int], None]], None], files: list[Any], what: str, total: int
+    ) -> None:
+        done, lock, stopped = 0, threading.Lock(), threading.Event()
+        with Bars(quiet=self._quiet or not _has_rich()) as bars, ThreadPoolExecutor(_THREADS) as pool:
+
+            def count(size: int) -> None:
+                nonlocal done
+                if stopped.is_set():
+                    raise ConnectionAbortedError("another file failed")
+                with lock:
+                    done += size
+                    bars(what, min(done, total), total, "bytes")
+
+            copies = [pool.submit(copy, file, count) for file in files]
+            try:
+                for each in copies:
+                    each.result()
+            except BaseException:
+                stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files in the order given; those that are gone do not matter."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(name))
+
+    def mark(self) -> None:
+        """Write the file that says that an upload is under way, which shows that the URL can be written."""
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARK).write_text("A Stoker upload is under way, or was killed. Run the same command again.\n")
+        self.upload([(_MARK, folder / _MARK)])
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise DependencyError(
+            f"{url} needs fsspec, which is not installed. Run: pip install 'stoker[remote]'"
+        ) from error
+    scheme = url.split("://", 1)[0].split("::")[-1]
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise DependencyError(
+            f"{url} needs a package that is not installed: {_line(error).rstrip('.')}. For s3, gs, http and hf: pip "
+            "install 'stoker[remote]'"
+        ) from error
+    except ValueError as error:
+        if "rotocol" not in str(error):
+            raise
+        known = "s3, gs, abfs, http, https, hf, sftp, memory"
+        raise DataError(f"{url}: fsspec knows no {scheme}://. It knows for example {known}.") from error
+    return fs, str(root).rstrip("/")
+
+
+def _failure(url: str, error: Exception) -> Exception:
+    """Return the error for a failure of a file system, with what to look at."""
+    text = f"{type(error).__name__} {error}"
+    scheme = url.split("://", 1)[0]
+    remedy = "Check the URL and the network, then run the same command again."
+    if isinstance(error, NotImplementedError):
+        return DataError(f"{scheme}:// cannot be written or listed, as {url} would need. Choose another place.")
+    status = getattr(error, "status", None)
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or re.search(r"redential|Forbidden|AccessDenied", text)
+    ):
+        hints = {
+            "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
+            "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
+            "hf": "hf auth login, or HF_TOKEN",
+        }
+        remedy = f"Check that you may use it, and the credentials: {hints.get(scheme, 'see the docs of fsspec')}."
+    return DataError(f"{url} cannot be used: {_line(error).rstrip('.')}. {remedy}")
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _counter(count: Callable[[int], None]) -> Any:
+    from fsspec.callbacks import Callback
+
+    class Counter(Callback):  # type: ignore[misc]
+        """Passes on how many bytes were copied."""
+
+        def relative_update(self, inc: int = 1) -> None:
+            count(inc)
+
+    return Counter()
+
+
+def _has_rich() -> bool:
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time fill a folder; a killed one lets go by itself."""
+    try:
+        for parent in (locks := cache_folder() / "locks", folder.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        file = (locks / _short(str(folder))).open("w")
+    except OSError as error:
+        raise DataError(
+            f"{folder.parent} cannot be written to ({error.strerror}). Let STOKER_CACHE name a folder for copies."
+        ) from error
+    with file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _basename(url: str) -> str:
+    """Return the last name in a URL, which may have a query."""
+    path = urlsplit(url).path if url.startswith(("http:", "https:")) else url.split("://", 1)[-1]
+    return path.split("::")[0].rstrip("/").rpartition("/")[2]

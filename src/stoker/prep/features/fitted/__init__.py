@@ -1,1 +1,0 @@
-"""Features fitted on training rows."""

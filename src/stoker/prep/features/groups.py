@@ -1,0 +1,210 @@
+"""Rows of equal keys in a frame in memory: codes of keys, and rows sorted by them.
+
+Missing values are a key of their own, NaN is missing, and -0.0 is 0.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from stoker.base.errors import DataError
+from stoker.base.ordered import ordered_map
+from stoker.ops.codegen.jit import jit
+from stoker.prep.parse.dictionaries import number_texts, text_column
+
+__all__ = [
+    "CODE",
+    "Codes",
+    "Groups",
+    "check_key",
+    "join_codes",
+    "key",
+    "key_codes",
+    "order_codes",
+    "sort_rows",
+    "with_codes",
+]
+
+Codes = npt.NDArray[np.uint64]
+CODE = "__code:"  # how the name of a column with the codes of another one begins
+_MOST = 2**62  # codes of joined columns stay below
+_DIGIT = 11  # bits: counts of so many values stay in the first cache
+
+
+def check_key(name: str, dtype: Any) -> None:
+    """Raise :class:`DataError` if values of this type cannot be keys."""
+    whole = dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean
+    if not (whole or dtype.is_float() or dtype in (pl.String, pl.Categorical, pl.Enum)):
+        raise DataError(
+            f"column {name!r} holds {dtype}, which cannot be a key. Keys are text, numbers, moments or 0 and 1."
+        )
+
+
+def key(name: str, dtype: Any) -> pl.Expr:
+    """Return the values of a key column in the form in which equal keys are equal values.
+
+    Raises:
+        DataError: the type cannot be a key.
+    """
+    check_key(name, dtype)
+    column = pl.col(name)
+    if dtype.is_float():
+        return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None)).alias(name)
+    return column.cast(pl.String) if dtype in (pl.Categorical, pl.Enum) else column
+
+
+def with_codes(frame: pl.DataFrame, names: Iterable[str], threads: int = 1) -> pl.DataFrame:
+    """Return the frame with the codes of columns, so that keys that share them number their values once."""
+    wanted = [name for name in dict.fromkeys(names) if CODE + name not in frame.columns]
+
+    def work(name: str) -> pl.Series:
+        return pl.Series(CODE + name, key_codes(frame, [name])[0])
+
+    return frame.with_columns(list(ordered_map(work, wanted, threads)))
+
+
+def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
+    """Return uint64 [n], equal where the keys of rows are equal, and a bound that all codes are below.
+
+    Raises:
+        DataError: a column that cannot be a key.
+    """
+    codes, bound = np.zeros(frame.height, np.uint64), 1
+    for name in by:
+        if CODE + name in frame.columns:
+            more = frame.get_column(CODE + name).to_numpy()
+            codes, bound = join_codes(codes, bound, more, int(more.max(initial=0)) + 1)
+        else:
+            series = frame.select(key(name, frame.schema[name])).to_series()
+            codes, bound = join_codes(codes, bound, *_codes(series))
+    return codes, bound
+
+
+def join_codes(codes: Codes, bound: int, more: Codes, more_bound: int) -> tuple[Codes, int]:
+    """Return one code for each pair of codes, in the order of the pairs, and its bound."""
+    if bound * more_bound > _MOST:
+        codes, bound = _ranked(codes)
+    if bound * more_bound > _MOST:
+        more, more_bound = _ranked(more)
+    return codes * np.uint64(more_bound) + more, bound * more_bound
+
+
+def _ranked(codes: Codes) -> tuple[Codes, int]:
+    order = sort_rows(codes, int(codes.max(initial=0)) + 1)
+    ordered = codes[order]
+    ranks = np.empty(len(codes), np.uint64)
+    ranks[order] = np.cumsum(np.append(False, ordered[1:] != ordered[:-1])[: len(codes)])
+    return ranks, int(ranks.max(initial=0)) + 1
+
+
+def sort_rows(codes: Codes, bound: int, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    """Return int64 [n], the rows by rising code, those of equal code in the order of ``rows`` (None: as they are).
+
+    All codes are below ``bound``.
+    """
+    rows = np.arange(len(codes)) if rows is None else rows
+    for shift in range(0, (bound - 1).bit_length(), _DIGIT):
+        sorted_rows = np.empty_like(rows)
+        _sort_by_digit(codes, np.uint64(shift), rows, np.zeros((1 << _DIGIT) + 1, np.int64), sorted_rows)
+        rows = sorted_rows
+    return rows
+
+
+def order_codes(values: Any) -> tuple[Codes, int]:
+    """Return uint64 [n] in the order of int64 or float64 values without NaN, and a bound."""
+    bits = values.view(np.int64) if values.dtype == np.int64 else (values + 0.0).view(np.int64)
+    codes = bits.view(np.uint64) ^ np.uint64(2**63)
+    if values.dtype != np.int64:
+        codes = np.where(bits < 0, ~bits.view(np.uint64), codes)
+    least = codes.min(initial=2**64 - 1)
+    return codes - least, int(codes.max(initial=0)) - int(least) + 1 if len(codes) else 1
+
+
+@jit
+def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-def]
+    """out: ``rows`` by the digit of their codes at ``shift``, else in their order; ``ends``: zeros, one more than
+    values."""
+    mask = np.uint64(ends.size - 2)
+    for i in range(rows.size):
+        ends[((codes[i] >> shift) & mask) + np.uint64(1)] += 1
+    for digit in range(1, ends.size):
+        ends[digit] += ends[digit - 1]
+    for i in range(rows.size):
+        digit = (codes[rows[i]] >> shift) & mask
+        out[ends[digit]] = rows[i]
+        ends[digit] += 1
+
+
+def _codes(series: pl.Series) -> tuple[Codes, int]:
+    """Return codes of one column, 0 where it is missing."""
+    if series.dtype == pl.String:
+        places, _, ends = number_texts(text_column(series), np.empty(len(series), np.uint32))
+        return places.astype(np.uint64), len(ends)
+    missing = series.is_null().to_numpy()
+    whole = series.to_physical()
+    if whole.dtype == pl.Boolean:
+        whole = whole.cast(pl.UInt8)
+    if whole.dtype.is_float():
+        real = whole.cast(pl.Float64).fill_null(0.0).to_numpy()
+        whole = pl.Series(real.view(np.uint64)).set(pl.Series(missing), None)
+    elif whole.dtype != pl.UInt64:
+        whole = whole.cast(pl.Int64)
+    extremes: Any = (whole.min(), whole.max())
+    if None in extremes:
+        return np.zeros(len(series), np.uint64), 1
+    bits: Any = whole.fill_null(extremes[0]).to_numpy()
+    codes = bits.view(np.uint64) - np.uint64(extremes[0] % 2**64)
+    bound = extremes[1] - extremes[0] + 1
+    if bound > _MOST:
+        codes, bound = _ranked(codes)
+    return np.where(missing, np.uint64(0), codes + np.uint64(1)), bound + 1
+
+
+class Groups:
+    """Rows sorted by a code, rows of equal code in the order of the frame.
+
+    Args:
+        codes: uint64 [n].
+        bound: all codes are below.
+    """
+
+    def __init__(self, codes: Codes, bound: int) -> None:
+        #: int64 [n]: the rows in sorted order
+        self.order = sort_rows(codes, bound)
+        sorted_codes = codes[self.order]
+        #: int64 [groups]: where each group begins in sorted order
+        self.starts = np.flatnonzero(np.append(True, sorted_codes[1:] != sorted_codes[:-1])[: len(codes)])
+        #: uint64 [groups]: the code of each group
+        self.codes = sorted_codes[self.starts]
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """int64 [groups]: rows of each group."""
+        return np.diff(self.starts, append=len(self.order))
+
+    def sums(self, values: Any) -> Any:
+        """Return the sum of some values, in the order of the frame, over each group."""
+        return np.add.reduceat(values[self.order], self.starts) if len(self.order) else np.zeros(0, values.dtype)
+
+    def count(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return how many rows of each group are wanted."""
+        return self.sizes if wanted.all() else self.sums(wanted.astype(np.int64))
+
+    def first(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the first row of each group that is wanted, -1 where none is."""
+        if wanted.all():
+            return self.order[self.starts]
+        rows = np.where(wanted, np.arange(len(wanted)), len(wanted))[self.order]
+        found = np.minimum.reduceat(rows, self.starts)
+        return np.where(found < len(wanted), found, -1)
+
+    def spread(self, values: Any) -> Any:
+        """Return a value of each group for each of its rows, in the order of the frame."""
+        rows = np.empty(len(self.order), values.dtype)
+        rows[self.order] = np.repeat(values, self.sizes)
+        return rows

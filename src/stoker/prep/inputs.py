@@ -1,0 +1,187 @@
+"""Inputs of a preparation as local files: tables and Arrow streams are written to temporary Parquet files, URLs are
+downloaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from stoker.base import remote
+from stoker.base.engine import full_disk, reason_of
+from stoker.base.errors import ConfigError, DataError
+from stoker.prep.parse.sources import FRAME, number_order
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Input", "Inputs", "Table", "files_of"]
+
+_GROUP_ROWS = 2**16  # rows of a row group of the temporary files, however many came at once
+_ADVICE = "Give its columns names of their own and plain types: numbers, texts, times, lists of these."
+
+
+class Table(Protocol):
+    """A table in memory or a stream of record batches (the Arrow PyCapsule interface)."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any: ...
+
+
+Input: TypeAlias = "str | os.PathLike[str] | Table | pl.LazyFrame"
+
+
+@dataclass
+class Inputs:
+    """Local files and patterns, and what messages call those that are not the user's own."""
+
+    files: list[Any] = field(default_factory=list)
+    names: dict[Path, str] = field(default_factory=dict)
+
+
+@contextmanager
+def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
+    """Return local files for paths, patterns, URLs and tables; those of tables go with the block.
+
+    Errors that leave the block name the URL or the table in place of the local file.
+
+    Args:
+        given: a path, a pattern, a URL, a table or a stream, or several of them: either tables or the others.
+        rows: of each table; None: all.
+
+    Raises:
+        ConfigError: something else. DataError: no room for the files, a column that Parquet cannot hold, a URL that
+            cannot be read.
+    """
+    several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    items = list(given) if several else [given]
+    tables = [item for item in items if not _is_path(item)]
+    for item in tables:
+        if not _is_table(item):
+            raise ConfigError(
+                f"files holds a {_kind(item)}. Pass paths, patterns, URLs, or tables: Polars, pandas, PyArrow, "
+                "DuckDB, or anything with __arrow_c_stream__.", settings=("files",),
+            )  # fmt: skip
+    if tables and len(tables) < len(items):
+        raise ConfigError("files mixes tables and paths. Prepare from one or the other.", settings=("files",))
+    inputs = Inputs()
+    with tempfile.TemporaryDirectory(prefix="stoker-frame-") if tables else _no_folder() as folder:
+        for number, item in enumerate(items):
+            if tables:
+                path = Path(folder) / f"table_{number}{FRAME}"
+                inputs.names[path] = _kind(item) + (f" {number + 1}" if len(items) > 1 else "")
+                _write(item, path, rows, inputs.names[path])
+                inputs.files.append(path)
+            elif (url := remote.url_of(item)) is not None:
+                for one in sorted(remote.expand_url(url), key=lambda text: number_order(Path(text))):
+                    path = remote.fetch_file(one)
+                    inputs.names[path] = one
+                    inputs.files.append(path)
+            else:
+                inputs.files.append(item)
+        try:
+            yield inputs
+        except BaseException as error:
+            remote.rename_in(error, {str(path): name for path, name in inputs.names.items()})
+            raise
+
+
+@contextmanager
+def _no_folder() -> Iterator[str]:
+    yield ""
+
+
+def _is_path(item: Any) -> bool:
+    return isinstance(item, str | os.PathLike)
+
+
+def _is_table(item: Any) -> bool:
+    package, kind = type(item).__module__.partition(".")[0], type(item).__name__
+    known = (package, kind) in (("polars", "LazyFrame"), ("pandas", "DataFrame"), ("pyarrow", "RecordBatch"))
+    return known or hasattr(item, "__arrow_c_stream__") or hasattr(item, "to_reader") or hasattr(item, "scanner")
+
+
+def _kind(item: Any) -> str:
+    """Return the type of an object as its package calls it."""
+    package = type(item).__module__.partition(".")[0].removeprefix("_")
+    return f"{package}.{type(item).__name__}"
+
+
+def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
+    import polars as pl
+    import pyarrow as pa
+
+    try:
+        frame = _lazy(table)
+        if rows is not None:
+            frame = frame.head(rows)
+        texts = [name for name, kind in frame.collect_schema().items() if kind in (pl.Categorical, pl.Enum)]
+        frame = frame.with_columns(pl.col(texts).cast(pl.String))
+        with full_disk():
+            frame.sink_parquet(path, maintain_order=True, compression="lz4", row_group_size=_GROUP_ROWS)
+    except OSError as error:
+        if error.errno is None:  # of what produces the stream
+            raise DataError(f"{name} cannot be read: {reason_of(error)}.") from error
+        raise DataError(
+            f"{name} cannot be written to {path.parent} ({error.strerror or error}). Let TMPDIR name a disk with room."
+        ) from error
+    except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{name} cannot be read: {_reason(table, error)}. {_ADVICE}") from error
+
+
+def _reason(table: Any, error: Exception) -> str:
+    """Return why a table cannot be read; of a pandas column with values of several types, its name and the types."""
+    if type(table).__module__.startswith("pandas"):
+        for place, name in enumerate(table.columns):
+            column = table.iloc[:, place]
+            if column.dtype != object:
+                continue
+            kinds: Mapping[str, object] = {type(value).__name__: value for value in column.dropna()}
+            if len(kinds) > 1 and set(kinds) != {"int", "float"}:
+                return f"its column {name!r} holds values of several types ({', '.join(sorted(kinds))})"
+    return reason_of(error).rstrip(".")
+
+
+def _lazy(table: Any) -> pl.LazyFrame:
+    """Return a table or stream as a lazy frame, which is read once, batch by batch."""
+    import polars as pl
+    import pyarrow as pa
+
+    if isinstance(table, pl.LazyFrame | pl.DataFrame):
+        return table.lazy()
+    if type(table).__module__.startswith("pandas"):
+        table = pa.Table.from_pandas(table, preserve_index=False)
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
+    if isinstance(table, pa.RecordBatchReader):
+        return _stream(table)
+    if hasattr(table, "scanner"):  # a PyArrow dataset
+        table = table.scanner()
+    return _stream(table.to_reader() if hasattr(table, "to_reader") else pa.RecordBatchReader.from_stream(table))
+
+
+def _stream(reader: Any) -> pl.LazyFrame:
+    import polars as pl
+    from polars.io.plugins import register_io_source
+
+    schema = pl.DataFrame(pl.from_arrow(reader.schema.empty_table())).schema
+
+    def batches(
+        columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, size: int | None
+    ) -> Iterator[pl.DataFrame]:
+        left = limit
+        for batch in reader:
+            frame = pl.DataFrame(pl.from_arrow(batch)).cast(pl.Schema(schema))
+            if predicate is not None:
+                frame = frame.filter(predicate)
+            if left is not None:
+                frame = frame.head(left)
+                left -= frame.height
+            yield frame if columns is None else frame.select(columns)
+            if left == 0:
+                return
+
+    return register_io_source(batches, schema=schema)

@@ -1,0 +1,129 @@
+"""Runs at URLs: uploaded at each checkpoint, so that a kill leaves something that loads; continued and scored there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import stoker
+from stoker.base import remote
+from stoker.base.errors import ConfigError, DataError
+from stoker.dataset.rebuild import check_out
+from stoker.testing import make_dataset
+from stoker.training.files.checkpoint import verify
+from tests.cli.calling import output
+from tests.data.prepared import digests
+
+SMALL: dict[str, Any] = {
+    "model": "dlrm", "embedding_dim": 4, "model_options": {"bottom": [8], "top": [8]}, "batch_size": 32,
+    "display": "quiet", "tensorboard": False, "backend": "reference", "save_every": 2, "checkpoint_minutes": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    yield fs
+    fs.store.clear()
+
+
+def checkpoints(memory: Any, url: str) -> list[str]:
+    return sorted({name.split("/")[4] for name in memory.find(f"/{url}/checkpoints")})
+
+
+def test_a_run_is_uploaded_continued_and_scored(
+    tmp_path: Path, memory: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(tmp_path / "data", rows=800)
+    memory.put(f"{data.path}/", "/b/data", recursive=True)
+    stoker.train(data, out=tmp_path / "local", steps=4, **SMALL)
+    local = stoker.train(resume=tmp_path / "local", steps=6, display="quiet")
+    there = stoker.train("memory://b/data", out="memory://b/run", steps=4, **SMALL)
+    assert checkpoints(memory, "b/run") == sorted(path.name for path in (there.run / "checkpoints").iterdir())
+    assert json.loads(memory.cat_file("/b/run/config.json"))["dataset"] == "memory://b/data"
+    with pytest.raises(ConfigError, match=r"memory://b/run is not empty. Continue the run there with --resume"):
+        stoker.train("memory://b/data", out="memory://b/run", steps=4, **SMALL)
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    again = stoker.train(resume="memory://b/run", steps=6, display="quiet")
+    assert digests(again.run / "checkpoints") == digests(local.run / "checkpoints")
+    assert checkpoints(memory, "b/run") == sorted(path.name for path in (local.run / "checkpoints").iterdir())
+    assert memory.exists("/b/run/report.json")
+    shutil.rmtree(tmp_path / "cache")
+    found = stoker.load("memory://b/run")
+    assert found.step in (2, 4, 6)
+    assert stoker.load("memory://b/run/checkpoints/step_000000006").step == 6
+    for arguments in (("evaluate", "memory://b/run"), ("inspect", "memory://b/run", "--json")):
+        code, _, error = output(capsys, *arguments)
+        assert code == 0, error
+    scores = tmp_path / "scores.parquet"
+    code, _, error = output(capsys, "predict", "memory://b/run", "--data", "memory://b/data", "--out", scores)
+    assert code == 0, error
+    assert scores.exists()
+
+
+def test_a_run_that_is_stopped_is_uploaded_and_names_its_url(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_dataset(tmp_path / "data", rows=800)
+    original, uploads = remote.upload_run, []
+
+    def upload(folder: Path, url: str, **more: Any) -> None:
+        original(folder, url, **more)
+        uploads.append(checkpoints(memory, "b/run"))
+        for name in uploads[-1]:
+            verify(remote.fetch_sealed(f"{url}/checkpoints/{name}", tmp_path / "seen" / name))
+        if len(uploads) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(remote, "upload_run", upload)
+    with pytest.raises(KeyboardInterrupt, match="Continue with: stoker train --resume memory://b/run"):
+        stoker.train(data, out="memory://b/run", steps=20, **SMALL)
+    assert uploads[0] == ["step_000000002"]
+    assert uploads[-1][-1] == checkpoints(memory, "b/run")[-1]
+
+
+def test_a_failed_upload_does_not_stop_training_but_is_told(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(tmp_path / "data", rows=800)
+    original, failing = type(memory).put_file, [True]
+
+    def put_file(self: Any, source: str, target: str, **more: Any) -> None:
+        if failing[0] and "step_000000002" in target:
+            raise ConnectionError("gone")
+        failing[0] = "step_000000002" in target or failing[0]
+        original(self, source, target, **more)
+
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    with pytest.raises(DataError, match="cannot be used: gone"):
+        stoker.train(data, out="memory://b/run", steps=2, **SMALL | {"display": "plain"})
+    assert "The run goes on" in capsys.readouterr().err
+    failing[0] = False
+    with pytest.raises(DataError, match="is no run, checkpoint or dataset"):
+        stoker.load("memory://b/none")
+    monkeypatch.undo()
+    monkeypatch.setenv("STOKER_CACHE", str(tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "cache")
+    resumed = stoker.train(resume="memory://b/run", steps=2, display="quiet")
+    assert resumed.step == 2
+    assert checkpoints(memory, "b/run") == ["step_000000002"]
+
+
+def test_what_has_no_upload_refuses_a_url(tmp_path: Path, memory: Any) -> None:
+    data = make_dataset(tmp_path / "data", rows=800)
+    model = stoker.DLRM(data.schema, embedding_dim=4, bottom=(8,), top=(8,), optimizer=stoker.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="cannot be written to a URL"):
+        stoker.save("memory://b/model", model)
+    with pytest.raises(ConfigError, match="cannot be written to a URL"):
+        check_out(Path("memory://b/ordered"), overwrite=False)
