@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.prep.parse import json_lines
-from stoker.prep.parse.columns import Block, Field, RawColumn
+from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.json_lines import json_block
 
 FIELDS = (
@@ -29,19 +29,13 @@ def read(lines: list[bytes], fields: tuple[Field, ...] = FIELDS) -> Block:
     return json_block(np.frombuffer(b"\n".join(lines) + b"\n", np.uint8).copy(), fields)
 
 
-def texts_of(column: RawColumn) -> list[str | None]:
-    assert column.data is not None
-    raw, spans = column.data.tobytes(), zip(*map(np.ndarray.tolist, column.spans()), strict=True)
-    return [None if size < 0 else raw[at : at + size].decode("utf-8", "replace") for at, size in spans]
-
-
 def content(block: Block) -> dict[str, Any]:
     """Everything a block says, as plain values."""
     columns = {}
     for item, column in block.columns.items():
         values: list[Any]
-        if column.textual:
-            values = texts_of(column)
+        if column.texts is not None:
+            values = column.texts.to_list()
         else:
             gone = column.absent().tolist()
             values = [None if g else v for g, v in zip(gone, column.numbers().tolist(), strict=True)]

@@ -19,9 +19,7 @@ from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.summary import describe_dataset
-from stoker.prep.parse.dictionaries import text_column
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import check_format, read_moments
+from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule, Timestamp
@@ -60,7 +58,7 @@ def micros(moment: datetime) -> int:
 
 
 def read(texts: list[str | None], pattern: str | None = None) -> list[int | None]:
-    found = read_moments(text_column(pl.Series(texts, dtype=pl.String)), pattern).tolist()
+    found = read_moments(pl.Series(texts, dtype=pl.String), pattern).tolist()
     return [None if moment == UNKNOWN else moment for moment in found]
 
 

@@ -18,7 +18,7 @@ from prepared import quarantine, vocabulary
 
 from stoker.base.ordered import ordered_map
 from stoker.prep.features.tables import open_table, read_table
-from stoker.prep.parse import text_kernels as kernels
+from stoker.prep.parse import record_kernels as kernels
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import column_series
 from stoker.prep.parse.ingest import Source

@@ -137,14 +137,7 @@ class KnownValues:
             self._builder.add_ints(bits.copy(), np.zeros(len(held), np.int64))
 
     def ids(self, *dictionary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """[n] ids of the values (numbers, or the bytes and ends of texts); 0 for those that are not known."""
-        size = len(dictionary[-1]) - (self._kind == "string")
-        none = np.zeros(size, np.int64)
-        if self._kind == "string":
-            entries = self._builder.add_texts(dictionary[0], dictionary[1], none)
-        else:
-            entries = self._builder.add_ints(dictionary[0], none)
-        found = np.zeros(size, np.int64)
-        inside = entries < len(self._ids)
-        found[inside] = self._ids[entries[inside]]
-        return found
+        """Return the ids of values (numbers, or the bytes and ends of texts), int64 [n]; 0 for unknown ones."""
+        find: Any = self._builder.find_texts if self._kind == "string" else self._builder.find_ints
+        entries = find(*dictionary)
+        return np.where(entries < 0, 0, self._ids[entries]) if len(self._ids) else np.zeros(len(entries), np.int64)

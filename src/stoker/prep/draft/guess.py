@@ -10,9 +10,7 @@ from typing import Any, Literal
 import polars as pl
 
 from stoker.prep.draft.look import Sample
-from stoker.prep.parse.dictionaries import text_column
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import read_moments, suggestions
+from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 
 __all__ = ["Guess", "Outcome", "guess_columns", "null_texts"]
 
@@ -284,7 +282,7 @@ def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
     """Settle whether texts such as 20170307 are days."""
     if values.dtype != pl.String or not _TIME_NAME.search(name) or not values.str.contains(r"^(19|20)\d{6}$").all():
         return False
-    if guess.distinct < 2 or (read_moments(text_column(values), None) == UNKNOWN).any():
+    if guess.distinct < 2 or (read_moments(values, None) == UNKNOWN).any():
         return False
     guess.kind, guess.settings = "time", {"type": "datetime"}
     return True
@@ -319,14 +317,14 @@ def _moments(guess: Guess, values: pl.Series) -> bool:
     texts = values.unique(maintain_order=True).head(1000)
     if not texts.str.contains(r"\d").all() or guess.distinct < 2:
         return False
-    iso = read_moments(text_column(texts), None) != UNKNOWN
+    iso = read_moments(texts, None) != UNKNOWN
     if iso.mean() >= _NUMERIC:
         guess.kind, guess.settings = "time", {"type": "datetime"}
         return True
     if len(values[0]) < 6 or not values[0][-1:].strip() or not re.search(r"[-/.: ]", values[0].strip()):
         return False
     patterns = [one.split('"')[1] for one in suggestions(texts) if one.startswith("format")]
-    good = [one for one in patterns if (read_moments(text_column(texts), one) != UNKNOWN).mean() >= _NUMERIC]
+    good = [one for one in patterns if (read_moments(texts, one) != UNKNOWN).mean() >= _NUMERIC]
     if not good:
         return False
     guess.kind, guess.settings = "time", {"type": "datetime", "format": good[0]}

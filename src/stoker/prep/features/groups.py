@@ -15,7 +15,7 @@ import polars as pl
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
-from stoker.prep.parse.dictionaries import number_texts, text_column
+from stoker.prep.parse.dictionaries import number_texts
 
 __all__ = [
     "CODE",
@@ -143,7 +143,7 @@ def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-de
 def _codes(series: pl.Series) -> tuple[Codes, int]:
     """Return codes of one column, 0 where it is missing."""
     if series.dtype == pl.String:
-        places, _, ends = number_texts(text_column(series), np.empty(len(series), np.uint32))
+        places, _, ends = number_texts(series)
         return places.astype(np.uint64), len(ends)
     missing = series.is_null().to_numpy()
     whole = series.to_physical()

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from stoker.prep.parse.dictionaries import text_column, text_hashes
-from stoker.prep.parse.dictionary_kernels import splitmix
+from stoker.prep.parse.dictionaries import splitmix, text_hashes
 
 __all__ = ["ABSENT", "JOINT", "hash_texts", "row_folds", "stable_hash", "text_of"]
 
@@ -18,7 +17,7 @@ JOINT, ABSENT = "\x1f", "\x00"  # between texts, and for a missing one
 
 def hash_texts(series: pl.Series, seed: int = 0) -> pl.Series:
     """UInt64 [n]: FNV-1a of UTF-8 bytes, finished by splitmix64, as ``hash_buckets`` of texts; missing: 0."""
-    return pl.Series(text_hashes(text_column(series), seed))
+    return pl.Series(text_hashes(series, seed))
 
 
 def text_of(column: str) -> pl.Expr:

@@ -16,7 +16,7 @@ from stoker.base.checks import near
 from stoker.base.errors import DataError
 from stoker.prep.fit.ranks import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.prep.parse.dictionary_kernels import splitmix
+from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
 from stoker.prep.stages.parts import PartFile

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from stoker.base.errors import DataError
 from stoker.ops.memory import zeros
-from stoker.prep.parse import dictionary_kernels as kernels
+from stoker.prep.fit import table_kernels as kernels
 from stoker.rewrite.vocabulary_files import write_vocabulary
 
 __all__ = ["TableBuilder", "Vocabulary"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +15,7 @@ from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, type_spans
-from stoker.prep.parse.dictionaries import WIDE, list_column, text_column
+from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, careful_value
 
 __all__ = [
     "KEPT_TYPES",
@@ -34,6 +33,8 @@ __all__ = [
     "parquet_types",
 ]
 
+#: Whole numbers that int64 does not hold; older versions of Polars lack some.
+_WIDE = tuple(getattr(pl, name) for name in ("UInt64", "Int128", "UInt128") if hasattr(pl, name))
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
 KEPT_TYPES: dict[str, pl.DataType] = {  # of kept columns of files without types
     "float": pl.Float64(), "int": pl.Int64(), "string": pl.String(), "datetime": pl.Datetime("us"),
@@ -121,10 +122,18 @@ def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) ->
         raise DataError(f"{path}: {error}") from error
 
 
-def frame_block(frame: pl.DataFrame, fields: Sequence[Field], *, typed: bool = False) -> Block:
-    """Typed columns of a frame; a row that does not fit becomes a bad line.
+def frame_block(
+    frame: pl.DataFrame,
+    fields: Sequence[Field],
+    *,
+    typed: bool = False,
+    text_at: Callable[[int], str] | None = None,
+) -> Block:
+    """Return typed columns of a frame; a row that does not fit becomes a bad line.
 
-    ``typed``: the types of the frame are those of the input, so that kept columns stay in the frame.
+    Args:
+        typed: whether the types of the frame are those of the input, so that kept columns stay in the frame.
+        text_at: what the quarantine keeps of a row, by its number; None: its values.
 
     Raises:
         DataError: a column whose type cannot be read as the field's.
@@ -132,7 +141,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field], *, typed: bool = F
     numbers = np.arange(frame.height, dtype=np.int64)
     block = Block(
         rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
-        text_at=lambda row: str(frame.row(row))[:TEXT_CUT], frame=frame if typed else None,
+        text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]), frame=frame if typed else None,
     )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
@@ -142,10 +151,10 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field], *, typed: bool = F
         if series.dtype == pl.Binary:
             series = _decoded(series, item, wrong)
         try:
+            if item.separator is not None and not isinstance(series.dtype, pl.List | pl.Array):
+                series = series.cast(pl.String).str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
             if isinstance(series.dtype, pl.List | pl.Array):
                 column = _list_column(series, item, wrong)
-            elif item.separator is not None:
-                column = list_column(text_column(series), item, wrong)
             else:
                 column = _column(series, item, wrong)
         except pl.exceptions.PolarsError as error:
@@ -166,7 +175,7 @@ def frame_block(frame: pl.DataFrame, fields: Sequence[Field], *, typed: bool = F
 
 def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
     """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
-    whole = series.dtype.is_integer() and series.dtype not in WIDE
+    whole = series.dtype.is_integer() and series.dtype not in _WIDE
     if kind == "float" and (whole or series.dtype.is_float()):
         # Not in one piece before somebody needs it: NaN for null.
         pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
@@ -184,24 +193,19 @@ def _values(piece: pl.Series) -> Any:
 
 
 def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
-    if (plain := _numbers(series, item.kind)) is not None:
-        return plain
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
+    if series.dtype == pl.String and item.kind in ("float", "int", "hex"):
+        series = _from_text(series, item, wrong)
+    if (plain := _numbers(series, item.kind)) is not None:
+        return plain
     if series.dtype.is_float():
         series = series.fill_nan(None)  # what writers of frames put where a value is missing
     if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
         moments = series.dt.epoch("us")
         return RawColumn(values=moments.fill_null(0).to_numpy(), missing=moments.is_null().to_numpy())
     if item.kind in ("string", "datetime"):
-        if series.dtype.is_temporal():
-            series = series.dt.to_string("iso")
-        return text_column(series)
-    if series.dtype == pl.String:
-        typed, failed = type_spans(text_column(series), item.kind)
-        for row, text in failed.items():
-            wrong.setdefault(row, _reason(item, text.decode("utf-8", "replace")))
-        return typed
+        return RawColumn(texts=series.dt.to_string("iso") if series.dtype.is_temporal() else series.cast(pl.String))
     if series.dtype in (pl.Date, pl.Datetime):
         series = series.cast(pl.Datetime("us")).to_physical()
     values = series.cast(_TYPES[item.kind], strict=False)
@@ -216,6 +220,28 @@ def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
         return RawColumn(values=values.fill_null(float("nan")).to_numpy())
     missing = values.is_null().to_numpy()
     return RawColumn(values=values.fill_null(0).to_numpy().view(np.int64), missing=missing)
+
+
+def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Return texts as numbers, null for the empty text; rows in which they are none are noted in ``wrong``."""
+    text = series.str
+    if item.kind == "hex":
+        values: pl.Series = text.to_integer(base=16, dtype=pl.UInt64, strict=False)
+        odd = (text.len_bytes() > 16) | text.starts_with("+")
+    else:
+        values = series.cast(_TYPES[item.kind], strict=False)
+        odd = ~values.is_finite() if item.kind == "float" else values.is_null()
+    if values.null_count() == series.null_count() and (item.kind == "int" or not odd.any()):
+        return values
+    rows = ((odd | values.is_null()) & (text.len_bytes() > 0)).arg_true()
+    if not len(rows):
+        return values
+    found: list[Any] = []
+    for row, value in zip(rows.to_list(), series.gather(rows).to_list(), strict=True):
+        found.append(careful_value(item.kind, value))
+        if found[-1] is None:
+            wrong.setdefault(row, _reason(item, value))
+    return values.scatter(rows, pl.Series(found, dtype=_TYPES[item.kind]))
 
 
 def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -268,8 +294,8 @@ def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
 
 def column_series(item: Field, column: RawColumn) -> pl.Series:
     """hex as UInt64, int as Int64, float as Float64, string as String; lists as lists of these."""
-    if column.textual:
-        series = _strings(column)
+    if column.texts is not None:
+        series = column.texts
     elif item.kind == "float":
         series = pl.Series(column.numbers()).fill_nan(None)
     else:
@@ -318,26 +344,9 @@ def common_types(schemas: Iterable[Mapping[str, pl.DataType]]) -> dict[str, pl.D
 def _common_type(dtypes: set[pl.DataType]) -> pl.DataType:
     if len(dtypes) == 1:
         return next(iter(dtypes))
-    if dtypes and all(dtype.is_integer() and dtype not in WIDE for dtype in dtypes):
+    if dtypes and all(dtype.is_integer() and dtype not in _WIDE for dtype in dtypes):
         return pl.Int64()
     return pl.Float64() if dtypes and all(dtype.is_numeric() for dtype in dtypes) else pl.String()
-
-
-def _strings(column: RawColumn) -> pl.Series:
-    import pyarrow as pa
-
-    from stoker.prep.parse.dictionary_kernels import gather_bytes
-
-    starts, sizes = column.spans()
-    n = len(starts)
-    absent = sizes < 0
-    lengths = np.maximum(sizes, 0)
-    gathered = np.empty(int(lengths.sum(dtype=np.int64)), np.uint8)
-    ends = np.empty(n + 1, np.int64)
-    gather_bytes(column.data, starts, lengths, gathered, ends)
-    validity = pa.py_buffer(np.packbits(~absent, bitorder="little")) if absent.any() else None
-    array = pa.Array.from_buffers(pa.large_string(), n, [validity, pa.py_buffer(ends), pa.py_buffer(gathered)])
-    return pl.Series(pl.from_arrow(array))
 
 
 class MissingColumnError(DataError):

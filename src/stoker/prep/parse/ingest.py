@@ -17,7 +17,8 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.features.base import Derivation, column_taken
-from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn, TextParser
+from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn
+from stoker.prep.parse.delimited import TextParser
 from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines

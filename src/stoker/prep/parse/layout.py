@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
@@ -14,12 +15,10 @@ import polars as pl
 from stoker.dataset.leftovers import UnusableInput
 from stoker.prep.fit.ranks import ordered_floats, ordered_int
 from stoker.prep.fit.transforms import compact, dense_values
-from stoker.prep.parse import dictionary_kernels, text_kernels
 from stoker.prep.parse.columns import Block, Field, RawColumn
-from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
-from stoker.prep.parse.frames import column_series, kept_series
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import read_moments
+from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
+from stoker.prep.parse.frames import kept_series
+from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import PartFile
 
@@ -117,18 +116,17 @@ class Layout:
             values = [column.numbers() for column in columns]
             dense = np.empty((block.rows, self.dense_width), np.float32)
             out["dense"] = dense_values(self.columns, values, out=dense)
-        spare = np.empty(block.rows, np.uint32)
         for index in self.one_hot:
-            codes, most = self._encode(index, block.columns[self.feature_fields[index]], spare, out)
+            codes, most = self._encode(index, block.columns[self.feature_fields[index]], out)
             out[f"codes.{index}"] = codes.astype(code_type(most))
         for index in self.sequences:
             column = block.columns[self.feature_fields[index]]
             assert column.counts is not None
-            flat, _ = self._encode(index, column, np.empty(int(column.counts.sum()), np.uint32), out)
+            flat, _ = self._encode(index, column, out)
             out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
         self._split_arrays(block, file, out)
         if self.group is not None:
-            groups, texts, ends = number_texts(block.columns[self.group], spare)
+            groups, texts, ends = number_texts(_texts(block.columns[self.group]))
             out |= {"codes.group": groups.astype(code_type(len(ends) - 1)), "bytes.group": texts, "ends.group": ends}
         if self.kept:
             stream = BytesIO()
@@ -144,7 +142,7 @@ class Layout:
         operator, operand = rule
         result: npt.NDArray[np.float32]
         if isinstance(operand, str):
-            same = text_equals(column, operand)
+            same = (_texts(column) == operand).fill_null(False).to_numpy()
             result = (same if operator == "==" else ~same).astype(np.float32)
         else:
             result = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
@@ -157,41 +155,40 @@ class Layout:
         if self.time is None or self.schema.timestamp is None:
             return None
         column = block.columns[self.time]
-        if not column.textual:
+        if column.texts is None:
             return ordered_int(column.numbers())
         pattern = self.schema.timestamp.format
-        moments = read_moments(column, pattern)
+        moments = read_moments(column.texts, pattern)
         wrong = moments == UNKNOWN
         if wrong.any():
             name, kind = self.time.column, "in ISO 8601" if pattern is None else f"in the format {pattern!r}"
-            texts = column_series(self.time, column)
+            texts = column.texts
             block.drop(wrong, lambda row: f"column {name}: {texts[row][:40]!r} is not a date and time {kind}")
         return moments[~wrong] if wrong.any() else moments
 
-    def _encode(self, index: int, column: RawColumn, room: Array, out: dict[str, Array]) -> tuple[Array, int]:
-        """The codes of a feature, uint32, in ``room`` if they are nowhere else, and the greatest that there may be; its
-        dictionary goes to ``out``."""
+    def _encode(self, index: int, column: RawColumn, out: dict[str, Array]) -> tuple[Array, int]:
+        """Return the codes of a feature, uint32, and the greatest possible one; put its dictionary into ``out``."""
         feature = self.features[index]
-        if column.textual:
-            column = _fill_text(column, feature)
+        if column.texts is not None and feature.fill is not None:
+            column = replace(column, texts=column.texts.fill_null(str(feature.fill)))
         if feature.hash_buckets is not None:
             return _bucket_ids(column, feature), feature.hash_buckets
-        if column.textual:
-            codes, out[f"bytes.{index}"], ends = number_texts(column, room)
+        if column.texts is not None:
+            codes, out[f"bytes.{index}"], ends = number_texts(column.texts)
             out[f"ends.{index}"] = ends
             return codes, len(ends) - 1
-        values, missing = _category_values(column, feature)
-        out[f"values.{index}"] = distinct = number_ints(values, missing, room)
-        return room, len(distinct)
+        codes, distinct = number_ints(*_category_values(column, feature))
+        out[f"values.{index}"] = distinct
+        return codes, len(distinct)
 
     def _split_arrays(self, block: Block, file: str, out: dict[str, Array]) -> None:
         if self.split is None:
             return
         column, rule = block.columns[self.split], self.schema.split
         if rule.rule == "hash":
-            out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
+            out["split"] = share_of_hash(text_hashes(_texts(column), rule.seed), (rule.train, rule.valid))
             return
-        codes, texts, ends = number_texts(column, np.empty(block.rows, np.uint32))
+        codes, texts, ends = number_texts(_texts(column))
         if rule.rule != "column":
             out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
             return
@@ -241,12 +238,9 @@ def time_value(number: int, kind: str) -> int | float | str:
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
 
-def text_equals(column: RawColumn, text: str) -> npt.NDArray[np.bool_]:
-    """Where a text column equals ``text``."""
-    codes, texts, ends = number_texts(column, np.empty(len(column), np.uint32))
-    raw, wanted = texts.tobytes(), text.encode()
-    same = [False, *(raw[begin:end] == wanted for begin, end in pairwise(ends.tolist()))]
-    return np.array(same, np.bool_)[codes]
+def _texts(column: RawColumn) -> pl.Series:
+    assert column.texts is not None
+    return column.texts
 
 
 def _feature_field(column: CategoricalColumn) -> Field:
@@ -277,30 +271,15 @@ def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Arr
     return values, missing
 
 
-def _fill_text(column: RawColumn, feature: CategoricalColumn) -> RawColumn:
-    if feature.fill is None or not column.absent().any():
-        return column
-    assert column.data is not None
-    starts, lengths = column.spans()
-    text = np.frombuffer(str(feature.fill).encode(), np.uint8)
-    missing = lengths < 0
-    return RawColumn(
-        data=np.concatenate([column.data, text]),
-        starts=np.where(missing, len(column.data), starts),
-        lengths=np.where(missing, np.int32(len(text)), lengths),
-        counts=column.counts,
-    )
-
-
 def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
     """1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
     buckets = feature.hash_buckets
     assert buckets is not None
-    if column.textual:
-        hashes, missing = text_hashes(column, 0), column.absent()
+    if column.texts is not None:
+        hashes, missing = text_hashes(column.texts, 0), column.absent()
     else:
         values, missing = _category_values(column, feature)
-        hashes = dictionary_kernels.splitmix(values.view(np.uint64))
+        hashes = splitmix(values.view(np.uint64))
     ids = (hashes % np.uint64(buckets)).astype(np.uint32) + np.uint32(1)
     own = hash_of_missing(buckets) if feature.missing == "category" else 0
     return np.where(missing, np.uint32(own), ids)
@@ -308,9 +287,7 @@ def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np
 
 def hash_of_missing(buckets: int) -> int:
     """Id of the missing value's own bucket."""
-    out = np.empty(1, np.uint64)
-    text_kernels.hash_spans(np.zeros(1, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.int32), 0, out)
-    return int(out[0] % np.uint64(buckets)) + 1
+    return int(text_hashes(pl.Series([""]), 0)[0] % np.uint64(buckets)) + 1
 
 
 def raw_columns(arrays: PartFile, layout: Layout) -> list[Array]:

@@ -15,12 +15,19 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.checks import fail
-from stoker.prep.parse.columns import Field, RawColumn
-from stoker.prep.parse.frames import column_series
-from stoker.prep.parse.moment_kernels import UNKNOWN, read_iso
 
-__all__ = ["check_format", "read_moments", "suggestions"]
+__all__ = ["UNKNOWN", "check_format", "read_moments", "suggestions"]
 
+UNKNOWN = np.int64(-(2**63))  # in place of a moment: the text is missing, or cannot be read
+_DAY = 86_400_000_000  # microseconds
+_FRACTION = r"(?:[.,](?<fraction{0}>[0-9]+))?"
+_ISO = (
+    r"^[ \t]*(?<year>[0-9]{4})(?:-(?<month>[0-9]{2})-(?<day>[0-9]{2})|(?<month2>[0-9]{2})(?<day2>[0-9]{2}))"
+    r"(?:[Tt ](?<hour>[0-9]{2})(?:"
+    rf":(?<minute>[0-9]{{2}})(?::(?<second>[0-9]{{2}}){_FRACTION.format('')})?"
+    rf"|(?<minute2>[0-9]{{2}})(?:(?<second2>[0-9]{{2}}){_FRACTION.format('2')})?)?"
+    r"(?:[Zz]|(?<sign>[+-])(?<ahead>[0-9]{2})(?::?(?<more>[0-9]{2}))?)?)?[ \t]*$"
+)
 _YEAR_1000 = datetime(1000, 1, 1)
 _PROBE = datetime(2017, 3, 7, 15, 5, 9)  # every field differs from what a missing one becomes
 _DATES = (
@@ -35,22 +42,38 @@ _WHOLE = (
 )  # fmt: skip
 
 
-def read_moments(column: RawColumn, pattern: str | None) -> npt.NDArray[np.int64]:
+def read_moments(texts: pl.Series, pattern: str | None) -> npt.NDArray[np.int64]:
     """Return the moment of each text in microseconds since 1970, [n]; UNKNOWN where it is missing or cannot be read.
 
     A moment without a time zone is UTC; fractions beyond microseconds are cut off.
 
     Args:
-        column: texts, [n].
+        texts: [n].
         pattern: strftime format that all texts follow; None: ISO 8601.
     """
     if pattern is not None:
-        texts = column_series(Field(column="", kind="string"), column)
         return _read_as(texts, pattern).fill_null(int(UNKNOWN)).to_numpy()
-    starts, lengths = column.spans()
-    moments = np.empty(len(starts), np.int64)
-    read_iso(column.data, starts, lengths, moments)
-    return moments
+    return _read_iso(texts).fill_null(int(UNKNOWN)).to_numpy()
+
+
+def _read_iso(texts: pl.Series) -> pl.Series:
+    """Return the moment of each text, Int64, null where it is not ISO 8601."""
+    found = pl.DataFrame({"text": texts}).select(pl.col("text").str.extract_groups(_ISO)).unnest("text")
+
+    def number(*names: str) -> pl.Expr:
+        return pl.coalesce(pl.col(names).cast(pl.Int64), 0)
+
+    date = pl.concat_str("year", pl.coalesce("month", "month2"), pl.coalesce("day", "day2"))
+    days = date.str.to_date("%Y%m%d", strict=False).cast(pl.Int64)
+    hour, minute, second = number("hour"), number("minute", "minute2"), number("second", "second2")
+    micros = pl.coalesce(pl.col("fraction", "fraction2")).str.pad_end(6, "0").str.head(6).cast(pl.Int64).fill_null(0)
+    ahead, more = number("ahead"), number("more")
+    offset = pl.when(pl.col("sign") == "-").then(-1).otherwise(1) * (60 * ahead + more)
+    clock = (60 * hour + minute) * 60 + second
+    sound = (minute < 60) & (second < 60) & (clock * 1_000_000 + micros <= _DAY) & (ahead < 24) & (more < 60)
+    sound &= pl.col("year") != "0000"
+    moment = days * _DAY + (clock - 60 * offset) * 1_000_000 + micros
+    return found.select(moment=pl.when(sound).then(moment)).to_series()
 
 
 def _read_as(texts: pl.Series, pattern: str) -> pl.Series:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError, DependencyError
 from stoker.base.units import format_size, quoted
-from stoker.prep.parse import text_kernels as kernels
+from stoker.prep.parse.record_kernels import record_start
 
 __all__ = [
     "BLOCK_BYTES",
@@ -103,7 +103,7 @@ class RecordRule:
         # As the parser has it: one byte stands for a separator of several.
         joined = 0x1F if len(self.separator.encode()) > 1 else -1
         sep = np.frombuffer(separator, np.uint8)
-        found, known = kernels.record_start(data, at, goal, sep, joined, ord(self.quote), wide, final)
+        found, known = record_start(data, at, goal, sep, joined, ord(self.quote), wide, final)
         return int(found), bool(known)
 
 

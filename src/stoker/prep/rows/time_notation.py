@@ -8,11 +8,9 @@ import polars as pl
 
 from stoker.base.errors import DataError
 from stoker.prep.parse.columns import Field
-from stoker.prep.parse.dictionaries import text_column
 from stoker.prep.parse.frames import column_series
 from stoker.prep.parse.ingest import Source
-from stoker.prep.parse.moment_kernels import UNKNOWN
-from stoker.prep.parse.moments import check_format, read_moments, suggestions
+from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
 from stoker.prep.stages.task import Task
 
 __all__ = ["check_notation"]
@@ -44,7 +42,7 @@ def check_notation(task: Task) -> None:
     if found is None:
         return
     place, values = found
-    if (read_moments(text_column(values), None) != UNKNOWN).any():
+    if (read_moments(values, None) != UNKNOWN).any():
         return
     others = f", nor are the {len(values) - 1:,} values after it" if len(values) > 2 else ""
     say = " or ".join(suggestions(values)) or 'its format, such as format = "%d.%m.%Y %H:%M"'
@@ -65,7 +63,7 @@ def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
         for _, _, read in source.blocks(_BLOCK):
             block = read()
             column = block.columns[item]
-            if not column.textual and len(column):
+            if column.texts is None and len(column):
                 return None
             texts = column_series(item, column)
             if texts.count():

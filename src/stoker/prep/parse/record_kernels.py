@@ -1,0 +1,184 @@
+"""Kernels that find where the records of delimited text end (RFC 4180).
+
+A position begins as np.int64(0), for Numba would compile what it is given to once more for a plain 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stoker.ops.codegen.jit import jit
+
+__all__ = ["LITERAL", "MAX_QUOTED_BYTES", "MAX_QUOTED_LINES", "STRAY", "cut_records", "record_start"]
+
+MAX_QUOTED_LINES = 1_000  # lines of a quoted field; with more of them its quote is taken for a stray one
+MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no further line of it may begin
+LITERAL, STRAY = 1, 2  # what is special about a record: quotes within fields without quotes; a quote not closed
+_NL, _CR = 10, 13
+_CLOSED, _STRAY, _OPEN = 0, 1, 2
+
+
+@jit
+def _separator_bytes(data, at, sep, joined):  # type: ignore[no-untyped-def]
+    """Return how many bytes of a separator begin at ``at``; 0 for none."""
+    if data[at] == joined:
+        return 1
+    if sep.size == 0 or data[at] != sep[0] or at + sep.size > data.size:
+        return 0
+    for i in range(1, sep.size):
+        if data[at + i] != sep[i]:
+            return 0
+    return sep.size
+
+
+@jit
+def _record_end(data, at, sep, joined, quote, wide):  # type: ignore[no-untyped-def]
+    """Find the end of the record that goes on at ``at``, where a field begins.
+
+    A quote opens a quoted field only there. It is stray where no closing quote, followed by a separator or a line end,
+    comes within the bounds; the record then ends with the line on which that quote is.
+
+    Args:
+        sep: bytes of the separator; ``joined``: another separator of one byte, -1 for none.
+        quote: -1 for none. ``wide``: every byte outside ASCII counts twice, as it would in UTF-8.
+
+    Returns:
+        The position after the record's last newline, and its newlines. _CLOSED, _STRAY, or _OPEN where the data ends
+        within a quoted field (with the position as if it were stray) or on a line without a newline (-1). Its fields,
+        up to the one with a stray quote. Whether a field without quotes around it has some inside.
+    """
+    size = data.size
+    lines, fields, literal = 0, 0, False
+    begins = True
+    while at < size:
+        fields += begins
+        if begins and data[at] == quote:
+            start = at + 1
+            stop, breaks, counted = start, 0, 0  # counted: bytes as UTF-8, with separators of one byte, less real ones
+            status = _OPEN
+            while stop < size:
+                if joined >= 0:
+                    skip = _separator_bytes(data, stop, sep, joined)
+                    if skip > 0:
+                        counted -= skip - 1
+                        stop += skip
+                        continue
+                byte = data[stop]
+                if byte == _NL:
+                    breaks += 1
+                    if breaks >= MAX_QUOTED_LINES or stop - start + counted >= MAX_QUOTED_BYTES:
+                        status = _STRAY
+                        break
+                elif byte == quote:
+                    after = stop + 1
+                    if after < size and data[after] == quote:
+                        stop += 1
+                    else:
+                        if after < size and data[after] == _NL:
+                            status = _CLOSED
+                        elif after + max(sep.size, 2) <= size:
+                            ended = data[after] == _CR and data[after + 1] == _NL
+                            ended = ended or _separator_bytes(data, after, sep, joined) > 0
+                            status = _CLOSED if ended else _STRAY
+                        break
+                elif wide and byte >= 128:
+                    counted += 1
+                stop += 1
+            if status != _CLOSED:
+                stop = start
+                while stop < size and data[stop] != _NL:
+                    stop += 1
+                if stop < size:
+                    return stop + 1, lines + 1, status, fields, literal
+                return np.int64(-1), lines, _OPEN, fields, literal
+            lines += breaks
+            at = stop + 1
+        begins = False
+        if joined < 0:
+            while at < size and data[at] != sep[0] and data[at] != _NL:
+                literal |= data[at] == quote
+                at += 1
+            if at == size:
+                break
+        skip = _separator_bytes(data, at, sep, joined)
+        if skip > 0:
+            at += skip
+            begins = True
+        elif data[at] == _NL:
+            return at + 1, lines + 1, _CLOSED, fields, literal
+        else:
+            at += 1
+    return np.int64(-1), lines, _OPEN, fields, literal
+
+
+@jit
+def _find(data, value, at, end):  # type: ignore[no-untyped-def]
+    """Position of the first byte ``value`` in ``data[at:end]``; ``end`` if there is none."""
+    near = min(at + 128, end)  # where the byte is in every line, it is found here
+    while at < near:
+        if data[at] == value:
+            return at
+        at += 1
+    while at < end:
+        stop = min(at + 1024, end)
+        seen = 0
+        for byte in data[at:stop]:
+            seen += byte == value
+        if seen > 0:
+            while data[at] != value:
+                at += 1
+            return at
+        at = stop
+    return end
+
+
+@jit
+def record_start(data, at, goal, sep, joined, quote, wide, final):  # type: ignore[no-untyped-def]
+    """Find the first record that starts at ``goal`` or later, from the start ``at`` of an earlier one.
+
+    Other arguments are those of ``_record_end``. Returns its position and True; or, where the data ends before that is
+    known, the position of a record to go on from with more data, and False. ``final``: no more data comes, and the last
+    byte is a newline.
+    """
+    walk = 0
+    while at < goal:
+        if goal > data.size:
+            return at, False
+        # Lines without the quote are records, so only a line with one is looked at, and the last one before the goal.
+        line = at
+        if walk > 0:
+            walk -= 1  # a quote in one record: likely in the next ones, too
+        else:
+            line = min(_find(data, quote, at, goal), goal - 1)
+            while line > at and data[line - 1] != _NL:
+                line -= 1
+            walk = 64 if line == at else 0
+        stop, _, status, _, _ = _record_end(data, line, sep, joined, quote, wide)
+        if status == _OPEN and not final:
+            return line, False
+        at = stop
+    return at, True
+
+
+@jit
+def cut_records(data, sep, quote, stops, lines, fields, faults):  # type: ignore[no-untyped-def]
+    """Write where each record ends, its lines, its fields, and 0, LITERAL or STRAY; return the number of records.
+
+    ``data`` ends with a newline; ``sep`` [1]: byte of the separator; ``quote``: -1 for none.
+    """
+    at, n = np.int64(0), 0
+    if quote < 0:
+        count = 1
+        for i in range(data.size):
+            count += data[i] == sep[0]
+            if data[i] == _NL:
+                stops[n], lines[n], fields[n], faults[n] = i + 1, 1, count, 0
+                n += 1
+                count = 1
+        return n
+    while at < data.size:
+        at, lines[n], status, fields[n], literal = _record_end(data, at, sep, -1, quote, False)
+        stops[n] = at
+        faults[n] = STRAY if status != _CLOSED else LITERAL if literal else 0
+        n += 1
+    return n
