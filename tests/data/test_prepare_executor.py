@@ -25,9 +25,14 @@ from prepared import digests
 import stoker
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
+from stoker.prep.parse.columns import BadLine, Field
+from stoker.prep.parse.frames import frame_block
+from stoker.prep.parse.quarantine import write_bad_lines
 from stoker.prep.prepare import Progress, run_prepare
+from stoker.prep.rows.raw_rows import _RawSink
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
+from stoker.prep.stages.parts import checksum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* have rows in several splits")
 SCHEMA = Schema(
@@ -121,6 +126,34 @@ def test_jobs_done_twice(tmp_path: Path) -> None:
             run_prepare(SCHEMA, raw, out=tmp_path / str(number), block_bytes=4000, executor=executor)
         shutil.rmtree(tmp_path / str(number) / ".work", ignore_errors=True)  # the late one may have made it again
         assert digests(tmp_path / str(number)) == digests(tmp_path / "whole")
+
+
+def test_two_workers_make_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = BadLine(line=3, reason="no number", text="x")
+    path = tmp_path / "block.bad"
+    write_bad_lines(path, [bad])
+    whole = path.read_bytes()
+
+    def again() -> Iterator[BadLine]:
+        assert path.read_bytes() == whole, "who reads it meanwhile finds it empty"
+        yield bad
+
+    write_bad_lines(path, again())
+    assert path.read_bytes() == whole
+    write, sink = pl.DataFrame.write_parquet, _RawSink([])
+
+    def make() -> dict[str, int]:
+        return sink(frame_block(pl.DataFrame({"a": [1.0, 2.0]}), [Field(column="a", kind="float")]), "log", raw)
+
+    def overtaken(*given: Any, **named: Any) -> None:
+        write(*given, **named)
+        monkeypatch.undo()
+        make()
+
+    raw = tmp_path / "block.parquet"
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", overtaken)
+    assert make() == checksum(raw)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["block.bad", "block.parquet"]
 
 
 @pytest.mark.parametrize("form", ["gzip", "quoted", "parquet", "jsonl", "frame"])

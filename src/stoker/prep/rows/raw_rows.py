@@ -25,7 +25,7 @@ from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum, write_part
+from stoker.prep.stages.parts import checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
@@ -198,10 +198,8 @@ class _RawSink:
         for item in self.labels:
             block.drop_labels(item)
         names = list(dict.fromkeys(item.column for item in block.columns))
-        beside = path.with_suffix(".tmp")
-        with full_disk():
+        with made_beside(path) as beside, full_disk():
             block_frame(block, names).write_parquet(beside, compression="lz4")
-        os.replace(beside, path)
         return checksum(path)
 
 

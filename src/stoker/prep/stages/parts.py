@@ -24,7 +24,7 @@ import numpy.typing as npt
 from stoker.base.errors import DataError
 from stoker.base.files import sync_folder
 
-__all__ = ["Journal", "PartFile", "checksum", "is_whole", "made_in", "write_part"]
+__all__ = ["Journal", "PartFile", "checksum", "is_whole", "made_beside", "made_in", "write_part"]
 
 Array = npt.NDArray[Any]
 _ALIGN = 64
@@ -40,17 +40,10 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
     crc, size = 0, 0
-    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")  # a cluster may give the same block to two workers
-    try:
-        with beside.open("wb") as file:
-            for piece in _pieces(text, arrays):
-                crc = zlib.crc32(piece, crc)
-                size += file.write(piece)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    with made_beside(path) as beside, beside.open("wb") as file:
+        for piece in _pieces(text, arrays):
+            crc = zlib.crc32(piece, crc)
+            size += file.write(piece)
     return {"bytes": size, "crc": crc}
 
 
@@ -60,6 +53,20 @@ def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         if padding := -array.nbytes % _ALIGN:
             yield bytes(padding)
+
+
+@contextmanager
+def made_beside(path: Path) -> Iterator[Path]:
+    """Yield a path in the same folder, whose file becomes ``path`` at the end: a cluster may give the same block to two
+    workers."""
+    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 @contextmanager
