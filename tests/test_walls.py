@@ -16,12 +16,12 @@ FLOORS = {
     "base": 0, "ops": 1, "dataset": 2, "optim": 2, "tables": 3, "models": 4, "placement": 4, "training": 5,
     "rewrite": 6, "prep": 7, "synthetic": 8, "cli": 9, "testing": 9, "__init__": 10, "__main__": 10,
 }  # fmt: skip
-# Lines of each room. To raise one is a decision, written in docs/architecture.md.
+# Lines of each room, which may shrink to 0.9 of them. To raise one is a decision, written in docs/architecture.md.
 LINES = {
-    "base": 1_900, "ops": 6_100, "dataset": 3_600, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_450, "rewrite": 2_050, "prep": 14_000, "synthetic": 2_050, "cli": 3_500,
+    "base": 1_900, "ops": 6_100, "dataset": 3_500, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
+    "training": 7_450, "rewrite": 2_050, "prep": 13_750, "synthetic": 2_050, "cli": 3_500,
 }  # fmt: skip
-ALL_LINES = 55_000
+ALL_LINES = 54_300
 MODULES = 15  # in a folder
 LONGEST = 800  # lines of a module
 

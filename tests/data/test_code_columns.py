@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stoker
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import Part, write_part
+from stoker.prep.stages.parts import write_part
 from stoker.prep.write.encode import Encoder, Slice
 from stoker.rewrite.vocabulary_files import read_vocabulary
 
@@ -35,7 +35,7 @@ def test_the_narrowest_type_of_codes() -> None:
     seed=st.integers(0, 2**32), wide=st.booleans(), bags=st.booleans(),
 )  # fmt: skip
 def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: bool, bags: bool) -> None:
-    """Of the rows of a slice that goes to the middle of a shard: ids one by one and in bags, and how many are 0."""
+    """A shard of two slices of a part: ids one by one and in bags, and how many are 0."""
     draw = np.random.default_rng(seed)
     names = [f"c{place}" for place in range(len(tops))]
     schema = Schema(
@@ -50,7 +50,8 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
     arrays[f"counts.{len(tops)}"] = counts
     found = [draw.integers(0, 50, top + 1).astype(np.int32) for top in (*tops, tops[0])]
     rows = np.sort(draw.choice(n, draw.integers(0, n + 1), replace=False))
-    part, part_before = PartRows(index=1, file=0, start=n, rows=n), np.full(7, -1, np.int32)
+    part_before, marks = np.full(7, -1, np.int32), np.full(2 * n, 2, np.uint8)
+    marks[n + rows] = 0
     with TemporaryDirectory() as folder, patch("stoker.prep.fit.transforms.BLOCK", 16):
         tables = {name: Path(folder) / name for name in names}
         for place, name in enumerate(names):
@@ -58,17 +59,20 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
             both = [*[part_before] * len(mine), *mine]
             starts = np.cumsum([0, *map(len, both)])
             write_part(tables[name], {"ids": np.concatenate(both), "starts": starts, "counts": np.zeros(1, np.int64)})
-        encoder = Encoder(Layout(schema), lambda _: Held(arrays), tables, (), wide=wide)
+        part = PartRows(index=1, file=0, start=n, rows=n, path=Path(folder) / "part")
+        write_part(part.path, arrays)
+        splits = SplitFile(Path(folder) / "splits")
+        splits.path.write_bytes(marks.tobytes())
+        encoder = Encoder(Layout(schema), splits, tables, (), wide=wide)
         slices = [Slice(part=part, begin=0, end=len(rows) // 2), Slice(part=part, begin=len(rows) // 2, end=len(rows))]
-        targets = encoder.allocate(slices, lambda _: rows)
-        made = [encoder.fill(target, lambda _: rows) for target in reversed(targets)]
+        made = encoder.encode(slices, 0)
     begins = np.concatenate([[0], np.cumsum(counts)])
     ids = [lut[arrays[f"codes.{index}"][rows]] for index, lut in enumerate(found[:-1])]
     expected = [[[lut[place]] for lut in ids] for place in range(len(rows))]
     if bags:
         for row, bag in zip(rows.tolist(), expected, strict=True):
             bag.append(found[-1][arrays[f"codes.{len(tops)}"][begins[row] : begins[row + 1]]].tolist())
-    out = targets[0].arrays
+    out = made.arrays
     assert out["ids"].dtype == (np.int64 if wide else np.int32)
     assert out["ids"].reshape(-1).tolist() == [one for bags in expected for bag in bags for one in bag]
     if bags:
@@ -76,27 +80,9 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
         sizes = [sum(map(len, bags)) for bags in expected]
         assert out["row_offsets"].tolist() == np.cumsum([0, *sizes]).tolist()
     by_feature = [[one for bags in expected for one in bags[place]] for place in range(len(tops) + bags)]
-    assert np.sum([numbers for _, _, numbers in made], axis=0).tolist() == [
+    assert made.unknown == [
         [column.count(0) for column in by_feature], [len(column) for column in by_feature],
     ]  # fmt: skip
-
-
-class Held(Part):
-    """A part of given arrays."""
-
-    def __init__(self, arrays: dict[str, Any]) -> None:
-        self.arrays = arrays
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.arrays
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arrays[name]
-
-    def size(self, name: str) -> int:
-        return int(self.arrays[name].size)
 
 
 @pytest.mark.parametrize("bags", [False, True])

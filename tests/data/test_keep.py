@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -104,25 +105,23 @@ def test_a_dataset_without_keep_knows_nothing_of_it(tmp_path: Path) -> None:
 @settings(max_examples=12)
 @given(
     rows=st.integers(40, 700), files=st.integers(1, 3), block=st.sampled_from([2**10, 2**13, 2**24]),
-    kind=st.sampled_from(["csv", "csv.gz", "parquet", "jsonl"]), hold=st.sampled_from([0, None]),
-    negative_keep=st.sampled_from([1.0, 0.5]),
+    kind=st.sampled_from(["csv", "csv.gz", "parquet", "jsonl"]), negative_keep=st.sampled_from([1.0, 0.5]),
     rule=st.sampled_from([
         SplitRule(), SplitRule(rule="time"), SplitRule(rule="leave_last_out", column="user"),
         SplitRule(rule="column", column="city", values={"x": "train", "y": "test", "z": "drop"}),
     ]),
 )  # fmt: skip
 def test_rows_stay_aligned(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, files: int, block: int, kind: str, hold: int | None,
-    negative_keep: float, rule: SplitRule,
+    tmp_path_factory: pytest.TempPathFactory, rows: int, files: int, block: int, kind: str, negative_keep: float,
+    rule: SplitRule,
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("aligned")
     raw = log(rows)
     columns = ("id", "user", "when")
     schema = replace(SCHEMA, keep=columns, split=rule, negative_keep=negative_keep)
     names = [str(write(raw[rows * n // files : rows * (n + 1) // files], folder, n, kind)) for n in range(files)]
-    settings = {"block_bytes": block, "hold_bytes": hold}
     for threads in (1, 2):
-        run_prepare(schema, names, out=folder / str(threads), threads=threads, **settings)  # type: ignore[arg-type]
+        run_prepare(schema, names, out=folder / str(threads), threads=threads, block_bytes=block)
     assert digests(folder / "1") == digests(folder / "2")
     check_aligned(stoker.Dataset(folder / "2"), raw, columns)
 
@@ -238,7 +237,7 @@ def test_derived_rows_keep_their_columns(tmp_path: Path, featured: bool) -> None
         stoker.prepare(recipe, path, out=tmp_path / "x", keep=["usr"])
 
 
-def test_in_memory_saved_reordered_and_prepared_like(tmp_path: Path) -> None:
+def test_in_memory_saved_reordered_classified_and_prepared_like(tmp_path: Path) -> None:
     raw = log()
     path = write(raw, tmp_path, 0, "parquet")
     columns = ("id", "user", "when")
@@ -247,7 +246,13 @@ def test_in_memory_saved_reordered_and_prepared_like(tmp_path: Path) -> None:
     memory = stoker.prepare(schema, path)
     check_aligned(memory, raw, columns)
     assert digests(memory.save(tmp_path / "saved").path) == digests(data.path)
-    check_aligned(stoker.reorder(data, tmp_path / "r", tables=["user"]), raw, columns)
+    for name, source in (("files", data), ("memory", memory)):
+        check_aligned(stoker.reorder(source, tmp_path / f"{name}-r", tables=["user"]), raw, columns)
+        hot = {"hot_rows": {"user": 10, "city": 4, "seen": 4}, "profile_hash": "a", "profile": {}}
+        write_classified(source, tmp_path / f"{name}-h", **hot)  # type: ignore[arg-type]
+        check_aligned(stoker.Dataset(tmp_path / f"{name}-h"), raw, columns)
+    train = pickle.loads(pickle.dumps(memory.train))  # by a worker process
+    assert table(train).equals(table(data.train))
     path.unlink()
     new = write(raw.drop("click"), tmp_path, 1, "parquet")
     like = stoker.prepare(files=new, like=data.path, out=tmp_path / "like", keep=["city"])

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,12 @@ from small_runs import SMALL, assert_same_run
 import stoker
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import passes
+from stoker.dataset import memory
 from stoker.dataset.memory import Home, home_of
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.part_store import PartStore
 from stoker.prep.write import publish
-from stoker.prep.write.encode import Encoder, Target
 
 
 def schema(*, bags: bool = False, dense: bool = True, fitted: bool = True, group: bool = True) -> Schema:
@@ -104,7 +102,7 @@ def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Pat
     assert digests(tmp_path / "saved") == digests(tmp_path / "lying")
     assert not saved.in_memory
     assert saved.verify() == lying.verify()
-    assert held.verify() == lying.verify() - sum(len(split.entry["shards"]) for split in lying.splits.values())
+    assert held.verify() == lying.verify()
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -116,8 +114,8 @@ def test_saved_it_has_the_bytes_of_one_prepared_on_disk(kind: str, tmp_path: Pat
 )
 def test_its_batches_are_those_from_files(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 1000), tmp_path / "lying")
-    stream, files = held.train.batches(32, **options), lying.train.batches(32, **options)
-    assert stream.held  # where they are, without a copy
+    stream, files = held.train.batches(32, data_memory="1MiB", **options), lying.train.batches(32, **options)
+    assert stream.held
     for _ in range(2):
         for ours, theirs in zip(stream, files, strict=True):
             assert torch.equal(ours.dense, theirs.dense)
@@ -139,12 +137,11 @@ def test_its_batches_are_those_from_files(kind: str, options: dict[str, Any], tm
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(3, 400), group=st.integers(1, 120), most=st.integers(1, 90), threads=st.integers(1, 3),
-    hold=st.sampled_from([None, 0, 4000]), kind=st.sampled_from(list(KINDS)),
+    kind=st.sampled_from(list(KINDS)),
 )  # fmt: skip
 def test_however_parts_and_shards_are_cut(
-    rows: int, group: int, most: int, threads: int, hold: int | None, kind: str, tmp_path_factory: Any
+    rows: int, group: int, most: int, threads: int, kind: str, tmp_path_factory: Any
 ) -> None:
-    """Parts beyond the room for them are read from the temporary directory."""
     folder = tmp_path_factory.mktemp("cut")
     source = table(folder / "rows.parquet", rows, row_group=group)
     with pytest.MonkeyPatch.context() as patch:
@@ -156,7 +153,7 @@ def test_however_parts_and_shards_are_cut(
         except DataError:  # no training row
             return
         home = Home()
-        report = run_prepare(schema(**KINDS[kind]), source, out=home.path, threads=threads, hold_bytes=hold)
+        report = run_prepare(schema(**KINDS[kind]), source, out=home.path, threads=threads)
         stoker.Dataset(report.path).save(folder / "saved")
     assert digests(folder / "saved") == digests(folder / "lying")
 
@@ -202,20 +199,21 @@ def test_a_preparation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: py
         stoker.prepare(schema(), source, progress=stop)
     with pytest.raises(DataError, match="no column"):
         stoker.prepare(schema(), _without(source))
-    monkeypatch.setattr(publish, "available_memory", lambda: 100)
-    with pytest.raises(DataError, match=r"prepared rows take .* 100 B of memory are free. Pass out=DIRECTORY"):
-        stoker.prepare(schema(), source)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_FREE", 2**60)
+        with pytest.raises(DataError, match=r"shards need .* free.*TMPDIR.*pass out=DIRECTORY"):
+            stoker.prepare(schema(), source)
 
     def full(*given: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(publish, "available_memory", lambda: None)
     monkeypatch.setattr(publish.stored, "write_counts", full)
     with pytest.raises(DataError, match=r"no room left on the disk of (?!.*kept).*TMPDIR.*pass out=DIRECTORY"):
         stoker.prepare(schema(), source)
     gc.collect()
     assert not any((tmp_path / "temporary").iterdir())
     (tmp_path / "temporary").rmdir()
+    monkeypatch.setattr("stoker.dataset.memory._SHARED", tmp_path / "absent")
     with pytest.raises(DataError, match=r"temporary directory.*TMPDIR.*pass out=DIRECTORY"):
         stoker.prepare(schema(), source)
 
@@ -231,20 +229,63 @@ def test_what_needs_files_says_so(tmp_path: Path) -> None:
     held = stoker.prepare(schema(), source)
     with pytest.raises(ConfigError, match=r"has to lie in files. Pass out=DIRECTORY"):
         stoker.prepare(schema(), source, reorder=True)
-    with pytest.raises(DataError, match=r"cannot be reordered.*Dataset.save"):
-        stoker.reorder(held, tmp_path / "reordered")
-    profile = stoker.profile(held, budget="1KiB", sample=None)
-    with pytest.raises(DataError, match=r"cannot be classified.*Dataset.save"):
-        stoker.classify(held, profile, tmp_path / "classified")
-    with pytest.raises(DataError, match=r"in the memory of this process.*Dataset.save"):
-        pickle.dumps(held.train)
     saved = held.save(tmp_path / "saved")
-    assert len(pickle.loads(pickle.dumps(saved.train))) == len(held.train)
+    assert pickle.loads(pickle.dumps(saved.train))[3].keys() == held.train[3].keys()
     with pytest.raises(DataError, match="already holds a dataset"):
         held.save(tmp_path / "saved")
     held.save(tmp_path / "saved", overwrite=True)
     again = saved.save(tmp_path / "again")  # of files: a second name of each
     assert digests(again.path) == digests(saved.path)
+
+
+def test_what_is_made_of_it_is_made_of_its_files(tmp_path: Path) -> None:
+    held, lying = both({}, table(tmp_path / "rows.parquet", 300), tmp_path / "lying")
+    profile = stoker.profile(lying, budget="1KiB", sample=None)
+    made = {}
+    for name, data in (("held", held), ("lying", lying)):
+        stoker.reorder(data, tmp_path / f"{name}-reordered", tables=["item"])
+        stoker.classify(data, profile, tmp_path / f"{name}-classified")
+        for kind in ("reordered", "classified"):
+            found = digests(tmp_path / f"{name}-{kind}")
+            del found["manifest.json"]  # names the source
+            made[name, kind] = found
+    assert made["held", "reordered"] == made["lying", "reordered"]
+    assert made["held", "classified"] == made["lying", "classified"]
+
+
+def test_another_process_reads_it(tmp_path: Path) -> None:
+    held = stoker.prepare(schema(), table(tmp_path / "rows.parquet", 100))
+    (tmp_path / "split").write_bytes(pickle.dumps(held.train))
+    code = (
+        "import pickle, sys, torch; split = pickle.loads(open(sys.argv[1], 'rb').read()); "
+        "print(sum(batch.labels.sum().item() for batch in split.batches(10)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "split")], capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) == held.train.positives
+    assert (held.path / "manifest.json").exists()
+
+
+def test_it_is_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir()
+    large.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(small))
+    monkeypatch.setattr("stoker.dataset.memory._SHARED", large)
+    usage = memory.shutil.disk_usage
+    monkeypatch.setattr(
+        memory.shutil, "disk_usage", lambda path: usage(path)._replace(free=10**7 if Path(path) == small else 2 * 10**7)
+    )
+    assert Home().path.parent == small.resolve()
+    assert Home(10**7).path.parent == small.resolve()
+    assert Home(10**7 + 1).path.parent == large.resolve()
+    assert Home(3 * 10**7).path.parent == large.resolve()
+    source = table(tmp_path / "rows.parquet", 100)
+    monkeypatch.setattr("stoker.prep.prepare._ROOM", 10**7 // source.stat().st_size + 1)
+    assert stoker.prepare(schema(), source).path.parent == large.resolve()
+    monkeypatch.setattr("stoker.dataset.memory._SHARED", tmp_path / "absent")
+    assert Home(3 * 10**7).path.parent == small.resolve()
 
 
 def test_rows_like_it(tmp_path: Path) -> None:
@@ -256,64 +297,6 @@ def test_rows_like_it(tmp_path: Path) -> None:
     stoker.prepare(files=more, like=held.path, out=tmp_path / "new")
     new.save(tmp_path / "saved")
     assert digests(tmp_path / "saved") == digests(tmp_path / "new")
-
-
-def test_memory_of_a_released_part_is_free() -> None:
-    store = PartStore(10**6)
-    arena = store.arena(1700)
-    arrays = {"labels": np.ones(100, np.float32)}
-    arrays["codes"], arrays["raw.0"] = arena.take((2, 100), np.uint32), arena.take(100, np.float64)
-    arrays["raw.0"][:] = 1
-    block = weakref.ref(arena.block)
-    store.write(Path("part"), arrays, arena)
-    del arena, arrays
-    with store.open(Path("part")) as part:
-        assert part["raw.0"].sum() == 100
-    assert block() is not None
-    store.release(Path("part"))
-    gc.collect()
-    assert block() is None
-    with store.open(Path("part")) as part:
-        assert "raw.0" not in part
-        assert part["labels"].sum() == 100
-
-
-@pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("kind", ["one-hot", "bags"])
-def test_each_part_is_released_before_the_next_is_encoded(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the parts and the rows made of them would be in memory together."""
-    log: list[tuple[str, Any]] = []
-    fill, release = Encoder.fill, PartStore.release
-
-    def filled(self: Encoder, target: Target, rows_of: Any) -> Any:
-        log.append(("fill", target.slice.part.index))
-        return fill(self, target, rows_of)
-
-    def released(self: PartStore, path: Path) -> None:
-        log.append(("release", path))
-        release(self, path)
-
-    monkeypatch.setattr(Encoder, "fill", filled)
-    monkeypatch.setattr(PartStore, "release", released)
-    stoker.prepare(schema(**KINDS[kind]), table(tmp_path / "rows.parquet", 1000), threads=1)
-    parts = [index for step, index in log if step == "fill"]
-    assert parts == sorted(parts)
-    between = [step for step, _ in groupby(log, key=lambda entry: (entry[0], entry[1]))]
-    assert [step for step, _ in between] == ["fill", "release"] * len(set(parts))
-    assert len(set(parts)) > 3
-
-
-def test_what_the_rows_take_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ids and a label."""
-    kind = schema(dense=False, group=False)
-    source = table(tmp_path / "rows.parquet", 100)
-    monkeypatch.setattr(publish, "available_memory", lambda: 1599)
-    with pytest.raises(DataError, match=r"prepared rows take 1.6 KiB"):
-        stoker.prepare(kind, source)
-    monkeypatch.setattr(publish, "available_memory", lambda: 1600)
-    assert sum(len(split) for split in stoker.prepare(kind, source).splits.values()) == 100
 
 
 def test_a_forked_process_leaves_it_where_it_is(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
-"""Rows in memory are plain arrays with the bits of the rows in files: their batches, their ids alone, their files."""
+"""Rows of a dataset in memory have the bits of the rows in files: their batches, their ids alone, their files."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,10 @@ from hypothesis import strategies as st
 from prepared import digests
 
 import stoker
-from stoker.base.errors import DataError
 from stoker.dataset.reading.gather import NumbaGather, NumpyGather, make_gather
-from stoker.dataset.reading.held import HeldTensors, bytes_held
+from stoker.dataset.reading.held import HeldTensors
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.part_store import PartStore
 from stoker.prep.write import publish
 
 NUMBERS = {  # what parts of a column may have
@@ -119,65 +115,3 @@ def test_rows_are_those_in_files(
         assert (mine.bytes, mine.data_hash) == (split.bytes, split.data_hash)
     held.save(folder / "saved")
     assert digests(folder / "saved") == digests(folder / "lying")
-
-
-@pytest.mark.parametrize("dense", [0, 6])
-def test_rows_in_memory_are_plain_and_read_only(dense: int, tmp_path: Path) -> None:
-    columns = {f"d{n}": [1.0, 2.0] * 50 for n in range(dense)}
-    frame = pl.DataFrame({"label": [0, 1] * 50, "split": ["train"] * 100, "c": range(100), "e": range(100), **columns})
-    frame.write_parquet(tmp_path / "rows.parquet")
-    schema = Schema(
-        name="plain", label=Label(column="label"), source=SourceFormat(kind="parquet"),
-        dense=tuple(DenseColumn(name=name, transforms=("zscore",)) for name in columns),
-        categorical=tuple(CategoricalColumn(name=name, type="int") for name in "ce"),
-        split=SplitRule(rule="column", column="split", values={"train": "train"}),
-    )  # fmt: skip
-    held = stoker.prepare(schema, tmp_path / "rows.parquet")
-    (shard,) = held.train.shards
-    assert {name: (array.dtype.name, array.shape) for name, array in shard.arrays.items()} == {
-        "dense": ("float32", (100, dense)), "ids": ("int32", (100, 2)), "labels": ("float32", (100,)),
-    }  # fmt: skip
-    for array in shard.arrays.values():
-        assert array.flags.c_contiguous
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 0
-    assert shard.ids is held.train.shards[0].ids  # not made anew
-    assert bytes_held(held.train, 100) == 0
-    assert bytes_held(held.train, 100, torch.device("meta")) == 100 * (64 if dense else 32)
-
-
-def test_room_is_asked_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = {f"d{n}": [1, 2] * 50 for n in range(20)}
-    pl.DataFrame({"label": [0, 1] * 50, "split": ["train"] * 100, **columns}).write_parquet(tmp_path / "r.parquet")
-    schema = Schema(
-        name="room", label=Label(column="label"), source=SourceFormat(kind="parquet"),
-        dense=tuple(DenseColumn(name=f"d{n}", transforms=("zscore",)) for n in range(20)),
-        split=SplitRule(rule="column", column="split", values={"train": "train"}),
-    )  # fmt: skip
-    monkeypatch.setattr(publish, "available_memory", lambda: 8399)
-    with pytest.raises(DataError, match=r"prepared rows take 8.2 KiB"):
-        stoker.prepare(schema, tmp_path / "r.parquet")
-    monkeypatch.setattr(publish, "available_memory", lambda: 8400)
-    assert stoker.prepare(schema, tmp_path / "r.parquet").in_memory
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
-def test_parts_are_made_in_small_pages() -> None:
-    """Fresh huge pages are expensive."""
-
-    def huge(array: np.ndarray) -> bool:
-        flags, inside = "", False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                inside = int(bounds[1], 16) <= array.ctypes.data < int(bounds[2], 16)
-            elif inside and line.startswith("VmFlags"):
-                flags = line
-        assert flags
-        return " hg" in flags
-
-    store = PartStore(2**30)
-    arena = store.arena(2**24)
-    codes = arena.take((1, 2**20), np.uint32)
-    codes[:] = 1
-    store.write(Path("part"), {"codes": codes}, arena)
-    assert not huge(codes)

@@ -16,7 +16,6 @@ from stoker.prep.fit.transforms import compact, dense_values, values_of
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import frame_block
 from stoker.prep.schema import DenseColumn
-from stoker.prep.stages.part_store import Arena
 
 NUMBERS = {
     "uint8": st.integers(0, 254).map(float) | st.just(np.nan),
@@ -25,10 +24,6 @@ NUMBERS = {
     "float64": st.floats(allow_infinity=False) | st.just(-0.0),
 }
 STEPS = [(), ("log1p",), ("log1p", "log1p"), ("zscore",), ("log1p", "zscore"), ("minmax",), ("log1p", "minmax")]
-
-
-def packed(pieces: list[np.ndarray]) -> np.ndarray:
-    return compact(pieces, Arena(np.empty(8 * sum(map(len, pieces)) + 64, np.uint8)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -44,7 +39,7 @@ def packed(pieces: list[np.ndarray]) -> np.ndarray:
 def test_the_narrowest_type_that_holds_all_values(values: list[float], expected: str | None, dtype: str) -> None:
     whole = np.array(values, dtype)
     for at in (0, len(values) // 3, len(values)):
-        found = packed([whole[:at], whole[at:]])
+        found = compact([whole[:at], whole[at:]])
         assert found.dtype == (expected if expected is not None else dtype)
         same_bits(values_of(found), whole.astype(np.float64))
 
@@ -78,7 +73,7 @@ def test_they_teach_and_give_the_same(made: tuple[list[DenseColumn], list[np.nda
 
     def fit(narrow: bool) -> tuple[list[Any], list[np.ndarray]]:
         parts = [[column[:cut] for column in raw], [column[cut:] for column in raw]]
-        parts = [[packed([c]) for c in part] if narrow else part for part in parts if len(part[0])]
+        parts = [[compact([c]) for c in part] if narrow else part for part in parts if len(part[0])]
         fitted = fit_dense(dense, parts, lambda part, look: look(part, np.arange(0, len(part[0]), train)))
         return fitted, [dense_values(dense, part, fitted) for part in parts]
 
@@ -109,7 +104,7 @@ def test_numbers_of_frames(values: list[int | None], dtype: Any, cuts: list[int]
     field = Field(column="a", kind="float")
     column = frame_block(pl.DataFrame({"a": series}), [field]).columns[field]
     expected = series.cast(pl.Float64).to_numpy()
-    same_bits(values_of(packed(column.pieces or [column.numbers()])), expected)
+    same_bits(values_of(compact(column.pieces or [column.numbers()])), expected)
     same_bits(column.numbers(), expected)
     assert column.numbers().dtype == np.float64
     np.testing.assert_array_equal(column.absent(), np.isnan(expected))

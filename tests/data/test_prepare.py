@@ -447,14 +447,9 @@ def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.prep.stages.part_store.write_part", no_room)  # of what is held, too, when the run stops
+        patch.setattr("stoker.prep.stages.parts.os.replace", no_room)
         with pytest.raises(DataError, match=r"no room left on the disk of .*again: nothing was kept\."):
-            run_prepare(shop(), raw, out=tmp_path / "out", hold_bytes=0)
-        patch.setattr("stoker.prep.write.publish.collect_quarantine", no_room)
-        with pytest.raises(DataError, match=r"no room left on the disk of .*again: finished parts are kept\."):
-            stoker.prepare(shop(), raw, out=tmp_path / "full")
-        assert not list((tmp_path / "full" / ".work" / "parts").glob("*.part"))
-    stoker.prepare(shop(), raw, out=tmp_path / "full")
+            stoker.prepare(shop(), raw, out=tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 4))
         with pytest.raises(DataError, match=r"the shards need 12 B, but the disk of .* has 4 B free"):
@@ -637,11 +632,11 @@ import sys, time
 import stoker.prep.prepare as prepare
 from stoker.prep.parse.layout import Layout
 plain = Layout.arrays
-def slowly(self, block, file, arena):
+def slowly(self, block, file):
     time.sleep(0.01)
-    return plain(self, block, file, arena)
+    return plain(self, block, file)
 Layout.arrays = slowly
-prepare.run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=4000, threads=2, hold_bytes=0)
+prepare.run_prepare("criteo", sys.argv[1], out=sys.argv[2], block_bytes=4000, threads=2)
 """
 
 
@@ -681,29 +676,21 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(tmp_path: Path) -> No
     assert digests(out) == expected
 
 
-@pytest.mark.parametrize("hold", [0, 40_000, None])
-def test_parts_in_memory_are_kept_when_a_run_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: int | None
-) -> None:
-    """Some parts in memory, some on disk, or all of either: the same bytes, and nothing is done twice."""
+def test_parts_are_kept_when_a_run_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, and nothing is done twice."""
     raw = write(tmp_path / "log.tsv", criteo_lines(400))
-    whole = run_prepare("criteo", raw, out=tmp_path / "whole", preset="nvt", block_bytes=10_000, hold_bytes=0)
-    on_disk: list[int] = []
+    whole = run_prepare("criteo", raw, out=tmp_path / "whole", preset="nvt", block_bytes=10_000)
 
     def stop(progress: Any) -> None:
         if progress.stage == "fit":
-            on_disk.append(len(list((tmp_path / "out" / ".work" / "parts").glob("*.part"))))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="finished steps kept"):
-        run_prepare(
-            "criteo", raw, out=tmp_path / "out", preset="nvt", block_bytes=10_000, hold_bytes=hold, progress=stop
-        )
+        run_prepare("criteo", raw, out=tmp_path / "out", preset="nvt", block_bytes=10_000, progress=stop)
     parts = len(list((tmp_path / "out" / ".work" / "parts").glob("*.part")))
     assert parts > 8
-    assert (on_disk[0] == parts, on_disk[0] == 0) == (hold == 0, hold is None)
     monkeypatch.setattr("stoker.prep.parse.layout.Layout.arrays", None)  # no block is read again
-    report = run_prepare("criteo", raw, out=tmp_path / "out", preset="nvt", block_bytes=10_000, hold_bytes=hold)
+    report = run_prepare("criteo", raw, out=tmp_path / "out", preset="nvt", block_bytes=10_000)
     assert report.reused >= parts
     assert (report.rows, digests(tmp_path / "out")) == (whole.rows, digests(tmp_path / "whole"))
 

@@ -8,7 +8,6 @@ torch, numpy and safetensors only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor
 from stoker.base import remote
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.files import hash_file
-from stoker.base.ordered import ordered_map
 from stoker.base.units import quoted
 from stoker.dataset.manifest import MANIFEST, NEW_IDS, SPLITS, read_manifest, write_manifest
 from stoker.dataset.memory import home_of
@@ -31,19 +29,6 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
 __all__ = ["Dataset"]
-
-
-def _write_shards(split: Split, folder: Path) -> None:
-    """The files of a split in memory, whose checksums are then known."""
-    entries = split.entry["shards"]
-
-    def write(number: int) -> str:
-        return split.file_of(number).write(folder / entries[number]["file"]).sha256
-
-    # Closed, lest its threads go on writing into a folder that Ctrl-C has removed.
-    with closing(ordered_map(write, range(len(entries)), torch.get_num_threads())) as digests:
-        for number, digest in enumerate(digests):
-            entries[number]["sha256"] = digest
 
 
 class Dataset:
@@ -88,20 +73,8 @@ class Dataset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are in the memory of this process and nowhere else. :meth:`save` puts them in files."""
+        """Whether it is in temporary files, which go with the last reference to it. :meth:`save` keeps it."""
         return self._home is not None
-
-    def check_in_files(self, done: str) -> None:
-        """Refuse a dataset in memory for what shares its files.
-
-        Raises:
-            DataError: it has none.
-        """
-        if self.in_memory:
-            raise DataError(
-                f"a dataset in memory cannot be {done}: the new one would share its files. Save it first, with "
-                "Dataset.save(DIRECTORY)."
-            )
 
     def check_labelled(self, done: str) -> None:
         """Refuse a dataset with rows without labels.
@@ -286,13 +259,8 @@ class Dataset:
             DataError: ``out`` is taken or cannot be made, or the disk has no room; or ``out``.tmp, in which it is
                 made, holds something else.
         """
-        written = self._splits if self.in_memory else {}
-        size = sum(split.bytes for split in written.values())
-        with rebuilt(self, Path(out), splits=written, size=size, overwrite=overwrite) as folder:
-            for split in written.values():
-                _write_shards(split, folder)
-            manifest = {**self.manifest, "splits": {name: split.entry for name, split in self._splits.items()}}
-            write_manifest(folder, manifest)
+        with rebuilt(self, Path(out), splits={}, size=0, overwrite=overwrite) as folder:
+            write_manifest(folder, self.manifest)
         return Dataset(out)
 
     def verify(self) -> int:
@@ -320,7 +288,7 @@ class Dataset:
 
     def _files(self) -> list[tuple[str, Mapping[str, Any]]]:
         """What lies in files, and the manifest's entry of each."""
-        shards = [] if self.in_memory else [shard for split in self._splits.values() for shard in split.entry["shards"]]
+        shards = [shard for split in self._splits.values() for shard in split.entry["shards"]]
         return [(shard["file"], shard) for shard in shards] + list(self.manifest.get("files", {}).items())
 
     def _check_size(self, file: str, expected: int) -> None:

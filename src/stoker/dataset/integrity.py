@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ import torch
 from stoker.base.errors import DataError
 from stoker.base.files import file_identity
 from stoker.dataset.rows import SplitRows
-from stoker.dataset.shards import MappedShard, Shard
+from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.ops.codegen.threads import team
 
@@ -55,9 +54,8 @@ class ShardChecks:
         self._entries = split.entry["shards"]
         schema = split.schema
         sizes = tuple(schema.num_embeddings[feature.table] for feature in schema.features)
-        shards: list[Any] = [] if split.in_memory else list(split.shards)  # what is in memory was made here
         self._keys: list[Hashable] = [
-            (shard.identity, entry["sha256"], sizes) for shard, entry in zip(shards, self._entries, strict=False)
+            (shard.identity, entry["sha256"], sizes) for shard, entry in zip(split.shards, self._entries, strict=True)
         ]
         self._pending = {number for number, key in enumerate(self._keys) if key not in _good}
 
@@ -101,7 +99,6 @@ class ShardChecks:
 
     def _check(self, number: int) -> None:
         shard, entry, split = self._split.shards[number], self._entries[number], self._split
-        assert isinstance(shard, MappedShard)
         affected = f"Rows {split.starts[number]:,} to {split.starts[number + 1] - 1:,} of split {split.name} lie in it."
         remedy = _REMEDY.format(again=_AGAIN[split.made_by])
         size, digest = shard.digest()

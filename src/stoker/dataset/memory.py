@@ -1,8 +1,8 @@
-"""Datasets in the memory of this process: prepared to be trained on at once, and gone with it unless they are saved.
+"""Datasets in memory: in temporary files, which the system keeps in memory as far as it has room, and which go with the
+last reference to the dataset unless it is saved.
 
-Rows are plain arrays in memory, shard by shard, as they would be in files. What is small (vocabularies, counts, groups,
-the manifest) is in a temporary directory, so that all that reads a dataset by its path does so here, too. Nothing of it
-need reach a disk, and no checksum is taken before somebody asks.
+The directory is in the system's temporary one, or in /dev/shm where that one lacks the room. Nothing of it need outlast
+a loss of power, so nothing is flushed to a disk.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
-
-import numpy.typing as npt
+from typing import IO
 
 from stoker.base.errors import DataError
 from stoker.base.files import PASSING
-from stoker.dataset.shards import Shard
 
 __all__ = ["Home", "home_of"]
 
 _PREFIX, _LOCK = "stoker-dataset-", ".lock"
+_SHARED = Path("/dev/shm")
 _homes: weakref.WeakValueDictionary[Path, Home] = weakref.WeakValueDictionary()
 
 
 class Home:
-    """Where a dataset lives in this process: as long as it, or something that refers to it, does.
+    """A temporary directory for a dataset, which is removed with the last reference to this.
+
+    Args:
+        room: bytes that it is going to take, about.
 
     Raises:
         DataError: no temporary directory can be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: int = 0) -> None:
         try:
             _sweep()
-            self.path, self._lock = _make()
+            self.path, self._lock = _make(room)
         except OSError as error:
             raise DataError(
-                f"what is small of a dataset in memory lies in a temporary directory, and none can be made "
-                f"({error.strerror}). Let TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
+                f"a dataset in memory lies in a temporary directory, and none can be made ({error.strerror}). Let "
+                "TMPDIR name a directory that you may write to, or pass out=DIRECTORY."
             ) from error
-        self.shards: dict[str, list[Shard]] = {}  # by split, those that the manifest lists
         _homes[self.path] = self
         PASSING.add(self.path)
         weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
-    def keep(self, split: str, file: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
-        """Take the tensors of the next shard of a split, which would be ``file`` in a dataset on disk."""
-        for array in arrays.values():
-            array.flags.writeable = False
-        self.shards.setdefault(split, []).append(Shard(path=self.path / file, rows=len(arrays["labels"]), **arrays))
+
+def _places() -> list[Path]:
+    """Directories for temporary files that this process may write to."""
+    return [Path(tempfile.gettempdir()), *([_SHARED] if os.access(_SHARED, os.W_OK | os.X_OK) else [])]
 
 
-def _make() -> tuple[Path, IO[bytes]]:
+def _make(room: int) -> tuple[Path, IO[bytes]]:
     """A temporary directory, and the file beside it, locked until it is closed or the process is gone."""
-    number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK)
+    free = {place: shutil.disk_usage(place).free for place in _places()}
+    place = next((place for place in free if free[place] >= room), max(free, key=lambda place: free[place]))
+    number, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK, dir=place)
     lock = os.fdopen(number, "wb")
     _is_free(lock)
     path = Path(name).resolve().with_suffix("")
@@ -67,11 +68,11 @@ def _make() -> tuple[Path, IO[bytes]]:
 
 def _sweep() -> None:
     """Remove the directories that killed processes left, as their locks tell."""
-    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_LOCK}"):
-        with suppress(OSError), place.open("r+b") as lock:
+    for path in (path for place in _places() for path in place.glob(f"{_PREFIX}*{_LOCK}")):
+        with suppress(OSError), path.open("r+b") as lock:
             if _is_free(lock):
-                shutil.rmtree(place.with_suffix(""), ignore_errors=True)
-                place.unlink()
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                path.unlink()
 
 
 def _is_free(lock: IO[bytes]) -> bool:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from stoker.base.errors import DataError
-from stoker.base.ordered import ordered_map
 from stoker.dataset.groups import map_groups
 from stoker.dataset.memory import home_of
 from stoker.dataset.reading.kept import KeptColumns
-from stoker.dataset.shards import Shard, ShardFile, allow_open_files, open_shard
+from stoker.dataset.shards import MappedShard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
 __all__ = ["MadeBy", "SplitRows"]
@@ -44,7 +43,7 @@ class SplitRows:
         self.schema_hash = schema_hash
         self.made_by = made_by  # the command that makes it again
         self._path = path
-        self._home = home_of(path)  # where the dataset is in memory; kept there as long as somebody may read it
+        self._home = home_of(path)  # of temporary files, kept as long as somebody may read them
         self._files = dict(files or {})  # the manifest's, by name
         # First row of each of the shards, and the number of rows.
         self.starts = [0, *accumulate(int(shard["rows"]) for shard in entry["shards"])]
@@ -62,13 +61,9 @@ class SplitRows:
         return f"Split({self.name!r}, rows={self.rows:,}, shards={len(self.entry['shards'])})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps, which a worker process opens for itself."""
-        if self._home is not None:
-            raise DataError(
-                f"split {self.name} is in the memory of this process, so no other can read it. Save the dataset with "
-                "Dataset.save(DIRECTORY), and pass on what that returns."
-            )
-        return {name: value for name, value in self.__dict__.items() if name not in ("shards", "groups", "kept")}
+        """Without the maps, which a worker process opens for itself, and the lock of a temporary directory."""
+        maps = ("shards", "groups", "kept")
+        return {name: value for name, value in self.__dict__.items() if name not in maps} | {"_home": None}
 
     @property
     def positives(self) -> int:
@@ -87,18 +82,13 @@ class SplitRows:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are in the memory of this process and nowhere else."""
+        """Whether the rows are in temporary files, which go with the last reference to the dataset."""
         return self._home is not None
 
     @property
     def data_hash(self) -> str:
-        """Identifies the very rows: sha256 over the shards' checksums. Of rows in memory, these are worked out now."""
-        entries = self.entry["shards"]
-        missing = [number for number, shard in enumerate(entries) if shard["sha256"] is None]
-        found = ordered_map(lambda number: self.file_of(number).sha256(), missing, torch.get_num_threads())
-        for number, digest in zip(missing, found, strict=True):
-            entries[number]["sha256"] = digest
-        return hashlib.sha256("".join(shard["sha256"] for shard in entries).encode()).hexdigest()
+        """Identifies the very rows: sha256 over the shards' checksums."""
+        return hashlib.sha256("".join(shard["sha256"] for shard in self.entry["shards"]).encode()).hexdigest()
 
     @cached_property
     def groups(self) -> npt.NDArray[np.int32] | None:
@@ -135,14 +125,12 @@ class SplitRows:
         return self._path / file, self._files[file]
 
     @cached_property
-    def shards(self) -> Sequence[Shard]:
-        """The shards, mapped or in memory.
+    def shards(self) -> Sequence[MappedShard]:
+        """The shards, mapped.
 
         Raises:
             DataError: a shard that does not fit the manifest's features.
         """
-        if self._home is not None:
-            return self._home.shards.get(self.name, [])
         allow_open_files(len(self.entry["shards"]))
         shards = [open_shard(self._path / s["file"], rows=int(s["rows"])) for s in self.entry["shards"]]
         columns = (len(self.schema.dense), len(self.schema.features))
@@ -157,10 +145,6 @@ class SplitRows:
                     "dataset again."
                 )
         return shards
-
-    def file_of(self, number: int) -> ShardFile:
-        """The file that the manifest's shard ``number`` would be, of a split in memory."""
-        return ShardFile(self.shards[number].arrays)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         """One row: ``dense`` [num_dense], ``labels`` [], ``ids`` [F] (sequences: flat, and ``lengths`` [F]).

@@ -14,6 +14,7 @@ import mmap
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ __all__ = [
     "SHARD_ROWS",
     "MappedShard",
     "Shard",
-    "ShardFile",
     "ShardInfo",
     "allow_open_files",
     "open_shard",
@@ -88,60 +88,31 @@ def write_shard(
             raise DataError(
                 f"shard {path.name}: row_offsets end at {row_offsets[-1]:,}, but there are {len(ids):,} ids."
             )
-    return ShardFile(arrays).write(path)
+    # Wide types first keeps every tensor aligned without gaps, which the format forbids.
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        begin, end = end, end + arrays[name].nbytes
+        kind = _NAMES[arrays[name].dtype.newbyteorder("<")]
+        header[name] = {"dtype": kind, "shape": list(arrays[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
+    digest, size = hashlib.sha256(), 0
+    with atomic_file(path) as file:
+        head = len(text).to_bytes(8, "little") + text
+        for piece in chain([head], chain.from_iterable(_pieces(arrays[name]) for name in order)):
+            digest.update(piece)
+            size += file.write(piece)
+    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
 
 
-class ShardFile:
-    """The file of a shard.
-
-    Args:
-        tensors: by name.
-    """
-
-    def __init__(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        # Wide types first keeps every tensor aligned without gaps, which the format forbids.
-        order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-        self._tensors = [tensors[name] for name in order]
-        self.rows = len(tensors["labels"])
-        header: dict[str, Any] = {}
-        end = 0
-        for name, tensor in zip(order, self._tensors, strict=True):
-            begin, end = end, end + tensor.nbytes
-            header[name] = {
-                "dtype": _NAMES[tensor.dtype.newbyteorder("<")],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
-        self._header = len(text).to_bytes(8, "little") + text
-        self.bytes = len(self._header) + end
-
-    def __iter__(self) -> Iterator[Any]:
-        """The bytes of the file, some at a time."""
-        yield self._header
-        for tensor in self._tensors:
-            step = max(1, _CHUNK // max(1, tensor.nbytes // max(1, len(tensor))))
-            for start in range(0, len(tensor), step):
-                rows = tensor[start : start + step]
-                yield np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
-
-    def sha256(self) -> str:
-        """Hex digest of the file."""
-        digest = hashlib.sha256()
-        for some in self:
-            digest.update(some)
-        return digest.hexdigest()
-
-    def write(self, path: Path) -> ShardInfo:
-        """Write the file atomically; what the manifest must record of it."""
-        digest = hashlib.sha256()
-        with atomic_file(path) as file:
-            for some in self:
-                digest.update(some)
-                file.write(some)
-        name = f"{path.parent.name}/{path.name}"
-        return ShardInfo(file=name, rows=self.rows, bytes=self.bytes, sha256=digest.hexdigest())
+def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
+    """Yield the bytes of a tensor, some at a time."""
+    step = max(1, _CHUNK // max(1, tensor.nbytes // max(1, len(tensor))))
+    for start in range(0, len(tensor), step):
+        rows = tensor[start : start + step]
+        yield np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
 def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str | None:

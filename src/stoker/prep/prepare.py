@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +56,7 @@ from stoker.rewrite.id_order import Reordering
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
 
+_ROOM = 3  # bytes of work and shards for each byte of input, about; a file may be compressed
 _REORDERING = {"read": ("look", "rows"), "order": ("order", "tables"), "write": ("replace", "rows")}  # stage, unit
 
 
@@ -96,6 +98,7 @@ def prepare(
     split: SplitRule | str | None = None,
     keep: str | Sequence[str] = (),
     threads: int | None = None,
+    executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Dataset:
     """Prepare raw logs into a dataset directory, or into memory.
@@ -109,9 +112,9 @@ def prepare(
             a list: Polars or pandas frames, PyArrow tables, readers and datasets, DuckDB relations, or anything with
             ``__arrow_c_stream__``; a stream is read once, to a temporary Parquet file.
         out: directory or URL to make; what goes to a URL is prepared locally and then uploaded, its manifest last. Of a
-            symbolic link, what it points to is made or replaced. None: the dataset is in memory, as long as something
-            in this process refers to it; :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory. For what
-            is tried once: its rows go from here to the batches without a disk in between.
+            symbolic link, what it points to is made or replaced. None: the dataset is in temporary files, which the
+            system keeps in memory as far as it has room, as long as something in this process refers to it;
+            :meth:`Dataset.save <stoker.Dataset.save>` puts it in a directory.
         like: a prepared dataset. Its schema, vocabularies, fills, scales and fitted features are used, nothing is
             learned, and all rows go to the split ``test``. Rows may lack a label: their field is empty, or no file has
             the column. Their label is NaN; :func:`stoker.predict` scores them.
@@ -132,6 +135,11 @@ def prepare(
         keep: raw columns that travel with the rows to their scores, besides those that the schema keeps.
         threads: that parse and encode, at most 16 or four per core; None: one per core. Does not change a byte of the
             result.
+        executor: a :class:`concurrent.futures.Executor` whose workers parse blocks, build tables and write shards in
+            place of threads: ``ProcessPoolExecutor``, Dask's ``Client.get_executor()`` and the like. Workers have to
+            see the input files and ``out`` under the same paths, on a shared file system. Features, statistics of
+            dense columns, vocabularies that ``like`` brings, groups and kept columns remain on threads of this process.
+            The executor is left open, and does not change a byte of the result.
         progress: called from the calling thread as work gets done.
 
     Returns:
@@ -144,17 +152,17 @@ def prepare(
         KeyboardInterrupt: Ctrl-C; its text says what was kept.
     """
     home = None
-    if out is None:
-        if reorder is not False:
-            raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
-        home = Home()
-    place = home.path if home is not None else str(out)
-    with files_of(files) as inputs, remote.published(place, overwrite=overwrite) as folder:
-        report = run_prepare(
-            recipe, inputs, out=folder, like=like, history=history, preset=preset, strict=strict, max_bad=max_bad,
-            overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep, threads=threads,
-            progress=progress,
-        )  # fmt: skip
+    if out is None and reorder is not False:
+        raise ConfigError("what is reordered has to lie in files. Pass out=DIRECTORY.", settings=("out", "reorder"))
+    with files_of(files) as inputs:
+        if out is None:
+            home = Home(_ROOM * sum(path.stat().st_size for path in expand(inputs.files)[0]))
+        with remote.published(str(out) if home is None else home.path, overwrite=overwrite) as folder:
+            report = run_prepare(
+                recipe, inputs, out=folder, like=like, history=history, preset=preset, strict=strict,
+                max_bad=max_bad, overwrite=overwrite, resume=resume, reorder=reorder, split=split, keep=keep,
+                threads=threads, executor=executor, progress=progress,
+            )  # fmt: skip
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
     return Dataset(report.path if remote.url_of(out) is None else str(out))
@@ -176,9 +184,9 @@ def run_prepare(
     split: SplitRule | str | None = None,
     keep: str | Sequence[str] = (),
     threads: int | None = None,
+    executor: Executor | None = None,
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
-    hold_bytes: int | None = None,
 ) -> PrepareReport:
     """As :func:`prepare`, returning what was done."""
     if reorder is not False and like is not None:
@@ -216,7 +224,7 @@ def run_prepare(
         inputs = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
     names = inputs.names
     _check_names(chosen, names)
-    (sources, again), target = expand(inputs.files), Path(out)
+    (sources, again), target = expand(inputs.files), Path(out) if executor is None else Path(out).absolute()
     schema = fitted_to(schema, chosen, sources)
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
@@ -229,7 +237,7 @@ def run_prepare(
         threads=check_threads(threads),
         report=progress or (lambda _: None),
         block_bytes=block_bytes,
-        hold_bytes=hold_bytes,
+        executor=executor,
         like=measure,
         names=names,
     )
@@ -248,8 +256,8 @@ def run_prepare(
             # A whole dataset there was left by a kill, perhaps of another command.
             plain.report = run_prepare(
                 recipe, inputs, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, split=split, keep=keep, threads=threads, progress=progress, block_bytes=block_bytes,
-                hold_bytes=hold_bytes,
+                resume=resume, split=split, keep=keep, threads=threads, executor=executor, progress=progress,
+                block_bytes=block_bytes,
             )  # fmt: skip
         return plain.report
     task.out = _working_directory(target, sources, overwrite)
@@ -261,12 +269,15 @@ def run_prepare(
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
-            kept = "finished parts are kept" if _finished(task) else "nothing was kept"
-            remedy = f"Free some space and run the same command again: {kept}."
-            if task.home is not None:
-                remedy = "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+            remedy = task.remedy_of_full_disk(kept=_finished(task) > 0)
             raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
         raise
+    except BrokenExecutor as error:
+        kept = "" if task.temporary else " Finished parts are kept: the same call goes on from there."
+        raise DataError(
+            f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
+            f"memory: use fewer workers.{kept}"
+        ) from error
 
 
 @dataclass(kw_only=True)
@@ -407,9 +418,6 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         except UnusableInput:
             task.discard()
             raise
-        except BaseException:
-            task.save()
-            raise
         finally:
             task.journal.close()
             if not task.journal.done:  # a run that failed before it had finished anything leaves nothing
@@ -421,7 +429,6 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     if task.out != target:
         exchange(task.out, target)
     shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
-    task.parts.clear()
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
@@ -473,13 +480,13 @@ def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
 
 def _finished(task: Task) -> int:
     """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
-    return len(task.journal.done) if hasattr(task, "journal") and task.home is None else 0
+    return len(task.journal.done) if hasattr(task, "journal") and not task.temporary else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
     """What an interrupted run leaves, and how to go on."""
     done = _finished(task)
-    if task.home is not None:
+    if task.temporary:
         return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
     if not done:
         return "interrupted before a part was finished; nothing was kept. Give the same command again to start over."

@@ -149,7 +149,6 @@ def write_classified(
     """
     started = time.perf_counter()
     out = Path(out)
-    data.check_in_files("classified")
     split = data.train
     if not overwrite and (there := _classified(data, profile_hash, out)) is not None:
         return _report(there, started, reused=True)

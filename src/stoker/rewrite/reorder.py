@@ -125,7 +125,6 @@ def run_reorder(
     """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-    data.check_in_files("reordered")
     how, out, progress, threads = how or Reordering(), Path(out), progress or _quiet, check_threads(threads)
     names = _chosen(data, tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number

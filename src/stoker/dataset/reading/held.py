@@ -29,10 +29,8 @@ Int64 = npt.NDArray[np.int64]
 _ALIGN = 32  # bytes; copied rows begin at multiples of it
 
 
-def bytes_held(split: SplitRows, rows: int, device: torch.device | None = None) -> int:
-    """Bytes that a copy of the first ``rows`` rows of a split takes, about; 0 where they are in that memory already."""
-    if split.in_memory and (device is None or device.type == "cpu"):
-        return 0
+def bytes_held(split: SplitRows, rows: int) -> int:
+    """Bytes that a copy of the first ``rows`` rows of a split takes, about."""
     if split.shards and split.shards[0].lengths is None:
         return rows * row_bytes(*_columns(split.shards[0]))[1]
     return -(-split.bytes * rows // max(1, len(split)))
@@ -70,9 +68,7 @@ def hold(split: SplitRows, rows: int, device: torch.device, *, threads: int = 1)
     shards, starts = split.shards[:count], split.starts[: count + 1]
     if device.type != "cpu":
         return HeldTensors(shards, device)
-    if not split.in_memory:
-        shards = list(ordered_map(_copied, shards, threads))
-    return make_gather(shards, starts, threads=threads)
+    return make_gather(list(ordered_map(_copied, shards, threads)), starts, threads=threads)
 
 
 def _copied(shard: Shard) -> Shard:

@@ -136,9 +136,7 @@ class BatchStream:
         self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
         self._prefetch, self.reuse = prefetch, reuse
         room = 0 if data_memory is None else parse_size(data_memory)
-        self.held = (
-            bool(self.rows) and bytes_held(split, self.rows, self._device) <= room
-        )  # whether rows are, or will be, there
+        self.held = 0 < bytes_held(split, self.rows) <= room  # whether rows are, or will be, there
         self._gather: Gather | None = None  # from that copy
 
     def __len__(self) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.layout import Layout, feature_codes
-from stoker.prep.stages.parts import Part, write_part
+from stoker.prep.stages.parts import PartFile, made_in, write_part
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["build_table", "count_codes", "look_up_table"]
 
 Array = npt.NDArray[Any]
-Open = Callable[[PartRows], Part]
-TrainRows = Callable[[PartRows], npt.NDArray[np.bool_] | None]
 
 
-def count_codes(arrays: Part, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
+def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
     """Return [size] how often each code of a feature occurs in the rows of a part that ``chosen`` [n] marks."""
     if chosen is None:
         return np.zeros(size, np.int64)
@@ -36,27 +34,24 @@ def build_table(
     table: str,
     layout: Layout,
     parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: TrainRows,
+    splits: SplitFile,
     work: Path,
     vocabulary: Path,
 ) -> dict[str, Any]:
     """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
 
-    ``train_rows`` gives the rows to fit on, None where a part has none. The returned record (for the
-    journal) says how many rows the table has and where in ``<table number>.ids`` the ids of each part and
-    feature begin.
+    The returned record (for the journal) says how many rows the table has.
     """
     features = [(i, column) for i, column in enumerate(layout.features) if column.table_name == table]
     first = features[0][1]
     if first.hash_buckets is not None:
-        return _count_buckets([i for i, _ in features], first.hash_buckets, layout, parts, open_part, train_rows, work)
+        return _count_buckets([i for i, _ in features], first.hash_buckets, layout, parts, splits, work)
     builder = TableBuilder(first.type)
     refs: list[npt.NDArray[np.int32]] = []
     missing, total = 0, 0
     for part in parts:
-        chosen = train_rows(part)
-        with open_part(part) as arrays:
+        chosen = splits.train_rows(part)
+        with part.open() as arrays:
             for index, column in features:
                 dictionary = _dictionary(arrays, index, column.type)
                 size = len(dictionary[-1]) + (column.type != "string")
@@ -69,7 +64,8 @@ def build_table(
                     refs.append(builder.add_ints(dictionary[0], counts[1:]))
     own = any(column.missing == "category" for _, column in features)
     done = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
-    done.write(vocabulary)
+    with made_in(work.parent, vocabulary) as path:
+        done.write(path)
     pieces = []
     for position, entries in enumerate(refs):
         column = features[position % len(features)][1]
@@ -79,9 +75,7 @@ def build_table(
     return {**record, "rows": done.num_embeddings, "unknown": done.unknown, "total": total}
 
 
-def look_up_table(
-    table: str, layout: Layout, parts: Sequence[PartRows], open_part: Open, work: Path, like: Like
-) -> dict[str, Any]:
+def look_up_table(table: str, layout: Layout, parts: Sequence[PartRows], work: Path, like: Like) -> dict[str, Any]:
     """Write the ids of every part in the vocabulary of an earlier dataset, in the form of :func:`build_table`."""
     features = [(i, column) for i, column in enumerate(layout.features) if column.table_name == table]
     first = features[0][1]
@@ -91,14 +85,14 @@ def look_up_table(
     known = like.vocabulary(table, first.type)
     pieces = []
     for part in parts:
-        with open_part(part) as arrays:
+        with part.open() as arrays:
             for index, column in features:
                 ids = known.ids(*_dictionary(arrays, index, column.type))
                 pieces.append(_ids(known.missing_id if column.missing == "category" else 0, ids))
     return {**_write_ids(work, pieces, counts), "rows": known.rows}
 
 
-def _dictionary(arrays: Part, index: int, kind: str) -> tuple[Array, ...]:
+def _dictionary(arrays: PartFile, index: int, kind: str) -> tuple[Array, ...]:
     """Return the dictionary of a feature in a part: numbers, or the bytes of texts and where they begin and end."""
     return tuple(arrays[f"{name}.{index}"] for name in (("bytes", "ends") if kind == "string" else ("values",)))
 
@@ -120,15 +114,14 @@ def _count_buckets(
     buckets: int,
     layout: Layout,
     parts: Sequence[PartRows],
-    open_part: Open,
-    train_rows: TrainRows,
+    splits: SplitFile,
     work: Path,
 ) -> dict[str, Any]:
     counts = np.zeros(buckets + 1, np.int64)
     for part in parts:
-        chosen = train_rows(part)
+        chosen = splits.train_rows(part)
         if chosen is not None:
-            with open_part(part) as arrays:
+            with part.open() as arrays:
                 for index in features:
                     counts += count_codes(arrays, layout, index, chosen, buckets + 1)
     record = write_part(work, {"counts": counts})

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import Part
+from stoker.prep.stages.parts import PartFile
 
-__all__ = ["PartRows", "Splitter", "targets_of_files"]
+__all__ = ["PartRows", "SplitFile", "Splitter", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
@@ -28,15 +29,43 @@ DROP = SPLIT_CODES["drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class PartRows:
-    """Where the rows of a part stand among all rows."""
+    """A part, and where its rows stand among all rows."""
 
     index: int
     file: int  # number of the source file
     start: int  # good rows in the parts before
     rows: int
+    path: Path
+
+    def open(self) -> PartFile:
+        """Map the arrays."""
+        return PartFile(self.path)
 
 
-Open = Callable[[PartRows], Part]
+@dataclass(frozen=True)
+class SplitFile:
+    """The split of every row, as :meth:`Splitter.assign` gives it: a file of one byte a row, for any process."""
+
+    path: Path
+
+    def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
+        """[rows] split of every row of a part."""
+        return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
+
+    def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
+        """Return the rows of a part that belong to a split, in order."""
+        return np.flatnonzero(self.assign(part) == split)
+
+    def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
+        """[rows] which rows of a part train; None where none does."""
+        chosen: npt.NDArray[np.bool_] = self.assign(part) == 0
+        return chosen if chosen.any() else None
+
+    def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
+        """Write the splits of a part's rows over those that are there."""
+        with self.path.open("r+b") as file:
+            file.seek(part.start)
+            file.write(splits.data)
 
 
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
@@ -61,11 +90,10 @@ class Splitter:
         schema: with the split rule, the share of negatives to keep and their seeds.
         parts: all parts in order.
         files: names of the source files.
-        open_part: opens the arrays of a part.
     """
 
-    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str], open_part: Open) -> None:
-        self.schema, self.rule, self.parts, self._open = schema, schema.split, list(parts), open_part
+    def __init__(self, schema: Schema, parts: Sequence[PartRows], files: Sequence[str]) -> None:
+        self.schema, self.rule, self.parts = schema, schema.split, list(parts)
         self._targets = targets_of_files(schema, files) if self.rule.rule == "files" else []
         kept = [int(self._kept(part).sum()) for part in self.parts]
         self._kept_before = list(accumulate(kept, initial=0))  # kept rows in the parts before
@@ -94,7 +122,7 @@ class Splitter:
         """Return [rows] whether ``negative_keep`` keeps each row."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
         other |= _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
         return other
@@ -116,7 +144,7 @@ class Splitter:
             return np.where(within < -(-size // 2), 2, 1).astype(np.uint8)
         if rule == "hash" and self.rule.column is None:
             return _shares_of_rows(part, self.rule.seed, (self.rule.train, self.rule.valid))
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             if rule == "time":
                 return self._cut(arrays["time"])
             if rule in ("hash", "column"):
@@ -144,7 +172,7 @@ class Splitter:
     def _fit_time(self) -> None:
         def times() -> Iterator[npt.NDArray[np.int64]]:
             for part in self.parts:
-                with self._open(part) as arrays:
+                with part.open() as arrays:
                     time = np.array(arrays["time"])
                 yield time[self._kept(part)]
 
@@ -154,7 +182,7 @@ class Splitter:
         """Number the users, then find the last rows of each. Memory: about 60 bytes per user."""
         builder = TableBuilder("string")
         for part in self.parts:
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 ends = arrays["ends.user"]
                 self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
         users = builder.entries
@@ -163,7 +191,7 @@ class Splitter:
         # [2, users] of the row before the latest one, and of the latest one
         times, self._latest_rows = np.full((2, users), np.iinfo(np.int64).min), np.full((2, users), -1, np.int64)
         for part in self.parts:
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 # A row that was not kept must not become a user's last one.
                 kept = self._kept(part)
                 found = self._refs[part.index][arrays["codes.user"][kept] - 1]

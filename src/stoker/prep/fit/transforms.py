@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.prep.schema import DenseColumn
-from stoker.prep.stages.part_store import Arena
 
 __all__ = ["DenseFit", "blocks", "compact", "dense_values", "stepped", "values_of"]
 
@@ -53,16 +52,15 @@ def values_of(column: Array) -> Array:
     return found
 
 
-def compact(pieces: Sequence[Array], arena: Arena) -> Array:
-    """Copy a column [n] of float64, float32 or int64, in pieces, to ``arena``, in the narrowest type that holds all its
-    values as float64."""
+def compact(pieces: Sequence[Array]) -> Array:
+    """Return a column [n] of float64, float32 or int64, in pieces, in the narrowest type that holds all its values as
+    float64."""
     rows = sum(map(len, pieces))
     for dtype in TYPES:
-        column = arena.take(rows, dtype)
+        column = np.empty(rows, dtype)
         if _stored(pieces, column):
             return column
-        arena.give_back(column)
-    return np.concatenate(pieces, out=arena.take(rows, np.float64))
+    return np.concatenate(pieces, out=np.empty(rows, np.float64))
 
 
 def _stored(pieces: Sequence[Array], column: Array) -> bool:

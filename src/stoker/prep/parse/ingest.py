@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from stoker.prep.parse.sources import (
     source_kind,
 )  # fmt: skip
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import Journal
+from stoker.prep.stages.parts import Journal, is_whole
 
 __all__ = ["IngestedBlock", "Source", "file_columns", "ingest"]
 
@@ -57,6 +59,9 @@ class Source:
 
     def __post_init__(self) -> None:
         self.name = self.name or str(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "path": self.path.absolute()}  # a worker may run in another directory
 
     def open(self) -> None:
         """Look at the header, the Parquet schema or the keys of the first object.
@@ -130,7 +135,7 @@ class Source:
             for number, (start, rows) in enumerate(cuts):
                 yield number, int(rows * per_row), _ParquetReader(self, start, rows)
             return
-        for block in line_blocks(self.path, block_bytes=block_bytes, rule=self._rule):
+        for block in line_blocks(self.path.absolute(), block_bytes=block_bytes, rule=self._rule):
             yield block.number, block.size, _TextReader(self, block)
 
     def read_text(self, block: LineBlock) -> Block:
@@ -219,15 +224,32 @@ class IngestedBlock:
     broken: bool  # the file breaks off at the last of the lines
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
+    """A block to parse, in any process."""
+
     step: str
     source: Source
     path: Path
     bad_path: Path
     size: int
     read: Callable[[], Block]
-    reused: bool = field(default=False)
+    sink: Sink
+    done: Mapping[str, Any] | None  # the record of an earlier run
+
+
+def _parse(job: _Job) -> tuple[Mapping[str, Any], bool]:
+    """Write the part of a block; return its record, and whether an earlier run has left it."""
+    done = job.done
+    if done is not None and is_whole(job.path, done) and (not done["bad"] or job.bad_path.exists()):
+        return done, True
+    block = job.read()
+    record = job.sink(block, job.source.name, job.path)
+    if block.bad:
+        write_bad_lines(job.bad_path, block.bad)
+    found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
+    labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
+    return {**record, **found, "labels": labels, "broken": broken}, False
 
 
 def ingest(
@@ -238,11 +260,15 @@ def ingest(
     *,
     limit: BadLineLimit,
     threads: int,
+    executor: Executor | None = None,
     progress: Callable[[int], None],
     suffix: str = ".part",
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[list[IngestedBlock], int]:
     """Turn every block of every source into a part. Returns the parts and how many were there already.
+
+    Args:
+        executor: where blocks are parsed; the sink then has to be picklable. None: on threads.
 
     Raises:
         DataError: a bad line where none is allowed, more bad lines than allowed, a file that breaks off where a share
@@ -252,37 +278,27 @@ def ingest(
     for source in sources:
         source.open()
     _check_agreement(sources)
+    handed: deque[_Job] = deque()  # whose records are awaited
 
     def jobs() -> Iterator[_Job]:
         for source in sources:
             for number, size, read in source.blocks(block_bytes):
                 name = f"{source.number:05d}.{number:06d}"
-                yield _Job(
-                    step=f"{directory.name}/{name}", source=source, path=directory / f"{name}{suffix}",
-                    bad_path=directory / f"{name}.bad", size=size, read=read,
-                )  # fmt: skip
-
-    def work(job: _Job) -> tuple[_Job, Mapping[str, Any]]:
-        done = journal.finished(job.step, job.path)
-        if done is not None and (not done["bad"] or job.bad_path.exists()):
-            job.reused = True
-            return job, done
-        block = job.read()
-        record = sink(block, job.source.name, job.path)
-        if block.bad:
-            write_bad_lines(job.bad_path, block.bad)
-        found = {"rows": block.rows, "lines": block.lines, "bad": len(block.bad)}
-        labels, broken = sum(bad.label for bad in block.bad), any(bad.broken for bad in block.bad)
-        return job, {**record, **found, "labels": labels, "broken": broken}
+                step = f"{directory.name}/{name}"
+                handed.append(_Job(
+                    step=step, source=source, path=directory / f"{name}{suffix}", bad_path=directory / f"{name}.bad",
+                    size=size, read=read, sink=sink, done=journal.done.get(step),
+                ))  # fmt: skip
+                yield handed[-1]
 
     finished: list[IngestedBlock] = []
     before, reused = {source.number: 0 for source in sources}, 0
     # No more of them, though those that wait for Polars' threads do nothing: every frame in work is memory to touch.
-    for job, record in ordered_map(work, jobs(), threads):
+    for record, known in ordered_map(_parse, jobs(), threads, executor=executor):
+        job = handed.popleft()
         number = job.source.number
-        if job.reused:
-            reused += 1
-        else:
+        reused += known
+        if not known:
             record = journal.add(job.step, record)
         kept = job.bad_path if record["bad"] else None
         limit.add(

@@ -20,8 +20,7 @@ from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, 
 from stoker.prep.parse.frames import kept_series
 from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
-from stoker.prep.stages.part_store import Arena, padded
-from stoker.prep.stages.parts import Part
+from stoker.prep.stages.parts import PartFile
 
 __all__ = ["Layout", "code_type", "feature_codes", "kept_frame", "raw_columns", "share_of_hash", "time_value"]
 
@@ -96,13 +95,8 @@ class Layout:
         """Raw columns that must be there."""
         return list(dict.fromkeys(item.column for item in self.fields))
 
-    def most(self, rows: int) -> int:
-        """Bytes that a part of so many rows takes of an arena, at most."""
-        widths = [8] * len(self.dense) if self.fitted else [4 * self.dense_width]
-        return sum(padded(width * rows) for width in [*widths, *[4] * len(self.one_hot)])
-
-    def arrays(self, block: Block, file: str, arena: Arena | None = None) -> dict[str, Array]:
-        """The part of a block; what only shards need is made in ``arena``, if there is one.
+    def arrays(self, block: Block, file: str) -> dict[str, Array]:
+        """The part of a block.
 
         Rows whose label is neither 0 nor 1 or whose time cannot be read join the block's bad lines.
 
@@ -111,23 +105,20 @@ class Layout:
         """
         if self.schema.label.rule is None:
             block.drop_labels(self.label)
-        if arena is None:
-            arena = Arena(np.empty(self.most(block.rows), np.uint8))
         time = self.times(block)
         out: dict[str, Array] = {"labels": self._labels(block)}
         if time is not None:
             out["time"] = time
         columns = [block.columns[item] for item in self.dense]
         if self.fitted:
-            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()], arena) for i, column in enumerate(columns)}
+            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()]) for i, column in enumerate(columns)}
         else:
             values = [column.numbers() for column in columns]
-            dense = arena.take((block.rows, self.dense_width), np.float32)
+            dense = np.empty((block.rows, self.dense_width), np.float32)
             out["dense"] = dense_values(self.columns, values, out=dense)
         for index in self.one_hot:
             codes, most = self._encode(index, block.columns[self.feature_fields[index]], out)
-            out[f"codes.{index}"] = narrow = arena.take(block.rows, code_type(most))
-            narrow[:] = codes
+            out[f"codes.{index}"] = codes.astype(code_type(most))
         for index in self.sequences:
             column = block.columns[self.feature_fields[index]]
             assert column.counts is not None
@@ -299,11 +290,11 @@ def hash_of_missing(buckets: int) -> int:
     return int(text_hashes(pl.Series([""]), 0)[0] % np.uint64(buckets)) + 1
 
 
-def raw_columns(arrays: Part, layout: Layout) -> list[Array]:
+def raw_columns(arrays: PartFile, layout: Layout) -> list[Array]:
     """The dense columns of a part, as read."""
     return [arrays[f"raw.{index}"] for index in range(len(layout.dense))]
 
 
-def feature_codes(arrays: Part, layout: Layout, index: int) -> tuple[Array, Array | None]:
+def feature_codes(arrays: PartFile, layout: Layout, index: int) -> tuple[Array, Array | None]:
     """Codes of a feature and, for a sequence, how many belong to each row."""
     return arrays[f"codes.{index}"], None if index in layout.one_hot else arrays[f"counts.{index}"]

@@ -14,6 +14,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_share
 from stoker.prep.parse.columns import BadLine
+from stoker.prep.stages.parts import made_beside
 
 __all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]
 
@@ -48,7 +49,7 @@ _MATCHERS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, r
 
 def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
     """Keep a block's bad lines, numbered from the block's start, until :func:`collect_quarantine`."""
-    with path.open("w", encoding="utf-8") as file:
+    with made_beside(path) as beside, beside.open("w", encoding="utf-8") as file:
         for line in bad:
             values = [line.line, line.reason, line.text, line.label, line.broken]
             file.write(json.dumps(values, ensure_ascii=False) + "\n")

@@ -395,7 +395,15 @@ def _cut(
 
 def _loaded(number: int, data: Bytes, position: int, size: int, damage: str | None = None) -> LineBlock:
     whole = _without_bom(data, position == 0)
-    return LineBlock(number=number, load=lambda: whole, size=size, damage=damage)
+    return LineBlock(number=number, load=_Read(whole), size=size, damage=damage)
+
+
+@dataclass(frozen=True)
+class _Read:
+    data: Bytes
+
+    def __call__(self) -> Bytes:
+        return self.data
 
 
 def _inflater(compression: str) -> tuple[Callable[[], _Inflater], type[Exception]]:

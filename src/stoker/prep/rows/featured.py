@@ -33,7 +33,7 @@ from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pi
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import PartFile, checksum
+from stoker.prep.stages.parts import checksum
 from stoker.prep.stages.row_store import sibling
 from stoker.prep.stages.task import KEPT, Progress, Task
 
@@ -91,7 +91,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
     sink = RowsSink(schema=task.splitting, store=task.rows, kept=kept)
     try:
-        blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet")
+        blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet", on_threads=True)
     except MissingColumnError as error:
         features = task.schema.feature
         readers = [(one.where, name) for name in error.missing for one in features if name in one.inputs]
@@ -104,7 +104,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     pieces, start = [], 0
     for index, block in enumerate(blocks):
         made = int(task.journal.done[f"rows/{block.path.stem}"]["made"])
-        part = PartRows(index=index, file=block.source.number, start=start, rows=made)
+        part = PartRows(index=index, file=block.source.number, start=start, rows=made, path=sibling(block.path))
         pieces.append(_Piece(path=block.path, source=block.source, part=part))
         start += made
     return pieces
@@ -168,7 +168,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
-        part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]))
+        part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]), path=sibling(file))
         pieces.append(_Piece(path=file, source=source, part=part))
         begin += part.rows
     task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
@@ -212,10 +212,9 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
     if task.journal.finished("keys", path) is not None:
         task.reused += 1
         return path
-    files = [sibling(piece.path) for piece in pieces]
     parts = [piece.part for piece in pieces]
     names = [file.name for file in task.files]
-    splitter = Splitter(task.splitting, parts, names, lambda part: PartFile(files[part.index]))
+    splitter = Splitter(task.splitting, parts, names)
     train = 0
 
     def tables() -> Iterator[pl.DataFrame]:
@@ -225,7 +224,7 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
             if task.like is not None:
                 split = np.where(split == SPLIT_CODES["drop"], split, np.uint8(SPLIT_CODES["test"]))
             train += int((split == 0).sum())
-            with PartFile(files[part.index]) as arrays:
+            with part.open() as arrays:
                 found = {LABEL: arrays["labels"].astype(np.float64), SPLIT: split}
                 if "time" in arrays:
                     found[TIME] = np.array(arrays["time"])

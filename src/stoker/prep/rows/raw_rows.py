@@ -20,11 +20,12 @@ from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.frames import block_frame, parquet_columns
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
+from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum
+from stoker.prep.stages.parts import checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
 __all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
@@ -47,7 +48,7 @@ def read_rows(task: Task) -> Rows:
             Source(number=number, path=path, fields=fields, format=task.schema.source, name=task.names.get(path, ""))
             for number, path in enumerate(task.files)
         ]
-        blocks = ingest_sources(task, sources, "parts", _PartSink(task), task.limit)
+        blocks = ingest_sources(task, sources, "parts", _PartSink(task.layout), task.limit)
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
     made = Source(
@@ -56,15 +57,15 @@ def read_rows(task: Task) -> Rows:
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
-    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task), limit, stage="encode"), raw=raw)
+    return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
 
 
 @dataclass(frozen=True)
 class _PartSink:
-    task: Task
+    layout: Layout
 
-    def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
-        return self.task.keep(path, block, file)
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, int]:
+        return write_part(path, self.layout.arrays(block, file))
 
 
 def ingest_sources(
@@ -77,10 +78,12 @@ def ingest_sources(
     suffix: str = ".part",
     stage: str = "read",
     total: int | None = None,
+    on_threads: bool = False,
 ) -> list[IngestedBlock]:
     """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``.
 
-    ``total`` is the bytes of the stage, where these sources are not all of it.
+    ``total`` is the bytes of the stage, where these sources are not all of it; ``on_threads``: the sink has state of
+    this process.
     """
     total = _bytes_of(source.path for source in sources) if total is None else total
 
@@ -90,7 +93,7 @@ def ingest_sources(
 
     blocks, reused = ingest(
         sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
-        block_bytes=task.block_bytes, suffix=suffix,
+        block_bytes=task.block_bytes, suffix=suffix, executor=None if on_threads else task.executor,
     )  # fmt: skip
     task.reused += reused
     return blocks
@@ -195,10 +198,8 @@ class _RawSink:
         for item in self.labels:
             block.drop_labels(item)
         names = list(dict.fromkeys(item.column for item in block.columns))
-        beside = path.with_suffix(".tmp")
-        with full_disk():
+        with made_beside(path) as beside, full_disk():
             block_frame(block, names).write_parquet(beside, compression="lz4")
-        os.replace(beside, path)
         return checksum(path)
 
 

@@ -1,8 +1,8 @@
 """The work of a preparation: typed parts, and the journal that says which are finished.
 
-A part holds the rows of one block of one file as plain arrays. On disk it is written beside and renamed, and its
-size and checksum go to the journal afterwards; such a part counts only if the journal has it and its bytes still
-agree. So a run that was killed, or a machine that lost power, never reads a half-written part.
+A part holds the rows of one block of one file as plain arrays. It is written beside and renamed, and its size and
+checksum go to the journal afterwards. A run that resumes takes a part only if the journal has it and its bytes still
+agree: after a loss of power a file may be there without its bytes. What a run has written itself it reads unchecked.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import mmap
 import os
 import shutil
 import zlib
-from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
+from stoker.base.files import sync_folder
 
-__all__ = ["ALIGN", "HELD", "Journal", "Part", "PartFile", "checksum", "write_part"]
+__all__ = ["Journal", "PartFile", "checksum", "is_whole", "made_beside", "made_in", "write_part"]
 
 Array = npt.NDArray[Any]
-ALIGN = 64
-HELD = "held"  # of a record: the path of a part that is in memory only
+_ALIGN = 64
 
 
 def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
@@ -36,16 +36,14 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
     position = 0
     for name, array in arrays.items():
         header[name] = [array.dtype.str, list(array.shape), position]
-        position += -(-array.nbytes // ALIGN) * ALIGN
+        position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGN)
+    text += b" " * (-(len(text) + 8) % _ALIGN)
     crc, size = 0, 0
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+    with made_beside(path) as beside, beside.open("wb") as file:
         for piece in _pieces(text, arrays):
             crc = zlib.crc32(piece, crc)
             size += file.write(piece)
-    os.replace(beside, path)
     return {"bytes": size, "crc": crc}
 
 
@@ -53,8 +51,38 @@ def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
     yield len(text).to_bytes(8, "little") + text
     for array in arrays.values():
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        if padding := -array.nbytes % ALIGN:
+        if padding := -array.nbytes % _ALIGN:
             yield bytes(padding)
+
+
+@contextmanager
+def made_beside(path: Path) -> Iterator[Path]:
+    """Yield a path in the same folder, whose file becomes ``path`` at the end: a cluster may give the same block to two
+    workers."""
+    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+@contextmanager
+def made_in(work: Path, path: Path) -> Iterator[Path]:
+    """Yield a path in the work directory, whose file becomes ``path`` at the end: a cluster may have two workers make
+    the same file."""
+    beside = work / uuid4().hex / path.parent.name / path.name
+    yield beside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
+    """Return whether a file of an earlier run has the size and the checksum that the journal recorded."""
+    return path.exists() and checksum(path) == {"bytes": record["bytes"], "crc": record["crc"]}
 
 
 def checksum(path: Path) -> dict[str, int]:
@@ -67,22 +95,8 @@ def checksum(path: Path) -> dict[str, int]:
     return {"bytes": size, "crc": crc}
 
 
-class Part(AbstractContextManager["Part"]):
-    """Read-only arrays of one part. Use as a context manager so that what it took of memory goes again."""
-
-    @abstractmethod
-    def __contains__(self, name: str) -> bool: ...
-
-    @abstractmethod
-    def __getitem__(self, name: str) -> Array: ...
-
-    @abstractmethod
-    def size(self, name: str) -> int:
-        """Elements of an array, without touching it."""
-
-
-class PartFile(Part):
-    """A part on disk, mapped."""
+class PartFile:
+    """The read-only arrays of a part, mapped. As a context manager, it gives their pages back at the end."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -90,6 +104,9 @@ class PartFile(Part):
         length = int.from_bytes(self._map[:8], "little")
         self._start = 8 + length
         self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
+
+    def __enter__(self) -> PartFile:
+        return self
 
     def __exit__(self, *error: object) -> None:
         # Arrays may still refer to the map; the pages go now, the map itself with the last of them.
@@ -106,6 +123,7 @@ class PartFile(Part):
         return flat.reshape(shape)
 
     def size(self, name: str) -> int:
+        """Elements of an array, without touching it."""
         return int(np.prod(self._header[name][1], dtype=np.int64))
 
 
@@ -156,10 +174,9 @@ class Journal:
         return kept
 
     def add(self, step: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a finished step; only in memory where its part is held there."""
+        """Record a finished step."""
         full = {"step": step, **entry}
-        if HELD not in full:
-            self._append(full)
+        self._append(full)
         self.done[step] = full
         return full
 
@@ -168,9 +185,7 @@ class Journal:
         entry = self.done.get(step)
         if entry is None or path is None:
             return entry
-        if not path.exists() or checksum(path) != {"bytes": entry["bytes"], "crc": entry["crc"]}:
-            return None
-        return entry
+        return entry if is_whole(path, entry) else None
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")

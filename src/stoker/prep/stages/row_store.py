@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from stoker.base.engine import full_disk
-from stoker.prep.stages.parts import HELD, checksum, write_part
+from stoker.prep.stages.parts import checksum, write_part
 
 __all__ = ["RowStore", "sibling"]
 
@@ -51,7 +51,7 @@ class RowStore:
             self._room -= size * fits
         if fits:
             self._held[str(path)] = (_copied(rows) if borrowed else rows, size)
-            return {HELD: str(path), **record}
+            return record
         beside = path.with_suffix(".tmp")
         with full_disk():
             rows.write_parquet(beside, compression="lz4", row_group_size=2**17)

@@ -7,18 +7,19 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.base.device import available_memory
 from stoker.base.errors import DataError
 from stoker.base.files import hash_file
+from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
-from stoker.dataset.memory import Home, home_of
+from stoker.dataset.memory import home_of
 from stoker.prep.features.merge import Merge
 from stoker.prep.parse.columns import Block
 from stoker.prep.parse.layout import Layout
@@ -26,8 +27,7 @@ from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
-from stoker.prep.stages.part_store import PartStore
-from stoker.prep.stages.parts import Journal
+from stoker.prep.stages.parts import Journal, write_part
 from stoker.prep.stages.row_store import RowStore
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Task"]
 
+J = TypeVar("J")
+R = TypeVar("R")
 WORK_VERSION = 10  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # before the name of a kept column of rows whose features are worked out
-_HOLD_MOST = 2**30  # bytes of parts in memory: some seconds of work, which a kill would lose
+_HOLD_MOST = 2**30  # bytes of rows in memory between feature passes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
     "manifest.json",
@@ -76,7 +78,7 @@ class Task:
     threads: int
     report: Callable[[Progress], None]
     block_bytes: int = BLOCK_BYTES
-    hold_bytes: int | None = None  # of parts in memory; None: what the machine's memory leaves room for
+    executor: Executor | None = None  # where blocks are worked on; None: threads
     reused: int = 0  # steps that an interrupted run had finished
     like: Like | None = None  # the dataset whose vocabularies, statistics and fitted features are used
     names: Mapping[Path, str] = field(default_factory=dict)  # of inputs, in messages and the quarantine
@@ -84,19 +86,16 @@ class Task:
     inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
-    parts: PartStore = field(init=False)
     rows: RowStore = field(init=False)  # whose features are worked out
-    home: Home | None = field(init=False)  # of a dataset that is to be in memory
+    temporary: bool = field(init=False)  # whether the dataset goes with this process
     read: Counter[str] = field(init=False, default_factory=Counter)  # bytes by stage, over all inputs
 
     def __post_init__(self) -> None:
         self.splitting = self.schema if self.like is None else _all_test(self.schema)
         self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
-        self.home = home_of(self.out)
-        room = _room() if self.hold_bytes is None else self.hold_bytes
-        self.parts = PartStore(room)
-        self.rows = RowStore(room if self.home is not None else 0)  # passes over rows must find them after a kill
+        self.temporary = home_of(self.out) is not None
+        self.rows = RowStore(_room() if self.temporary else 0)  # passes over rows must find them after a kill
 
     @property
     def merged(self) -> list[Merge]:
@@ -121,14 +120,21 @@ class Task:
 
     def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
         """Make the part ``path`` of a block; what its step's record must say of it."""
-        arena = self.parts.arena(self.layout.most(block.rows))
-        return self.parts.write(path, self.layout.arrays(block, file, arena), arena)
+        return write_part(path, self.layout.arrays(block, file))
 
-    def save(self) -> None:
-        """Keep what is finished for a run that goes on from here; where the disk has no room, what it has room for."""
-        if self.home is None:  # what would have been in memory begins anew
-            with suppress(OSError):
-                self.parts.save(self.journal)
+    def map(self, work: Callable[[J], R], jobs: Iterable[J], *, ahead: int | None = None) -> Iterator[R]:
+        """Results of a stage in the order of its jobs, on the executor if there is one, else on threads.
+
+        ``work``: a function at the top of a module; jobs are plain values, so that any process can do them.
+        """
+        return ordered_map(work, jobs, self.threads, ahead=ahead, executor=self.executor)
+
+    def remedy_of_full_disk(self, *, kept: bool) -> str:
+        """What to do where the disk is full; ``kept``: whether there are finished steps."""
+        if self.temporary:
+            return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+        what = "finished parts are kept" if kept else "nothing was kept"
+        return f"Free some space and run the same command again: {what}."
 
     def discard(self) -> None:
         """Forget all finished work."""
@@ -168,7 +174,7 @@ class Task:
         function = getattr(derive, "func", derive)  # of a partial
         parts = [*map(type, self.schema.feature), *([] if derive is None else [function])]
         ours = all(str(part.__module__).startswith("stoker.") for part in parts)
-        if self.home is not None or not ours or not all(one.path.is_file() for one in self.merged):
+        if self.temporary or not ours or not all(one.path.is_file() for one in self.merged):
             return None
         given = [getattr(derive, name, None) for name in ("args", "keywords")]
         values = [self._inputs(), self.limit.strict, self.limit.share, repr([given, *settings])]
@@ -190,7 +196,7 @@ class Task:
 
 
 def _room() -> int:
-    """Bytes of parts to hold in memory."""
+    """Bytes of rows between feature passes to keep in memory."""
     return min(_HOLD_MOST, (available_memory() or 0) // 8)
 
 

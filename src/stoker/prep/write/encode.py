@@ -14,21 +14,18 @@ import numpy.typing as npt
 
 from stoker.base.errors import DataError
 from stoker.prep.fit.build_tables import count_codes
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.transforms import DenseFit, blocks, dense_values
 from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
-from stoker.prep.stages.parts import Part, PartFile
+from stoker.prep.stages.parts import PartFile
 
-__all__ = ["Encoder", "Slice", "Target"]
+__all__ = ["Encoder", "Shard", "Slice"]
 
 Array = npt.NDArray[Any]
-Open = Callable[[PartRows], Part]
-Assign = Callable[[PartRows], npt.NDArray[np.uint8]]
-RowsOf = Callable[[PartRows], npt.NDArray[np.int64]]  # the rows of a part that belong to the split, in order
 
 
-def _raw_value(arrays: Part, index: int, column: CategoricalColumn, code: int) -> str:
+def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
     """The value behind a code above 0, after fill and modulo."""
     if column.type == "string":
         ends = arrays[f"ends.{index}"]
@@ -49,13 +46,13 @@ class Slice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where the rows of a slice go."""
+class Shard:
+    """The rows of a shard, and what its record says of them."""
 
-    slice: Slice
-    arrays: dict[str, Array]  # the tensors of the shard
-    row: int  # of the shard: the first
-    id: int  # of the flat ids of a shard with sequences: the first
+    arrays: dict[str, Array]  # tensors by name
+    positives: int  # rows with label 1
+    absent: int  # rows without label
+    unknown: list[list[int]]  # [2, F] ids that are 0, and all ids, by feature
 
 
 class Encoder:
@@ -63,22 +60,16 @@ class Encoder:
 
     Args:
         layout: of the parts.
-        open_part: opens a part.
+        splits: of the rows.
         tables: work file of every table by name.
         fit: of the dense columns.
         wide: whether ids need int64.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        open_part: Open,
-        tables: Mapping[str, Path],
-        fit: Sequence[DenseFit],
-        *,
-        wide: bool,
+        self, layout: Layout, splits: SplitFile, tables: Mapping[str, Path], fit: Sequence[DenseFit], *, wide: bool
     ) -> None:
-        self.layout, self._open, self._fit = layout, open_part, fit
+        self.layout, self._splits, self._fit = layout, splits, fit
         self._tables = dict(tables)
         self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
         self._ids: dict[str, tuple[Array, Array]] = {}  # of each table: all ids, and where those of a dictionary begin
@@ -113,7 +104,7 @@ class Encoder:
             DataError: a column with oov="error" has one.
         """
         drop = np.zeros(part.rows, np.bool_)
-        with self._open(part) as arrays:
+        with part.open() as arrays:
             for index, column in enumerate(self.layout.features):
                 if column.oov == "reserved" or column.hash_buckets is not None:
                     continue
@@ -131,96 +122,97 @@ class Encoder:
                     )
         return drop
 
-    def count(
-        self, parts: Sequence[PartRows], train_rows: Callable[[PartRows], npt.NDArray[np.bool_] | None]
-    ) -> dict[str, npt.NDArray[np.int64]]:
+    def count(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
         """Return the training occurrences by id of every table, counted again after rows were dropped."""
         counts = {}
         for name, path in self._tables.items():
             with PartFile(path) as arrays:
                 counts[name] = np.zeros(arrays.size("counts"), np.int64)
         for part in parts:
-            chosen = train_rows(part)
+            chosen = self._splits.train_rows(part)
             if chosen is None:
                 continue
-            with self._open(part) as arrays:
+            with part.open() as arrays:
                 for index, column in enumerate(self.layout.features):
                     by_code = count_codes(arrays, self.layout, index, chosen, 0)
                     ids = self._ids_of(part, index, np.arange(len(by_code)))
                     np.add.at(counts[column.table_name], ids, by_code)
         return counts
 
-    def allocate(self, slices: Sequence[Slice], rows_of: RowsOf) -> list[Target]:
-        """Make the tensors of one shard, not filled yet; return where each of its slices goes."""
-        sizes = [piece.end - piece.begin for piece in slices]
+    def encode(self, slices: Sequence[Slice], split: int) -> Shard:
+        """Make the shard of some rows of a split."""
+        chosen = [(piece.part, self._splits.rows(piece.part, split)[piece.begin : piece.end]) for piece in slices]
+        sizes = [len(rows) for _, rows in chosen]
         n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
-        ids = [self._count_ids(piece, rows_of) if bags else 0 for piece in slices]
-        arrays: dict[str, Array] = {
+        ids = [self._count_ids(part, rows) if bags else 0 for part, rows in chosen]
+        out: dict[str, Array] = {
             "dense": np.empty((n, len(self.layout.schema.dense_names)), np.float32), "labels": np.empty(n, np.float32),
             "ids": np.empty(sum(ids) if bags else (n, width), self._id_type),
         }  # fmt: skip
         if bags:
-            arrays |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
-            arrays["row_offsets"][0] = 0
-        firsts = zip(slices, accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=False)
-        return [Target(slice=piece, arrays=arrays, row=row, id=first) for piece, row, first in firsts]
+            out |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
+            out["row_offsets"][0] = 0
+        zeros = np.zeros(width, np.int64)
+        firsts = zip(accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=True)
+        for (part, rows), (at, first) in zip(chosen, firsts, strict=False):
+            zeros += self._fill(out, part, rows, at, first)
+        labels = out["labels"]
+        return Shard(
+            arrays=out,
+            positives=int(np.count_nonzero(labels == 1)),
+            absent=int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0,
+            unknown=[zeros.tolist(), (out["lengths"].sum(axis=0) if bags else np.full(width, n)).tolist()],
+        )
 
-    def _count_ids(self, piece: Slice, rows_of: RowsOf) -> int:
-        rows = rows_of(piece.part)[piece.begin : piece.end]
-        with self._open(piece.part) as arrays:
+    def _count_ids(self, part: PartRows, rows: Array) -> int:
+        with part.open() as arrays:
             bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
         return bags + len(rows) * len(self.layout.one_hot)
 
-    def fill(self, target: Target, rows_of: RowsOf) -> tuple[int, int, list[list[int]]]:
-        """Write the rows of a slice to their shard; return how many have label 1 and how many none, and zero and all
-        ids by feature.
-
-        Slices of a shard may be filled in any order, and several at a time.
-        """
-        piece, out = target.slice, target.arrays
-        rows = rows_of(piece.part)[piece.begin : piece.end]
-        here = slice(target.row, target.row + len(rows))
-        labels = out["labels"][here]
-        with self._open(piece.part) as arrays:
-            labels[:] = arrays["labels"][rows]
+    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int) -> Array:
+        """Write rows of a part to those from ``at`` on of a shard, and its ids from ``first`` on if it has sequences;
+        return how many ids are 0 by feature."""
+        here = slice(at, at + len(rows))
+        with part.open() as arrays:
+            out["labels"][here] = arrays["labels"][rows]
             if "dense" in arrays:
                 out["dense"][here] = arrays["dense"][rows]
             else:
                 raw = raw_columns(arrays, self.layout)
-                dense_values(self.layout.columns, raw, self._fit, rows=rows, out=out["dense"], at=target.row)
-            write = self._write_bags if self.layout.sequences else self._write_ids
-            zeros = write(arrays, rows, target)
-        everything = [len(rows)] * len(zeros)
-        if self.layout.sequences:
-            everything = out["lengths"][here].sum(axis=0).tolist()
-        absent = int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0
-        return int(np.count_nonzero(labels == 1)), absent, [zeros.tolist(), everything]
+                dense_values(self.layout.columns, raw, self._fit, rows=rows, out=out["dense"], at=at)
+            if self.layout.sequences:
+                return self._write_bags(arrays, out, part, rows, at, first)
+            return self._write_ids(arrays, out["ids"][here], part, rows)
 
-    def _write_ids(self, arrays: Part, rows: Array, target: Target) -> Array:
-        """Write the ids of some rows, one per feature; return how many are zero by feature."""
+    def _write_ids(self, arrays: PartFile, out: Array, part: PartRows, rows: Array) -> Array:
+        """Write the ids of some rows, one per feature, to ``out``; return how many are 0 by feature."""
         zeros = np.zeros(len(self.layout.features), np.int64)
         codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
         for begin, chosen in blocks(len(rows), rows):
-            out = target.arrays["ids"][target.row + begin : target.row + begin + len(chosen)]
             for index, column in enumerate(codes):
-                ids = self._ids_of(target.slice.part, index, column[chosen])
-                out[:, index] = ids
+                ids = self._ids_of(part, index, column[chosen])
+                out[begin : begin + len(chosen), index] = ids
                 zeros[index] += len(ids) - np.count_nonzero(ids)
         return zeros
 
-    def _write_bags(self, arrays: Part, rows: Array, target: Target) -> Array:
-        """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are zero by feature."""
-        layout, at, first, width = self.layout, target.id, target.row, len(self.layout.features)
+    def _write_bags(
+        self, arrays: PartFile, out: dict[str, Array], part: PartRows, rows: Array, row: int, at: int
+    ) -> Array:
+        """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are 0 by feature.
+
+        The rows go to those from ``row`` on of the shard, their ids to those from ``at`` on.
+        """
+        layout, width = self.layout, len(self.layout.features)
         zeros = np.zeros(width, np.int64)
         begins = {index: _offsets(arrays[f"counts.{index}"]) for index in layout.sequences}
         for begin, chosen in blocks(len(rows), rows):
-            here = slice(first + begin, first + begin + len(chosen))
-            lengths = target.arrays["lengths"][here]
+            here = slice(row + begin, row + begin + len(chosen))
+            lengths = out["lengths"][here]
             lengths.fill(1)
             for index in layout.sequences:
                 lengths[:, index] = arrays[f"counts.{index}"][chosen]
             places = at + _offsets(lengths)  # where each bag begins, row by row
-            target.arrays["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
+            out["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
             places, at = places[:-1].reshape(lengths.shape), int(places[-1])
             for index in range(width):
                 source, to = chosen, places[:, index]
@@ -228,8 +220,8 @@ class Encoder:
                     within = _within(lengths[:, index])
                     source = np.repeat(begins[index][chosen], lengths[:, index]) + within
                     to = np.repeat(to, lengths[:, index]) + within
-                ids = self._ids_of(target.slice.part, index, arrays[f"codes.{index}"][source])
-                target.arrays["ids"][to] = ids
+                ids = self._ids_of(part, index, arrays[f"codes.{index}"][source])
+                out["ids"][to] = ids
                 zeros[index] += len(ids) - np.count_nonzero(ids)
         return zeros
 

@@ -34,7 +34,7 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
     builder = TableBuilder("string")
     entries: list[npt.NDArray[np.int32]] = []  # of each part, by code
     for part in fitting.parts:
-        with fitting.open(part) as arrays:
+        with part.open() as arrays:
             ends = arrays["ends.group"]
             entries.append(builder.add_texts(arrays["bytes.group"], ends, np.ones(len(ends) - 1, np.int64)))
     known = builder.entries
@@ -52,8 +52,8 @@ def write_groups(fitting: Fitting, out: Path) -> Groups:
             for part in fitting.parts:
                 if not fitting.sizes[part.index, number]:
                     continue
-                chosen = fitting.assign(part) == number
-                with fitting.open(part) as arrays:
+                chosen = fitting.splits.rows(part, number)
+                with part.open() as arrays:
                     names = entries[part.index][arrays["codes.group"][chosen] - 1]
                     labels = arrays["labels"][chosen]
                 yield writer.add(names, labels)

@@ -40,11 +40,11 @@ def write_kept(fitting: Fitting, out: Path) -> dict[str, Any]:
         schema = empty.to_arrow(compat_level=pl.CompatLevel.oldest()).schema
         writers = {file: stack.enter_context(kept_writer(out / file, schema)) for file in files}
         for part in fitting.parts:
-            with fitting.open(part) as arrays:
+            with part.open() as arrays:
                 rows = pl.read_ipc(arrays["keep"].tobytes()).cast(types)
             rows.columns = empty.columns
             given += rows.height - np.array(rows.null_count().row(0))
-            splits = fitting.assign(part)
+            splits = fitting.splits.assign(part)
             for number, name in enumerate(SPLITS):
                 chosen = np.flatnonzero(splits == number)
                 if len(chosen):
@@ -58,7 +58,7 @@ def write_kept(fitting: Fitting, out: Path) -> dict[str, Any]:
 
 def _types(fitting: Fitting) -> Any:
     for part in fitting.parts:
-        with fitting.open(part) as arrays:
+        with part.open() as arrays:
             yield pl.read_ipc_schema(BytesIO(arrays["keep"].tobytes()))
 
 

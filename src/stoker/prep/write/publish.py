@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from stoker.base.device import available_memory
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.units import format_size
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
 from stoker.dataset.integrity import written
-from stoker.dataset.memory import Home
 from stoker.dataset.reading.kept import kept_file
-from stoker.dataset.shards import SHARD_ROWS, ShardFile, write_shard
+from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features, store_state
 from stoker.prep.fit.fitting import Fitting, same_file
-from stoker.prep.fit.split_rules import PartRows
+from stoker.prep.fit.split_rules import PartRows, SplitFile
+from stoker.prep.fit.transforms import DenseFit
 from stoker.prep.like import FEATURES
 from stoker.prep.parse.frames import parquet_rows
 from stoker.prep.parse.layout import Layout, time_value
 from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.stages.parts import PartFile
+from stoker.prep.stages.parts import PartFile, made_in
 from stoker.prep.stages.task import SPLITS, Progress, Task
-from stoker.prep.write.encode import Encoder, Slice, Target
+from stoker.prep.write.encode import Encoder, Slice
 from stoker.prep.write.group_numbers import Groups, write_groups
 from stoker.prep.write.kept_files import write_kept
 
@@ -71,24 +70,62 @@ class _Written:
             self.unknown[split][feature][1] += ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What every shard is made by."""
+
+    layout: Layout
+    splits: SplitFile
+    tables: Mapping[str, Path]
+    dense: Sequence[DenseFit]
+    wide: bool  # ids need int64
+
+    def encoder(self) -> Encoder:
+        return Encoder(self.layout, self.splits, self.tables, self.dense, wide=self.wide)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShardJob:
+    """A shard to make, in any process."""
+
+    plan: _Plan
+    out: Path
+    file: str  # within ``out``
+    slices: list[Slice]
+    split: int
+    done: dict[str, Any] | None  # the record of an earlier run
+
+
+def _make_shard(job: _ShardJob) -> tuple[dict[str, Any], bool]:
+    """Make a shard; return its record, and whether an earlier run has left it."""
+    if job.done is not None and same_file(job.out / job.file, job.done):
+        return job.done, True
+    made = job.plan.encoder().encode(job.slices, job.split)
+    with made_in(job.out / ".work", job.out / job.file) as path:
+        info = write_shard(path, **made.arrays)
+    sums = {"positives": made.positives, "absent": made.absent, "unknown": made.unknown}
+    return {**info.to_dict(), **sums}, False
+
+
 class _Publisher:
     def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
         self.task, self.rows, self.fitting = task, rows, fitting
         self.layout, self.schema, self.out = task.layout, task.schema, task.out
         self._table_sizes = [fitting.tables[column.table_name]["rows"] for column in self.layout.features]
-        self._wide = any(record["rows"] > 2**31 - 1 for record in fitting.tables.values())
+        self._plan = _Plan(
+            layout=task.layout, splits=fitting.splits, tables=fitting.table_files, dense=fitting.dense,
+            wide=any(record["rows"] > 2**31 - 1 for record in fitting.tables.values()),
+        )  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        encoder = Encoder(self.layout, self.fitting.open, self.fitting.table_files, self.fitting.dense, wide=self._wide)
-        counts = self._table_counts(encoder)
+        counts = self._table_counts()
         times = self._times()
-        home = self.task.home
         self._check_room()
         with ThreadPoolExecutor(2, thread_name_prefix="stoker-beside") as beside:
             # One thread has to look at all rows for the groups, one for kept columns; others write shards meanwhile.
             groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
             kept = beside.submit(write_kept, self.fitting, self.out) if self.layout.kept else None
-            found = self._write_shards(encoder) if home is None else self._keep_rows(encoder, home)
+            found = self._write_shards()
             for name, ends in times.items():
                 found.splits[name]["time"] = ends
             files = kept.result() if kept is not None else {}
@@ -97,77 +134,38 @@ class _Publisher:
                     found.splits[name]["keep"] = {"file": kept_file(name)}
             return self._finish(counts, found, files, groups.result() if groups is not None else None)
 
-    def _write_shards(self, encoder: Encoder) -> _Written:
-        """Encode all rows into files."""
-        jobs = [job for number in range(3) for job in self._shards(number)]
-
-        def work(job: tuple[str, list[Slice], int]) -> tuple[str, dict[str, Any], bool]:
-            file, slices, split = job
-            done = self.task.journal.finished(f"shard {file}")
-            if done is not None and same_file(self.out / file, done):
-                return file, done, True
-            targets = encoder.allocate(slices, self._rows_of(split))
-            made = [encoder.fill(target, self._rows_of(split)) for target in targets]
-            info = write_shard(self.out / file, **targets[0].arrays)
-            written(self.out / file, info.sha256, self._table_sizes)
-            unknown = np.sum([ids for _, _, ids in made], axis=0).tolist()  # [2, F] zero ids, all ids
-            sums = {"positives": sum(one for one, _, _ in made), "absent": sum(absent for _, absent, _ in made)}
-            return file, {**info.to_dict(), **sums, "unknown": unknown}, False
-
+    def _write_shards(self) -> _Written:
+        """Encode all rows."""
+        jobs = [
+            _ShardJob(
+                plan=self._plan, out=self.out, file=file, slices=slices, split=number,
+                done=self.task.journal.done.get(f"shard {file}"),
+            )
+            for number in range(3)
+            for file, slices in self._shards(number)
+        ]  # fmt: skip
         found = _Written(self.layout)
-        for file, record, reused in ordered_map(work, jobs, self.task.threads):
+        for job, (record, reused) in zip(jobs, self.task.map(_make_shard, jobs), strict=True):
             if not reused:
-                self.task.journal.add(f"shard {file}", record)
+                self.task.journal.add(f"shard {job.file}", record)
+                written(self.out / job.file, record["sha256"], self._table_sizes)
             self.task.reused += reused
-            split = file.split("/")[0]
+            split = SPLITS[job.split]
             found.add(split, record["rows"], record["positives"], record.get("absent", 0), record["unknown"])
             found.splits[split]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
             self._report(found.rows)
         return found
 
-    def _keep_rows(self, encoder: Encoder, home: Home) -> _Written:
-        """Encode all rows into shards in memory, part by part: the memory of a part is free as soon as it is done."""
-        found = _Written(self.layout)
-        waiting: dict[int, list[tuple[int, Target]]] = defaultdict(list)  # by part, with the split
-        shards: list[tuple[str, str, dict[str, Any]]] = []
-        for split, name in enumerate(SPLITS):
-            for file, slices, _ in self._shards(split):
-                targets = encoder.allocate(slices, self._rows_of(split))
-                for target in targets:
-                    waiting[target.slice.part.index].append((split, target))
-                arrays = targets[0].arrays
-                shards.append((name, file, arrays))
-                record = {"file": file, "rows": len(arrays["labels"]), "bytes": ShardFile(arrays).bytes, "sha256": None}
-                found.splits[name]["shards"].append(record)
-
-        def work(part: PartRows) -> list[tuple[str, int, int, int, list[list[int]]]]:
-            made = []
-            for split, target in waiting.pop(part.index, ()):
-                rows = target.slice.end - target.slice.begin
-                made.append((SPLITS[split], rows, *encoder.fill(target, self._rows_of(split))))
-            self.task.parts.release(self.fitting.blocks[part.index].path)
-            return made
-
-        for made in ordered_map(work, self.fitting.parts, self.task.threads):
-            for one in made:
-                found.add(*one)
-            self._report(found.rows)
-        for name, file, arrays in shards:
-            home.keep(name, file, arrays)
-        return found
-
-    def _rows_of(self, split: int) -> Callable[[PartRows], npt.NDArray[np.int64]]:
-        return lambda part: np.flatnonzero(self.fitting.assign(part) == split)
-
     def _report(self, rows: int) -> None:
         self.task.report(Progress(stage="write", done=rows, total=int(self.fitting.sizes[:, :3].sum()), unit="rows"))
 
-    def _table_counts(self, encoder: Encoder) -> dict[str, Any]:
+    def _table_counts(self) -> dict[str, Any]:
+        encoder = self._plan.encoder()
         if any(column.oov != "reserved" for column in self.layout.features):
             for part in self.fitting.parts:
                 self.fitting.drop(part, encoder.without_ids(part, self.fitting.place_of))
         if self.fitting.any_dropped and self.task.like is None:
-            found = encoder.count(self.fitting.parts, self.fitting.train_rows)
+            found = encoder.count(self.fitting.parts)
             return {name: torch.from_numpy(array) for name, array in found.items()}
         counts = {}
         for name, path in self.fitting.table_files.items():
@@ -182,8 +180,8 @@ class _Publisher:
             return {}
 
         def ends_of(part: PartRows) -> list[tuple[int, int, int]]:
-            split = self.fitting.assign(part)
-            with self.fitting.open(part) as arrays:
+            split = self.fitting.splits.assign(part)
+            with part.open() as arrays:
                 of = [(number, arrays["time"][split == number]) for number in range(len(SPLITS))]
                 return [(number, int(times.min()), int(times.max())) for number, times in of if len(times)]
 
@@ -202,17 +200,17 @@ class _Publisher:
         ids = len(self.layout.one_hot) * sum(part.rows for part in self.fitting.parts)
         if self.layout.sequences:
             for part in self.fitting.parts:
-                with self.fitting.open(part) as arrays:
+                with part.open() as arrays:
                     ids += sum(arrays.size(f"codes.{index}") for index in self.layout.sequences)
         rows = sum(part.rows for part in self.fitting.parts)
         lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
-        return 4 * (1 + len(self.schema.dense_names)) + lengths + (8 if self._wide else 4) * ids / rows
+        return 4 * (1 + len(self.schema.dense_names)) + lengths + (8 if self._plan.wide else 4) * ids / rows
 
     def _bytes_beside(self, rows: int) -> int:
         """Bytes of the files of groups and kept columns, about."""
         size = 4 * rows if self.layout.group is not None else 0
         for part in self.fitting.parts if self.layout.kept else ():
-            with self.fitting.open(part) as arrays:
+            with part.open() as arrays:
                 size += arrays.size("keep")
         return size
 
@@ -227,26 +225,16 @@ class _Publisher:
         rows = int(self.fitting.sizes[:, :3].sum())
         per_row = self._row_bytes()
         whole = int(rows * per_row) + self._bytes_beside(rows)
-        if self.task.home is not None:
-            free_memory = available_memory()
-            if free_memory is not None and whole > free_memory:
-                raise DataError(
-                    f"the prepared rows take {format_size(whole)}, but {format_size(free_memory)} of memory are free. "
-                    "Pass out=DIRECTORY: rows are then read from there.",
-                    settings=("out",),
-                )
-            return
         present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
         needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
         if needed > free - _FREE:
             raise DataError(
                 f"the shards need {format_size(needed)}, but the disk of {self.out} has "
-                f"{format_size(free)} free. Free some space and run the same command "
-                "again: finished parts are kept."
+                f"{format_size(free)} free. {self.task.remedy_of_full_disk(kept=True)}"
             )
 
-    def _shards(self, split: int) -> Iterator[tuple[str, list[Slice], int]]:
-        """File, pieces and split number of every shard of a split."""
+    def _shards(self, split: int) -> Iterator[tuple[str, list[Slice]]]:
+        """File and pieces of every shard of a split."""
         name, number = SPLITS[split], 0
         slices: list[Slice] = []
         room = whole = self._shard_rows()
@@ -257,10 +245,10 @@ class _Publisher:
                 slices.append(Slice(part=part, begin=begin, end=begin + take))
                 begin, room = begin + take, room - take
                 if room == 0:
-                    yield f"{name}/{number:05d}.safetensors", slices, split
+                    yield f"{name}/{number:05d}.safetensors", slices
                     slices, room, number = [], whole, number + 1
         if slices:
-            yield f"{name}/{number:05d}.safetensors", slices, split
+            yield f"{name}/{number:05d}.safetensors", slices
 
     def _finish(
         self,
