@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
-import pyarrow as pa
 
 from stoker.ops.codegen.jit import jit
 
 __all__ = ["number_ints", "number_texts", "splitmix", "text_hashes"]
 
 Array = npt.NDArray[Any]
+_SMALL = 2**14  # slots of a table that a core's cache holds
 
 
 def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
@@ -21,8 +21,42 @@ def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_]) -
 
     They count from 1 by first occurrence; 0 is missing.
     """
-    codes, distinct = _numbered(pa.array(values, mask=missing if missing.any() else None))
-    return codes, distinct.to_numpy().copy()
+    codes, distinct = np.empty(len(values), np.uint32), np.empty(len(values), np.int64)
+    size = 1 << max(4, (2 * len(values)).bit_length())
+    for slots in (min(size, _SMALL), size):  # most columns repeat a few: a table that stays in cache comes first
+        found = _number(values, missing, codes, distinct, np.full(slots, -1, np.int32))
+        if found >= 0:
+            break
+    return codes, distinct[:found].copy()
+
+
+@jit
+def _number(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
+    """Number values; return how many distinct ones there are, -1 if more than half of ``table`` would be full."""
+    mask = np.uint64(table.size - 1)
+    found = 0
+    for i in range(values.size):
+        if missing[i]:
+            codes[i] = 0
+            continue
+        value = values[i]
+        mixed = np.uint64(value) * np.uint64(0x9E3779B97F4A7C15)
+        at = (mixed ^ (mixed >> np.uint64(32))) & mask
+        while True:
+            entry = table[at]
+            if entry < 0:
+                table[at] = found
+                distinct[found] = value
+                entry = found
+                found += 1
+                if found * 2 > table.size:
+                    return -1
+                break
+            if distinct[entry] == value:
+                break
+            at = (at + np.uint64(1)) & mask
+        codes[i] = entry + 1
+    return found
 
 
 def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
