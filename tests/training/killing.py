@@ -118,6 +118,10 @@ class Server:
         self._process.stdout.close()
 
 
+#: Of :func:`own_loop`. No checkpoint "last" is written at it: a run resumed after it would go on to the stream's end.
+LAST_STEP = 75
+
+
 def own_loop(path: str, *, out: str, home: str | None) -> None:
     """A loop of one's own, continued where it was killed: accumulation, a scaler, evaluation inside, checkpoints.
 
@@ -153,7 +157,7 @@ def own_loop(path: str, *, out: str, home: str | None) -> None:
             stoker.evaluate(model, data.valid, batch_size=64, lookahead=2)
             model.train()
             stoker.save(last, model, dense, staged, extra_state={"scaler": scaler}, overwrite=True)
-        if batch.step == 79:
+        if batch.step == LAST_STEP:
             break
     stoker.save(Path(out) / "final", model, dense, staged, extra_state={"scaler": scaler}, overwrite=True)
     model.embeddings.close()
