@@ -183,3 +183,26 @@ def test_text_without_quotes_is_cut_as_text_with_quotes(data: bytes) -> None:
         n = cut_records(raw, np.frombuffer(b"\t", np.uint8), quote, stops, lines, fields, special)
         found.append((n, stops.tolist(), lines.tolist(), fields.tolist(), special.tolist()))
     assert found[0] == found[1]
+
+
+plain = st.one_of(
+    st.integers(-(10**16), 10**16).map(str), st.decimals(-1000, 1000, places=3).map(str),
+    st.sampled_from(["", "0", "-0", "007", "1.", ".5", "-", "--1", "NA", "fFfF", '"12"', '"a\t""b"', 'a"b', "1e3"]),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(plain, plain, plain, plain), min_size=1, max_size=8), st.sampled_from(["\n", "\r\n"]))
+def test_plain_numbers_are_read_as_polars_reads_them(rows: list[tuple[str, ...]], end: str) -> None:
+    data = np.frombuffer(bytearray("".join("\t".join(row) + end for row in rows).encode()), np.uint8)
+    found, all_texts = (TextParser("abcd", FIELDS, separator="\t", quote='"', null_values=["NA"]) for _ in range(2))
+    all_texts._plain = {}
+    assert len(found._plain) == 3
+    blocks = [parser.parse(data) for parser in (found, all_texts)]
+    assert repr(values(blocks[0])) == repr(values(blocks[1]))  # -0.0 is not 0.0
+    assert faults(blocks[0]) == faults(blocks[1])
+
+
+def test_a_null_value_that_is_a_number_is_missing() -> None:
+    block = parse(b"-1\t-1\tdead\tx\n2\t2\tbeef\ty\n", null_values=["-1", "dead"])
+    assert values(block) == [[None, 2.0], [None, 2], [None, 0xBEEF], ["x", "y"]]

@@ -643,8 +643,8 @@ class FakeDisk:
 
             return call
 
-        self._callbacks = [kind(native(self._read)), kind(native(self._write))]
-        for place, callback in enumerate(self._callbacks):
+        home.callbacks = [kind(native(self._read)), kind(native(self._write))]  # which must live as long as the home
+        for place, callback in enumerate(home.callbacks):
             home._calls[place] = ctypes.cast(callback, ctypes.c_void_p).value
 
     def move(self, real, fd: int, view: memoryview, at: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ def train(tables, feed):
 
 
 def staging_threads():
+    gc.collect()  # a loop that another test has left may wait to be collected, with its thread
     return [thread for thread in threading.enumerate() if thread.name == "stoker-stage"]
 
 

@@ -244,7 +244,8 @@ def run_prepare(
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
-    noted += filter(None, [text_order_warning(sources), measure.warning if measure else None, *schema.leak_warnings()])
+    in_order = text_order_warning(names.get(path, str(path)) for path in sources)
+    noted += filter(None, [in_order, measure.warning if measure else None, *schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)

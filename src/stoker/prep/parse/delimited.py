@@ -1,9 +1,9 @@
-"""Typed columns from delimited text: the records are checked here, then Polars reads those that are whole."""
+"""Typed columns from delimited text: the records are checked here; a kernel reads plain numbers, Polars the rest."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.units import plural
-from stoker.prep.parse.columns import TEXT_CUT, BadLine, Block, Field, cut_text
+from stoker.prep.parse.columns import TEXT_CUT, BadLine, Block, Field, RawColumn, careful_value, cut_text
 from stoker.prep.parse.frames import frame_block
-from stoker.prep.parse.record_kernels import LITERAL, STRAY, cut_records
+from stoker.prep.parse.record_kernels import FLOAT, HEX, INT, LITERAL, STRAY, cut_records, read_numbers
 
 __all__ = ["TextParser"]
 
@@ -22,12 +22,14 @@ Array = npt.NDArray[Any]
 _BOM = b"\xef\xbb\xbf"
 _NL, _CR = 10, 13
 _JOINED = b"\x1f"  # in place of a separator of several bytes
+_KINDS = {"float": FLOAT, "int": INT, "hex": HEX}
 
 
 class TextParser:
     """Parses blocks of delimited text into the wanted fields.
 
-    Every column is read as text first: a value that is not of its type costs its own line, whatever Polars makes of it.
+    A column of numbers that is not plain in a block is read as text first, as is every other column: a value that is
+    not of its type costs its own line, whatever Polars makes of it.
 
     Args:
         names: the columns of a line in order.
@@ -51,6 +53,7 @@ class TextParser:
         self._fields = list(fields)
         self._nulls = list(null_values)
         self._places = {item.column: self.names.index(item.column) for item in fields}
+        self._plain = {item: _KINDS[item.kind] for item in fields if self._is_plain(item)}
         if self._quote is not None:
             q, sep = re.escape(self._quote), re.escape(self._sep)
             # A separator or the start, and a field in quotes or one without.
@@ -80,14 +83,13 @@ class TextParser:
             line = data[starts[record] : min(starts[record] + 4 * TEXT_CUT, stops[record])].split(b"\n", 1)[0]
             return cut_text(line.replace(_JOINED, self.separator) if self._sep == _JOINED else line)
 
-        if (faults[records] == LITERAL).any():
-            whole = b"".join(
-                self._quoted(data[starts[at] : stops[at]]) if faults[at] == LITERAL else data[starts[at] : stops[at]]
-                for at in records.tolist()
-            )
-        else:
-            whole = data if good.all() else raw[np.repeat(good, stops - starts)].tobytes()
-        block = frame_block(self._frame(whole, len(records)), self._fields, text_at=lambda row: text(int(records[row])))
+        whole = raw if good.all() else raw[np.repeat(good, stops - starts)]
+        ends = np.cumsum((stops - starts)[records])
+        numbers = self._numbers(whole, ends)
+        block = frame_block(
+            self._frame(whole.tobytes(), ends, faults[records] == LITERAL, {item.column for item in numbers}),
+            self._fields, read=numbers, text_at=lambda row: text(int(records[row])),
+        )  # fmt: skip
         block.row_line = first[records[block.row_line]]
         moved = [BadLine(line=int(first[records[b.line]]), reason=b.reason, text=b.text) for b in block.bad]
         bad = [BadLine(line=int(first[at]), reason=reason, text=text(at)) for at, reason in reasons.items()]
@@ -111,13 +113,40 @@ class TextParser:
             reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
         return starts, stops, np.cumsum(lines) - lines, faults, reasons
 
-    def _frame(self, data: bytes, rows: int) -> pl.DataFrame:
-        """Return the wanted columns of whole records as texts, null where they are missing."""
+    def _is_plain(self, item: Field) -> bool:
+        """Whether a column is wanted as numbers of one kind only, and what stands for null in it is none of them."""
+        others = [one for one in self._fields if one.column == item.column and one != item]
+        nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
+        return item.kind in _KINDS and item.separator is None and not others and not nulls
+
+    def _numbers(self, data: npt.NDArray[np.uint8], ends: Array) -> dict[Field, RawColumn]:
+        """Return the columns of whole records in which every value is a plain number or missing."""
+        slots, kinds = np.full((2, len(self.names)), -1)
+        for slot, (item, kind) in enumerate(self._plain.items()):
+            slots[self._places[item.column]], kinds[self._places[item.column]] = slot, kind
+        values = np.empty((len(self._plain), len(ends)), np.int64)
+        missing, odd = np.zeros(values.shape, np.bool_), np.zeros(len(values), np.bool_)
+        if values.size:
+            quote = -1 if self._quote is None else self._quote[0]
+            reals = values.view(np.float64)
+            read_numbers(data, ends, self._sep[0], quote, slots, kinds, values, reals, missing, odd)
+        return {
+            item: RawColumn(values=reals[slot] if kind == FLOAT else values[slot], missing=missing[slot])
+            for slot, (item, kind) in enumerate(self._plain.items())
+            if values.size and not odd[slot]
+        }
+
+    def _frame(self, data: bytes, ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
+        """Return the wanted columns of whole records as texts, null where they are missing; less those ``read``."""
         names = list(map(str, range(len(self.names))))  # those of columns that nobody wants may be there twice
-        wanted = [pl.col(str(place)).alias(column) for column, place in self._places.items()]
-        if not rows:
-            return pl.DataFrame(schema=dict.fromkeys(self._places, pl.String))
+        places = {column: place for column, place in self._places.items() if column not in read}
+        wanted = [pl.col(str(place)).alias(column) for column, place in places.items()]
+        if not len(ends) or not places:
+            return pl.DataFrame(schema=dict.fromkeys(places, pl.String))
         quote = None if self._quote is None else self._quote.decode()
+        if literal.any():
+            spans = zip([0, *ends.tolist()], ends.tolist(), literal.tolist(), strict=False)
+            data = b"".join(self._quoted(data[at:end]) if odd else data[at:end] for at, end, odd in spans)
         if data.startswith(_BOM):
             data = _BOM + data  # Polars leaves the first one out
         frame = pl.scan_csv(
@@ -127,7 +156,7 @@ class TextParser:
         nulls = [*self._nulls, *([""] if quote and 2 * quote.encode() in data else [])]
         if nulls:
             frame = frame.with_columns(pl.when(~pl.all().is_in(nulls)).then(pl.all()))
-        assert frame.height == rows
+        assert frame.height == len(ends)
         return frame
 
     def _quoted(self, record: bytes) -> bytes:

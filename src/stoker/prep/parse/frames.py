@@ -127,50 +127,57 @@ def frame_block(
     fields: Sequence[Field],
     *,
     typed: bool = False,
+    read: Mapping[Field, RawColumn] | None = None,
     text_at: Callable[[int], str] | None = None,
 ) -> Block:
     """Return typed columns of a frame; a row that does not fit becomes a bad line.
 
     Args:
         typed: whether the types of the frame are those of the input, so that kept columns stay in the frame.
+        read: columns that are read already; the frame may lack them.
         text_at: what the quarantine keeps of a row, by its number; None: its values.
 
     Raises:
         DataError: a column whose type cannot be read as the field's.
     """
-    numbers = np.arange(frame.height, dtype=np.int64)
+    read = read or {}
+    rows = max([frame.height, *map(len, read.values())])
+    numbers = np.arange(rows, dtype=np.int64)
     block = Block(
-        rows=frame.height, lines=frame.height, columns={}, row_line=numbers, row_at=numbers,
+        rows=rows, lines=rows, columns={}, row_line=numbers, row_at=numbers,
         text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]), frame=frame if typed else None,
     )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
         if typed and item.kept:
             continue
-        series = frame.get_column(item.column)
-        if series.dtype == pl.Binary:
-            series = _decoded(series, item, wrong)
-        try:
-            if item.separator is not None and not isinstance(series.dtype, pl.List | pl.Array):
-                series = series.cast(pl.String).str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
-            if isinstance(series.dtype, pl.List | pl.Array):
-                column = _list_column(series, item, wrong)
-            else:
-                column = _column(series, item, wrong)
-        except pl.exceptions.PolarsError as error:
-            raise DataError(
-                f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
-                f"({str(error).strip().splitlines()[0]}). Convert it, or leave it out of the schema."
-            ) from error
+        column = read[item] if item in read else _field_column(frame.get_column(item.column), item, wrong)
         if item.required:
             for row in np.flatnonzero(column.absent()).tolist():
                 wrong.setdefault(row, f"column {item.column}: missing value")
         block.columns[item] = column
     if wrong:
-        marked = np.zeros(frame.height, np.bool_)
+        marked = np.zeros(rows, np.bool_)
         marked[list(wrong)] = True
         block.drop(marked, wrong.__getitem__)
     return block
+
+
+def _field_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+    """Return a column as a field wants it; rows that do not fit are noted in ``wrong``."""
+    if series.dtype == pl.Binary:
+        series = _decoded(series, item, wrong)
+    try:
+        if item.separator is not None and not isinstance(series.dtype, pl.List | pl.Array):
+            series = series.cast(pl.String).str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
+        if isinstance(series.dtype, pl.List | pl.Array):
+            return _list_column(series, item, wrong)
+        return _column(series, item, wrong)
+    except pl.exceptions.PolarsError as error:
+        raise DataError(
+            f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
+            f"({str(error).strip().splitlines()[0]}). Convert it, or leave it out of the schema."
+        ) from error
 
 
 def _numbers(series: pl.Series, kind: str) -> RawColumn | None:

@@ -1,4 +1,4 @@
-"""Kernels that find where the records of delimited text end (RFC 4180).
+"""Kernels that find where the records of delimited text end (RFC 4180), and read the plain numbers in them.
 
 A position begins as np.int64(0), for Numba would compile what it is given to once more for a plain 0.
 """
@@ -9,13 +9,28 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["LITERAL", "MAX_QUOTED_BYTES", "MAX_QUOTED_LINES", "STRAY", "cut_records", "record_start"]
+__all__ = [
+    "FLOAT",
+    "HEX",
+    "INT",
+    "LITERAL",
+    "MAX_QUOTED_BYTES",
+    "MAX_QUOTED_LINES",
+    "STRAY",
+    "cut_records",
+    "read_numbers",
+    "record_start",
+]
 
 MAX_QUOTED_LINES = 1_000  # lines of a quoted field; with more of them its quote is taken for a stray one
 MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no further line of it may begin
 LITERAL, STRAY = 1, 2  # what is special about a record: quotes within fields without quotes; a quote not closed
+FLOAT, INT, HEX = 1, 2, 3  # kinds of numbers
 _NL, _CR = 10, 13
 _CLOSED, _STRAY, _OPEN = 0, 1, 2
+_DIGITS = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit, 16 for other bytes
+_DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
+_TENS = 10.0 ** np.arange(16)  # exact
 
 
 @jit
@@ -182,3 +197,77 @@ def cut_records(data, sep, quote, stops, lines, fields, faults):  # type: ignore
         faults[n] = STRAY if status != _CLOSED else LITERAL if literal else 0
         n += 1
     return n
+
+
+@jit
+def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, missing, odd):  # type: ignore[no-untyped-def]
+    """Read the plain numbers of whole records: [-]digits, [-]digits.digits for a float, or hexadecimal digits.
+
+    So many digits only that the value is exact (Clinger, 1990): 15 of a float, 18 of an int, 16 of a hex.
+
+    Args:
+        stops: [n] where each record ends, after its newline.
+        sep: byte of the separator; ``quote``: -1 for none.
+        slots: [fields] row of ``values`` for each field, -1 for one that is skipped; ``kinds``: [fields] of FLOAT, ...
+        values: [columns, n] int64, and in the same memory ``reals``, float64; 0 or NaN where ``missing`` [columns, n]
+            is set.
+        odd: [columns] set where a field is neither empty nor a plain number; the column is worth nothing then.
+    """
+    at = np.int64(0)
+    for row in range(stops.size):
+        end = stops[row] - 1
+        if end > at and data[end - 1] == _CR:
+            end -= 1
+        for field in range(slots.size):
+            slot, kind = slots[field], kinds[field]
+            if quote >= 0 and at < end and data[at] == quote:
+                at += 1
+                while data[at] != quote or data[at + 1] == quote:
+                    at += 2 if data[at] == quote else 1
+                at += 1
+                if slot >= 0:
+                    odd[slot] = True
+                while at < end and data[at] != sep:
+                    at += 1
+            elif slot < 0:
+                while at < end and data[at] != sep:
+                    at += 1
+            elif at >= end or data[at] == sep:
+                missing[slot, row] = True
+                if kind == FLOAT:
+                    reals[slot, row] = np.nan
+                else:
+                    values[slot, row] = 0
+            elif kind == HEX:
+                start, bits = at, np.uint64(0)
+                while at < end and data[at] != sep:
+                    digit = _DIGITS[data[at]]
+                    odd[slot] |= digit > 15
+                    bits = (bits << np.uint64(4)) | np.uint64(digit & 15)
+                    at += 1
+                odd[slot] |= at - start > 16
+                values[slot, row] = np.int64(bits)
+            else:
+                negative = data[at] == 45
+                at += negative
+                start, number, point = at, np.int64(0), np.int64(-1)
+                while at < end and data[at] != sep:
+                    digit = np.int64(data[at]) - 48
+                    if 0 <= digit <= 9:
+                        number = number * 10 + digit
+                    elif digit == -2 and kind == FLOAT and point < 0:
+                        point = at
+                    else:
+                        odd[slot] = True
+                    at += 1
+                size = at - start - (point >= 0)
+                odd[slot] |= size < 1 or size > (15 if kind == FLOAT else 18) or point == start or point == at - 1
+                if kind == FLOAT:
+                    real = float(number)
+                    if point >= 0:
+                        real /= _TENS[min(at - point - 1, 15)]
+                    reals[slot, row] = -real if negative else real
+                else:
+                    values[slot, row] = -number if negative else number
+            at += 1  # the separator
+        at = stops[row]

@@ -168,12 +168,13 @@ def number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
     return [(text, int(number)) for text, number in zip(pieces[::2], [*pieces[1::2], "0"], strict=True)], str(path)
 
 
-def text_order_warning(files: Sequence[Path]) -> str | None:
-    """Return a warning if a list of files is sorted as text, where their numbers give another order; else None.
+def text_order_warning(names: Iterable[str]) -> str | None:
+    """Return a warning if names of files are sorted as text, where their numbers give another order; else None.
 
     A shell sorts what it expands so: day_10 comes before day_2.
     """
-    if sorted(files, key=str) != list(files):
+    files = [Path(name) for name in names]
+    if sorted(files, key=str) != files:
         return None
     for first, second in pairwise(files):
         if number_order(second) < number_order(first):
