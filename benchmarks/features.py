@@ -1,5 +1,5 @@
 """The feature table of the RecSys Challenge 2019 solution, on generated trivago-format rows, against
-pandas.
+pandas and Polars.
 
 The steps are the rows of Table 1 in "Accelerating Recommender System Training 15x with RAPIDS", where a GPU was 9.7
 times as fast as pandas. The baseline is what notebooks have: vectorised, no apply, no loop over rows; its target
@@ -9,6 +9,8 @@ encoding fits and merges fold by fold. All results are compared before a time is
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ __all__ = ["bars", "check_same"]
 
 OURS = Contestant(label="stoker.features", script="stoker_features.py")
 PANDAS = Contestant(label="pandas", script="pandas_features.py", environment="pandas")
+POLARS = Contestant(label="Polars", script="polars_features.py", environment="frames")
 PAIRS_PER_LINE = 3.3  # about, of a generated log
 
 
@@ -75,8 +78,8 @@ def check_same(ours: Path, theirs: Path) -> None:
                 raise WrongResult(f"{path.name}: {name} of row {row:,} is {b[row]!r}, ours {a[row]!r}")
 
 
-def versus_pandas(run: Run) -> Outcome:
-    """Ours and pandas on one log, step by step."""
+def versus(peer: Contestant, run: Run) -> Outcome:
+    """Ours and a peer on one log, step by step."""
     pairs = 200_000 if run.quick else 5_000_000
     log = log_folder(round(pairs / PAIRS_PER_LINE), run)
     small = log_folder(3_000, run)
@@ -92,27 +95,39 @@ def versus_pandas(run: Run) -> Outcome:
             check_same(kept, results / "out")
 
     config = {"log": str(log), "small": str(small)}
-    timings = play([OURS, PANDAS], config, run, check, rotate=False)
+    timings = play([OURS, peer], config, run, check, rotate=False)
     shutil.rmtree(kept, ignore_errors=True)
     found = int(timings.extra[OURS.label][0]["pairs"])
     value, table, ratios = compare(
-        timings, OURS.label, [PANDAS.label], {"total": found}, "Feature engineering (synthetic log)", unit="s"
+        timings, OURS.label, [peer.label], {"total": found}, "Feature engineering (synthetic log)", unit="s"
     )
     steps = []
     for step in (*STEPS, "total"):
-        ours, theirs = timings.median(OURS.label, step), timings.median(PANDAS.label, step)
+        ours, theirs = timings.median(OURS.label, step), timings.median(peer.label, step)
         steps.append([step, f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.1f}" if ours > 1e-4 else "-"])
-    rows = Table(title="The rows of Table 1 (medians)", columns=["step", "pandas s", "ours s", "faster by"], rows=steps)
+    rows = Table(
+        title="The rows of Table 1 (medians)", columns=["step", f"{peer.label} s", "ours s", "faster by"], rows=steps
+    )
     peaks = ", ".join(
         f"{label} {max(line['peak'] for line in lines) / 1e6:,.0f} MB" for label, lines in timings.extra.items()
     )
-    notes = ["checked: every column of every step equals pandas', row by row", f"{found:,} pairs; peak memory: {peaks}"]
+    notes = [
+        f"checked: every column of every step equals that of {peer.label}, row by row",
+        f"{found:,} pairs; peak memory: {peaks}",
+    ]
     data = {"seconds": timings.seconds, "ratios": ratios, "versions": timings.versions, "extra": timings.extra}
     return Outcome(value=value, tables=[table, rows], notes=notes, data=data)
 
 
+def memory(run: Run) -> Outcome:
+    """Peak memory of Polars over that of ours, for the same features."""
+    found = versus(POLARS, run)
+    peaks = {label: max(line["peak"] for line in lines) for label, lines in found.data["extra"].items()}
+    return replace(found, value=peaks[POLARS.label] / peaks[OURS.label])
+
+
 def bars() -> list[Bar]:
-    """The promise of stoker.features."""
+    """The promises of stoker.features."""
     return [
         Bar(
             name="features-vs-pandas",
@@ -120,6 +135,22 @@ def bars() -> list[Bar]:
             title="features of 5 M pairs of a trivago-format log (quick: 200 k), against pandas",
             must=6.0,
             aim=9.7,
-            run=versus_pandas,
-        )
+            run=partial(versus, PANDAS),
+        ),
+        Bar(
+            name="features-vs-polars",
+            group="features",
+            title="features of 5 M pairs of a trivago-format log (quick: 200 k), against Polars",
+            must=1.0,
+            rounds=3,
+            run=partial(versus, POLARS),
+        ),
+        Bar(
+            name="features-memory",
+            group="features",
+            title="peak memory of Polars over ours, for the features of 5 M pairs (quick: 200 k)",
+            must=2.0,
+            rounds=3,
+            run=memory,
+        ),
     ]

@@ -133,6 +133,13 @@ def test_blocks_make_no_difference_to_any_bytes(
         assert whole[3] == data.count(b"\n") + (not data.endswith(b"\n"))
 
 
+def test_a_quote_closed_at_the_end_of_a_file_with_a_long_separator(tmp_path: Path) -> None:
+    form = SourceFormat(kind="csv", separator='","', columns=NAMES)
+    path = pack(tmp_path / "log.csv", b'"\n"\r\n', "")
+    for size in (1, 2**20):
+        assert read(path, size, 1, form)[2] == [(0, "1 field, expected 3", '"')]
+
+
 def lines_of(*lines: str) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 

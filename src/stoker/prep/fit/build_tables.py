@@ -27,7 +27,9 @@ def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | No
     if chosen is None:
         return np.zeros(size, np.int64)
     codes, lengths = feature_codes(arrays, layout, index)
-    return np.bincount(codes[chosen if lengths is None else np.repeat(chosen, lengths)], minlength=size)
+    if not chosen.all():
+        codes = codes[chosen if lengths is None else np.repeat(chosen, lengths)]
+    return np.bincount(codes, minlength=size)
 
 
 def build_table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,17 @@ class SplitFile:
 
     path: Path
 
+    @cached_property
+    def _all(self) -> npt.NDArray[np.uint8]:
+        """The file, mapped: it is read once for each table and shard."""
+        return np.memmap(self.path, np.uint8, "r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
-        """[rows] split of every row of a part."""
-        return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
+        """[rows] split of every row of a part, once that of all rows was written."""
+        return np.asarray(self._all[part.start : part.start + part.rows])
 
     def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""
@@ -58,8 +67,8 @@ class SplitFile:
 
     def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
         """[rows] which rows of a part train; None where none does."""
-        chosen: npt.NDArray[np.bool_] = self.assign(part) == 0
-        return chosen if chosen.any() else None
+        splits = self.assign(part)
+        return splits == 0 if splits.min(initial=DROP) == 0 else None
 
     def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
         """Write the splits of a part's rows over those that are there."""

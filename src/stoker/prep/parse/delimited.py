@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]
 
 _BOM = b"\xef\xbb\xbf"
 _NL, _CR = 10, 13
+_ASCII = 127  # the greatest byte of it
 _JOINED = b"\x1f"  # in place of a separator of several bytes
 _KINDS = {"float": FLOAT, "int": INT, "hex": HEX}
 
@@ -68,8 +69,8 @@ class TextParser:
         """
         if len(self.separator) > 1:
             raw = np.frombuffer(raw.tobytes().replace(self.separator, self._sep), np.uint8)
-        data = raw.tobytes()
-        starts, stops, first, faults, reasons = self._records(raw, data)
+        starts, stops, lines, faults, reasons = self._records(raw)
+        first = np.cumsum(lines) - lines
         blank = np.zeros(len(starts), np.bool_)
         if len(self.names) > 1:
             sizes = stops - starts
@@ -80,38 +81,39 @@ class TextParser:
         records = np.flatnonzero(good)
 
         def text(record: int) -> str:
-            line = data[starts[record] : min(starts[record] + 4 * TEXT_CUT, stops[record])].split(b"\n", 1)[0]
+            stop = min(starts[record] + 4 * TEXT_CUT, stops[record])
+            line = raw[starts[record] : stop].tobytes().split(b"\n", 1)[0]
             return cut_text(line.replace(_JOINED, self.separator) if self._sep == _JOINED else line)
 
         whole = raw if good.all() else raw[np.repeat(good, stops - starts)]
         ends = np.cumsum((stops - starts)[records])
         numbers = self._numbers(whole, ends)
         block = frame_block(
-            self._frame(whole.tobytes(), ends, faults[records] == LITERAL, {item.column for item in numbers}),
+            self._frame(whole, ends, faults[records] == LITERAL, {item.column for item in numbers}),
             self._fields, read=numbers, text_at=lambda row: text(int(records[row])),
         )  # fmt: skip
         block.row_line = first[records[block.row_line]]
         moved = [BadLine(line=int(first[records[b.line]]), reason=b.reason, text=b.text) for b in block.bad]
         bad = [BadLine(line=int(first[at]), reason=reason, text=text(at)) for at, reason in reasons.items()]
         block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-        block.lines = int(np.count_nonzero(raw == _NL))
+        block.lines = int(lines.sum())
         return block
 
-    def _records(self, raw: npt.NDArray[np.uint8], data: bytes) -> tuple[Array, Array, Array, Array, dict[int, str]]:
-        """Return where each record starts and stops, its first line, what is special about it, and why some are bad."""
+    def _records(self, raw: npt.NDArray[np.uint8]) -> tuple[Array, Array, Array, Array, dict[int, str]]:
+        """Return where each record starts and stops, its lines, what is special about it, and why some are bad."""
         room = int(np.count_nonzero(raw == _NL))
         stops, lines, fields = np.empty((3, room), np.int64)
         faults = np.empty(room, np.uint8)
-        quote = self._quote[0] if self._quote is not None and self._quote in data else -1
+        quote = self._quote[0] if self._quote is not None and (raw == self._quote[0]).any() else -1
         found = cut_records(raw, np.frombuffer(self._sep, np.uint8), quote, stops, lines, fields, faults)
         stops, lines, fields, faults = stops[:found], lines[:found], fields[:found], faults[:found]
         starts = np.append(0, stops)[:found]
         wrong = np.flatnonzero((fields != len(self.names)) | (faults == STRAY))
         reasons = {at: self._reason(int(fields[at]), bool(faults[at] == STRAY)) for at in wrong.tolist()}
-        if not _is_utf8(data):
+        if raw.max(initial=0) > _ASCII and not _is_utf8(raw):
             spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
-            reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
-        return starts, stops, np.cumsum(lines) - lines, faults, reasons
+            reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(raw[start:stop])}
+        return starts, stops, lines, faults, reasons
 
     def _is_plain(self, item: Field) -> bool:
         """Whether a column is wanted as numbers of one kind only, and what stands for null in it is none of them."""
@@ -136,7 +138,7 @@ class TextParser:
             if values.size and not odd[slot]
         }
 
-    def _frame(self, data: bytes, ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
+    def _frame(self, whole: npt.NDArray[np.uint8], ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
         """Return the wanted columns of whole records as texts, null where they are missing; less those ``read``."""
         names = list(map(str, range(len(self.names))))  # those of columns that nobody wants may be there twice
         places = {column: place for column, place in self._places.items() if column not in read}
@@ -144,6 +146,7 @@ class TextParser:
         if not len(ends) or not places:
             return pl.DataFrame(schema=dict.fromkeys(places, pl.String))
         quote = None if self._quote is None else self._quote.decode()
+        data = whole.tobytes()
         if literal.any():
             spans = zip([0, *ends.tolist()], ends.tolist(), literal.tolist(), strict=False)
             data = b"".join(self._quoted(data[at:end]) if odd else data[at:end] for at, end, odd in spans)
@@ -180,9 +183,9 @@ class TextParser:
         return f"{plural(fields, 'field')}, expected {len(self.names)}"
 
 
-def _is_utf8(data: bytes) -> bool:
+def _is_utf8(data: npt.NDArray[np.uint8]) -> bool:
     try:
-        data.decode()
+        str(data.data, "utf-8")
     except UnicodeDecodeError:
         return False
     return True

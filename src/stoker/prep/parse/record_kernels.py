@@ -30,6 +30,7 @@ _NL, _CR = 10, 13
 _CLOSED, _STRAY, _OPEN = 0, 1, 2
 _DIGITS = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit, 16 for other bytes
 _DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
+_MOST_DIGITS = np.array([0, 15, 18, 16])  # of each kind: its value is exact
 _TENS = 10.0 ** np.arange(16)  # exact
 
 
@@ -89,12 +90,12 @@ def _record_end(data, at, sep, joined, quote, wide):  # type: ignore[no-untyped-
                     if after < size and data[after] == quote:
                         stop += 1
                     else:
-                        if after < size and data[after] == _NL:
+                        ended = after < size and data[after] == _NL
+                        ended = ended or (after + 1 < size and data[after] == _CR and data[after + 1] == _NL)
+                        if ended:
                             status = _CLOSED
                         elif after + max(sep.size, 2) <= size:
-                            ended = data[after] == _CR and data[after + 1] == _NL
-                            ended = ended or _separator_bytes(data, after, sep, joined) > 0
-                            status = _CLOSED if ended else _STRAY
+                            status = _CLOSED if _separator_bytes(data, after, sep, joined) > 0 else _STRAY
                         break
                 elif wide and byte >= 128:
                     counted += 1
@@ -203,7 +204,7 @@ def cut_records(data, sep, quote, stops, lines, fields, faults):  # type: ignore
 def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, missing, odd):  # type: ignore[no-untyped-def]
     """Read the plain numbers of whole records: [-]digits, [-]digits.digits for a float, or hexadecimal digits.
 
-    So many digits only that the value is exact (Clinger, 1990): 15 of a float, 18 of an int, 16 of a hex.
+    Only so many digits that the value is exact (Clinger, 1990).
 
     Args:
         stops: [n] where each record ends, after its newline.
@@ -238,36 +239,36 @@ def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, missing, 
                     reals[slot, row] = np.nan
                 else:
                     values[slot, row] = 0
-            elif kind == HEX:
-                start, bits = at, np.uint64(0)
-                while at < end and data[at] != sep:
-                    digit = _DIGITS[data[at]]
-                    odd[slot] |= digit > 15
-                    bits = (bits << np.uint64(4)) | np.uint64(digit & 15)
-                    at += 1
-                odd[slot] |= at - start > 16
-                values[slot, row] = np.int64(bits)
-            else:
-                negative = data[at] == 45
+            else:  # digits end at the separator or the line's end, which are none
+                negative = data[at] == 45 and kind != HEX
                 at += negative
-                start, number, point = at, np.int64(0), np.int64(-1)
-                while at < end and data[at] != sep:
-                    digit = np.int64(data[at]) - 48
-                    if 0 <= digit <= 9:
-                        number = number * 10 + digit
-                    elif digit == -2 and kind == FLOAT and point < 0:
-                        point = at
-                    else:
-                        odd[slot] = True
+                start, point, number = at, np.int64(-1), np.uint64(0)
+                base = np.uint64(16 if kind == HEX else 10)
+                digit = np.uint64(_DIGITS[data[at]])
+                while digit < base:
+                    number = number * base + digit
                     at += 1
+                    digit = np.uint64(_DIGITS[data[at]])
+                if data[at] == 46 and kind == FLOAT:
+                    point = at
+                    at += 1
+                    digit = np.uint64(_DIGITS[data[at]])
+                    while digit < base:
+                        number = number * base + digit
+                        at += 1
+                        digit = np.uint64(_DIGITS[data[at]])
                 size = at - start - (point >= 0)
-                odd[slot] |= size < 1 or size > (15 if kind == FLOAT else 18) or point == start or point == at - 1
+                odd[slot] |= size < 1 or size > _MOST_DIGITS[kind] or point == start or point == at - 1
                 if kind == FLOAT:
                     real = float(number)
                     if point >= 0:
                         real /= _TENS[min(at - point - 1, 15)]
                     reals[slot, row] = -real if negative else real
                 else:
-                    values[slot, row] = -number if negative else number
+                    values[slot, row] = -np.int64(number) if negative else np.int64(number)
+                if at < end and data[at] != sep:
+                    odd[slot] = True
+                    while at < end and data[at] != sep:
+                        at += 1
             at += 1  # the separator
         at = stops[row]
