@@ -19,7 +19,7 @@ FLOORS = {
 # Lines of each room, which may shrink to 0.9 of them. To raise one is a decision, written in docs/architecture.md.
 LINES = {
     "base": 1_900, "ops": 6_100, "dataset": 3_500, "optim": 650, "tables": 9_150, "models": 1_450, "placement": 3_000,
-    "training": 7_450, "rewrite": 2_050, "prep": 13_750, "synthetic": 2_050, "cli": 3_500,
+    "training": 7_450, "rewrite": 2_050, "prep": 13_800, "synthetic": 2_050, "cli": 3_500,
 }  # fmt: skip
 ALL_LINES = 54_300
 MODULES = 15  # in a folder

@@ -18,7 +18,10 @@ def scan(log):
     types |= {**dict.fromkeys(NAMES["whole"], pl.Int64), **dict.fromkeys(NAMES["text"], pl.String)}
     if KIND == "parquet":
         return pl.scan_parquet(log)
-    return pl.scan_csv(log, schema=types) if KIND == "csv" else pl.scan_ndjson(log, schema=types)
+    if KIND == "csv":
+        return pl.scan_csv(log, schema=types)
+    # Of JSON Polars reads no numbers of 8 bits.
+    return pl.scan_ndjson(log, schema=types | {"label": pl.Int64} | dict.fromkeys(NAMES["dense"], pl.Float64))
 
 
 def by_polars(log, rows, out):

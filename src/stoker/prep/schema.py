@@ -78,11 +78,7 @@ class Label:
             return None
         match = _LABEL_RULE.fullmatch(self.rule)
         if match is None:
-            fail(
-                "label",
-                "rule",
-                f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"",
-            )
+            fail("label", "rule", f"{self.rule!r} is not a comparison. Write for example '>= 4' or \"== 'click'\"")
         text = match[2]
         if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
             if match[1] not in ("==", "!="):

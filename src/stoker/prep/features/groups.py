@@ -74,14 +74,14 @@ def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
     Raises:
         DataError: a column that cannot be a key.
     """
-    codes, bound = np.zeros(frame.height, np.uint64), 1
-    for name in by:
+    codes, bound = np.zeros(0, np.uint64), 0
+    for number, name in enumerate(by):
         if CODE + name in frame.columns:
             more = frame.get_column(CODE + name).to_numpy()
-            codes, bound = join_codes(codes, bound, more, int(more.max(initial=0)) + 1)
+            found = more, int(more.max(initial=0)) + 1
         else:
-            series = frame.select(key(name, frame.schema[name])).to_series()
-            codes, bound = join_codes(codes, bound, *_codes(series))
+            found = _codes(frame.select(key(name, frame.schema[name])).to_series())
+        codes, bound = join_codes(codes, bound, *found) if number else found
     return codes, bound
 
 
@@ -145,13 +145,13 @@ def _codes(series: pl.Series) -> tuple[Codes, int]:
     if series.dtype == pl.String:
         places, _, ends = number_texts(series)
         return places.astype(np.uint64), len(ends)
-    missing = series.is_null().to_numpy()
+    missing = series.is_null()
     whole = series.to_physical()
     if whole.dtype == pl.Boolean:
         whole = whole.cast(pl.UInt8)
     if whole.dtype.is_float():
         real = whole.cast(pl.Float64).fill_null(0.0).to_numpy()
-        whole = pl.Series(real.view(np.uint64)).set(pl.Series(missing), None)
+        whole = pl.Series(real.view(np.uint64)).set(missing, None)
     elif whole.dtype != pl.UInt64:
         whole = whole.cast(pl.Int64)
     extremes: Any = (whole.min(), whole.max())
@@ -162,7 +162,10 @@ def _codes(series: pl.Series) -> tuple[Codes, int]:
     bound = extremes[1] - extremes[0] + 1
     if bound > _MOST:
         codes, bound = _ranked(codes)
-    return np.where(missing, np.uint64(0), codes + np.uint64(1)), bound + 1
+    codes += np.uint64(1)
+    if missing.any():
+        codes[missing.to_numpy()] = 0
+    return codes, bound + 1
 
 
 class Groups:

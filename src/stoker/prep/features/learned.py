@@ -136,24 +136,29 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
     from stoker.prep.features.groups import key
 
     have = frame.collect_schema()
-    keys, foreign = {}, pl.lit(False)
+    keys, columns, foreign = {}, {}, None
     for number, (name, other) in enumerate(by.items()):
         given, wanted = key(name, have[name]), table.schema[other]
+        if have[name] == wanted and given.meta.eq(pl.col(name)):  # joined as it is, without a copy
+            columns[name] = pl.col(other)
+            continue
         if have[name] != wanted:
             cast = given.cast(wanted, strict=False)
             wrong = cast.is_null() & given.is_not_null()
             if have[name].is_numeric() and wanted != pl.String:
                 back = cast.cast(have[name], strict=False)
                 wrong = wrong | (given.is_not_null() & (back.is_null() | (back != given)).fill_null(True))
-            given, foreign = cast, foreign | wrong
-        keys[f"__key:{number}"] = given
-    columns = [key(other, table.schema[other]).alias(name) for name, other in zip(keys, by.values(), strict=True)]
-    known = table.lazy().select(*columns, **{new: pl.col(old) for new, old in found.items()})
-    joined = frame.with_columns(**keys, **{_FOREIGN: foreign}).join(
-        known, on=list(keys), how="left", nulls_equal=True, maintain_order="left"
+            given, foreign = cast, wrong if foreign is None else foreign | wrong
+        keys[f"__key:{number}"], columns[f"__key:{number}"] = given, key(other, wanted)
+    known = table.lazy().select(**columns, **{new: pl.col(old) for new, old in found.items()})
+    if foreign is not None:
+        frame = frame.with_columns(foreign.alias(_FOREIGN))
+    joined = frame.with_columns(**keys).join(
+        known, on=list(columns), how="left", nulls_equal=True, maintain_order="left"
     )
-    mine = [pl.when(~pl.col(_FOREIGN)).then(pl.col(name)).alias(name) for name in found]
-    return joined.with_columns(mine).drop(*keys, _FOREIGN)
+    if foreign is not None:
+        joined = joined.with_columns(pl.when(~pl.col(_FOREIGN)).then(pl.col(name)) for name in found).drop(_FOREIGN)
+    return joined.drop(*keys)
 
 
 @dataclass(frozen=True, kw_only=True)

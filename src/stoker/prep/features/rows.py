@@ -346,12 +346,12 @@ class Pairs(RowSteps):
             return pl.col(column).cast(pl.String).str.split(self.separator).list.head(self.most)
 
         size = pl.col(self.names[0]).list.len()
-        others: dict[str, Any] = {
-            name: pl.when(pl.col(name).list.len() == size).then(pl.col(name)).otherwise(
-                pl.lit(None, pl.String).repeat_by(size)
-            )
-            for name in self.names[1:]
-        }  # fmt: skip
+        # Texts for the lists of another length only: a row takes what it says, and nothing where all lengths agree.
+        others = {}
+        for name in self.names[1:]:
+            same = (pl.col(name).list.len() == size).fill_null(False)
+            nothing = pl.lit(None, pl.String).repeat_by(pl.when(~same).then(size).otherwise(0))
+            others[name] = pl.when(same).then(pl.col(name)).otherwise(nothing)
         return (
             frame.with_columns(**{name: pieces(c) for name, c in zip(self.names, self.columns, strict=True)})
             .filter(size >= self.least)

@@ -37,11 +37,7 @@ def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFo
 
 
 def read_table(
-    path: str | Path,
-    columns: Mapping[str, str],
-    *,
-    format: SourceFormat | None = None,
-    threads: int = 2,
+    path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None, threads: int = 2
 ) -> pl.DataFrame:
     """Read some columns of a file of any format that :func:`stoker.prepare` reads into memory.
 

@@ -33,12 +33,7 @@ def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | No
 
 
 def build_table(
-    table: str,
-    layout: Layout,
-    parts: Sequence[PartRows],
-    splits: SplitFile,
-    work: Path,
-    vocabulary: Path,
+    table: str, layout: Layout, parts: Sequence[PartRows], splits: SplitFile, work: Path, vocabulary: Path
 ) -> dict[str, Any]:
     """Count a table's values over training rows, number them, write the vocabulary and the ids of every part.
 
@@ -112,12 +107,7 @@ def _write_ids(work: Path, pieces: Sequence[Array], counts: Array) -> dict[str, 
 
 
 def _count_buckets(
-    features: Sequence[int],
-    buckets: int,
-    layout: Layout,
-    parts: Sequence[PartRows],
-    splits: SplitFile,
-    work: Path,
+    features: Sequence[int], buckets: int, layout: Layout, parts: Sequence[PartRows], splits: SplitFile, work: Path
 ) -> dict[str, Any]:
     counts = np.zeros(buckets + 1, np.int64)
     for part in parts:

@@ -84,11 +84,7 @@ class Source:
         if self.kind == "parquet":
             return
         self._parser = TextParser(
-            names,
-            self._present,
-            separator=separator,
-            quote=self.format.quote,
-            null_values=self.format.null_values,
+            names, self._present, separator=separator, quote=self.format.quote, null_values=self.format.null_values
         )
         if self.format.quote is not None:
             self._rule = RecordRule(
@@ -305,18 +301,10 @@ def ingest(
             job.source.name, before[number], record["lines"], record["bad"], kept,
             labels=record["labels"], broken=record["broken"],
         )  # fmt: skip
-        finished.append(
-            IngestedBlock(
-                source=job.source,
-                path=job.path,
-                bad_path=job.bad_path,
-                rows=record["rows"],
-                lines=record["lines"],
-                bad=record["bad"],
-                lines_before=before[number],
-                broken=record["broken"],
-            )
-        )
+        finished.append(IngestedBlock(
+            source=job.source, path=job.path, bad_path=job.bad_path, lines_before=before[number],
+            **{name: record[name] for name in ("rows", "lines", "bad", "broken")},
+        ))  # fmt: skip
         before[number] += record["lines"]
         progress(job.size)
     if not any(block.rows for block in finished):

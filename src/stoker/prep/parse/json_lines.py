@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,11 @@ __all__ = ["first_keys", "json_block"]
 _TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.String, "string": pl.String, "datetime": pl.String}
 # Values whose text is the same however they are read: texts, and whole numbers as they are usually written.
 _PLAIN = rb"null|true|false|(?:-?[1-9][0-9]{0,18}|0)(?![0-9.eE])"
+# Of columns of text, what begins another value than these, or a list that has one.
+_ODD = {
+    pl.String(): rb'(?!"|' + _PLAIN + rb")",
+    pl.List(pl.String()): rb'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,]++|' + _PLAIN + rb")*+[^\]]",
+}
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
@@ -34,20 +39,25 @@ def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
     A number in a column of text is the text that it is written as. Of a key that stands twice the first counts.
     """
     data = raw.tobytes()
-    lines = data.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    filled = [number for number, line in enumerate(lines) if line.strip(b" \t\r")]
-    block = _fast(data, fields, len(filled))
-    positions = np.array(filled, np.int64)
-    bad: list[BadLine] = []
+    ends = np.flatnonzero(raw == 10)
+    if raw.size and raw[-1] != 10:
+        ends = np.append(ends, raw.size)
+    starts = np.append(0, ends + 1)
+
+    def line(number: int) -> bytes:
+        return data[starts[number] : ends[number]]
+
+    block, positions, bad = _fast(data, fields, len(ends)), np.arange(len(ends)), list[BadLine]()
     if block is None:
-        block, positions, bad = _careful(lines, filled, fields)
-    block.text_at = lambda row: cut_text(lines[positions[row]])
+        positions = np.array([at for at in range(len(ends)) if line(at).strip(b" \t\r")], np.int64)
+        block = _fast(data, fields, len(positions)) if len(positions) < len(ends) else None
+    if block is None:
+        block, positions, bad = _careful(line, positions, fields)
+    block.text_at = lambda row: cut_text(line(positions[row]))
     block.row_line = positions[block.row_line]
     moved = [BadLine(line=int(positions[b.line]), reason=b.reason, text=block.text_at(b.line)) for b in block.bad]
     block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-    block.lines = len(lines)
+    block.lines = len(ends)
     return block
 
 
@@ -83,35 +93,31 @@ def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
 
     It turns lists and objects into text, writes 1.50 as 1.5, and half of a surrogate pair as a zero byte.
     """
-    if b"\\u" in data and _LONE_SURROGATE.search(data):
+    if b"\\" in data and b"\\u" in data and _LONE_SURROGATE.search(data):
         return True
-    for name, kind in schema.items():
-        if kind == pl.String:
-            value = rb'(?!"|' + _PLAIN + rb")"
-        elif kind == pl.List(pl.String):
-            value = rb'\[(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\s,]++|' + _PLAIN + rb")*+[^\]]"
-        else:
-            continue
-        keys = {json.dumps(name, ensure_ascii=ascii).encode() for ascii in (True, False)}
-        if any(re.search(re.escape(key) + rb"\s*+:\s*+" + value, data) for key in keys):
-            return True
-    return False
+    patterns = []
+    for kind, value in _ODD.items():
+        names = [name for name, other in schema.items() if other == kind]
+        keys = {json.dumps(name, ensure_ascii=ascii).encode()[1:-1] for name in names for ascii in (True, False)}
+        if keys:
+            patterns.append(b'"(?:' + b"|".join(map(re.escape, sorted(keys))) + rb')"\s*+:\s*+' + value)
+    return any(re.search(pattern, data) for pattern in patterns)
 
 
 def _careful(
-    lines: Sequence[bytes], filled: Sequence[int], fields: Sequence[Field]
+    line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
 ) -> tuple[Block, npt.NDArray[np.int64], list[BadLine]]:
     """The block line by line; also the lines of its rows, and the lines that are no such object."""
     schema = _schema(fields)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
     bad: list[BadLine] = []
-    for number in filled:
+    for number in filled.tolist():
         try:
-            records.append(_record(lines[number], schema))
+            records.append(_record(line(number), schema))
             positions.append(number)
         except _Unfit as error:
-            bad.append(BadLine(line=number, reason=str(error), text=cut_text(lines[number])))
+            bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
     texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
     frame = pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
     return frame_block(frame, fields), np.array(positions, np.int64), bad
@@ -125,12 +131,9 @@ def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
     """The wanted values of a line, numbers as the texts that they are written as."""
     try:
         found = json.loads(
-            line.decode("utf-8"),
-            parse_float=str,
-            parse_int=lambda text: "0" if text == "-0" else text,
-            parse_constant=_refuse,
-            object_pairs_hook=lambda pairs: dict(reversed(pairs)),
-        )
+            line.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,
+            parse_constant=_refuse, object_pairs_hook=lambda pairs: dict(reversed(pairs)),
+        )  # fmt: skip
     except UnicodeDecodeError:
         raise _Unfit("broken UTF-8") from None
     except (ValueError, RecursionError) as error:

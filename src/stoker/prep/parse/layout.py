@@ -65,12 +65,8 @@ class Layout:
         if schema.timestamp is not None:
             self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
         self.split: Field | None = None
-        if schema.split.column is not None and schema.split.rule in (
-            "hash",
-            "column",
-            "leave_last_out",
-            "last_touch",
-        ):
+        by_column = ("hash", "column", "leave_last_out", "last_touch")
+        if schema.split.column is not None and schema.split.rule in by_column:
             self.split = Field(column=schema.split.column, kind="string", required=True)
         self.group: Field | None = None
         if schema.group is not None and not keys_only:

@@ -137,15 +137,7 @@ class BadLineLimit:
         self.broken: list[str] = []  # a sentence for each file that breaks off
 
     def add(
-        self,
-        file: str,
-        before: int,
-        lines: int,
-        bad: int,
-        kept: Path | None,
-        *,
-        labels: int = 0,
-        broken: bool = False,
+        self, file: str, before: int, lines: int, bad: int, kept: Path | None, *, labels: int = 0, broken: bool = False
     ) -> None:
         """Note the next block.
 

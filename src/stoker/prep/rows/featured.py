@@ -31,7 +31,7 @@ from stoker.prep.parse.layout import SPLIT_CODES
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pieces
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
-from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources
+from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources, sources_of
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import checksum
 from stoker.prep.stages.row_store import sibling
@@ -60,13 +60,8 @@ def featured_rows(task: Task) -> Rows:
         raise UnusableInput("no row is left: the features of kind keep and pairs drop every one. Change the schema.")
     keys = _keys(task, pieces)
     filled = [piece for piece in pieces if piece.part.rows]
-    passes = FeaturePasses(
-        task,
-        [piece.path for piece in filled],
-        [piece.part.rows for piece in filled],
-        keys,
-        task.like.learned if task.like else None,
-    )
+    paths, sizes = [piece.path for piece in filled], [piece.part.rows for piece in filled]
+    passes = FeaturePasses(task, paths, sizes, keys, task.like.learned if task.like else None)
     passes.run()
     give_back_memory()
     return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
@@ -75,18 +70,7 @@ def featured_rows(task: Task) -> Rows:
 def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     """Rows of the raw files, block by block."""
     _forget_broken(task)
-    fields = raw_fields(task.splitting)
-    sources = [
-        Source(
-            number=number,
-            path=path,
-            fields=fields,
-            format=task.schema.source,
-            features=task.schema.feature,
-            name=task.names.get(path, ""),
-        )
-        for number, path in enumerate(task.files)
-    ]
+    sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
     # Files of rows are read as one table, whose columns have one type.
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
     sink = RowsSink(schema=task.splitting, store=task.rows, kept=kept)
@@ -275,10 +259,8 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         done_rows += piece.part.rows
         task.report(Progress(stage="encode", done=done_rows, total=passes.count, unit="rows"))
         rows = piece.part.rows
-        blocks.append(
-            IngestedBlock(
-                source=piece.source, path=path, bad_path=path.with_suffix(".bad"), rows=rows, lines=rows, bad=0,
-                lines_before=0, broken=False,
-            )
-        )  # fmt: skip
+        blocks.append(IngestedBlock(
+            source=piece.source, path=path, bad_path=path.with_suffix(".bad"), rows=rows, lines=rows, bad=0,
+            lines_before=0, broken=False,
+        ))  # fmt: skip
     return blocks

@@ -16,6 +16,7 @@ from stoker.base.checks import near
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
+from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
 from stoker.prep.parse.columns import Block, Field
 from stoker.prep.parse.frames import block_frame, parquet_columns
@@ -28,7 +29,7 @@ from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows"]
+__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows", "sources_of"]
 
 
 @dataclass(kw_only=True)
@@ -44,11 +45,7 @@ def read_rows(task: Task) -> Rows:
     """Read every file into parts, by way of the recipe's derivation where it has one."""
     fields = task.layout.fields
     if task.recipe.derive is None:
-        sources = [
-            Source(number=number, path=path, fields=fields, format=task.schema.source, name=task.names.get(path, ""))
-            for number, path in enumerate(task.files)
-        ]
-        blocks = ingest_sources(task, sources, "parts", _PartSink(task.layout), task.limit)
+        blocks = ingest_sources(task, sources_of(task, fields), "parts", _PartSink(task.layout), task.limit)
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
     made = Source(
@@ -58,6 +55,17 @@ def read_rows(task: Task) -> Rows:
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
     limit = BadLineLimit(strict=True, remedy="Look for such a value in the input files, and mend or remove it.")
     return Rows(blocks=ingest_sources(task, [made], "parts", _PartSink(task.layout), limit, stage="encode"), raw=raw)
+
+
+def sources_of(task: Task, fields: Sequence[Field], features: Sequence[Derivation] = ()) -> list[Source]:
+    """Return the files of a task, and what to read of them."""
+    return [
+        Source(
+            number=number, path=path, fields=fields, format=task.schema.source, features=features,
+            name=task.names.get(path, ""),
+        )
+        for number, path in enumerate(task.files)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
