@@ -66,14 +66,14 @@ def job(folder, clock, out):
     with clock("count items"):
         counted = f.fit([feature for columns in COMBINATIONS for feature in counts_of(columns)], touched, label="step")
     with clock("merge"):
-        pairs = counted.apply(pairs).collect(engine="streaming")
+        pairs = counted.apply(pairs).collect()
         tags = ["_".join(columns) for columns in COMBINATIONS]
         shares = [f.Divide(name=f"share_{tag}", left=f"count_{tag}", right=f"all_{tag}") for tag in tags]
         pairs = added(pairs, *shares)
         merge = f.Merge(name="merged", on="item", file="item_metadata.csv", number_columns="stars")
         known = metadata.select(item="item_id", merged_stars="stars")
         joined = f.Fitted(features=(merge,), learned={"merged": f.LearnedTable(table=known)})
-        pairs = joined.apply(pairs).collect(engine="streaming")
+        pairs = joined.apply(pairs).collect()
     with clock("binary features from text"):
         properties = f.Properties(name="property", column="properties", most=PROPERTIES)
         fitted, binary = f.fit_apply([properties], metadata, label="item_id")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ def add_helpers(frame: Any, features: Sequence[Derivation]) -> Any:
     """Return the frame with the helper columns of learned features that are not there yet."""
     there = set(frame.collect_schema().names())
     helpers = {one.meta.output_name(): one for some in features if isinstance(some, Learned) for one in some.helpers()}
-    return frame.with_columns(one for name, one in helpers.items() if name not in there)
+    return _more(frame, [one for name, one in helpers.items() if name not in there])
 
 
 def _in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
@@ -136,29 +136,24 @@ class Fitted:
     def _all(self, rows: Frame, *, training: bool) -> pl.LazyFrame:
         import polars as pl
 
-        eager = isinstance(rows, pl.DataFrame)
-        made, numbered = rows.lazy(), False
+        made: Any = rows
+        numbered = False
         for run in _in_runs(self.features):
             for feature in run:
                 check_present(feature, made.collect_schema().names())
-            if training and not numbered and not isinstance(run[0], RowSteps):
-                made, numbered = made.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
+            if training and not numbered and isinstance(run[0], Learned | Past):
+                made, numbered = _more(made, [pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)]), True
             if training:
                 made = add_helpers(made, run)
-            if isinstance(run[0], Past):
+            if isinstance(made, pl.DataFrame):
+                made = _worked_out(made, run, partial(self._outputs, made, training=training), 2)
+            elif isinstance(run[0], Past):
                 made = _look_back(made, [feature for feature in run if isinstance(feature, Past)])
-            elif eager and isinstance(run[0], Learned):
-                frame = made.collect()
-                work = partial(self._outputs, frame, training=training)
-                made = frame.with_columns([series for part in ordered_map(work, run, 2) for series in part]).lazy()
             else:
                 for feature in run:
                     with explained(feature):
                         made = apply_feature(made, feature, self.learned.get(feature.name), _all_train(training))
-            if eager:
-                with explained(run[-1]):
-                    made = made.collect().lazy()
-        return cast("pl.LazyFrame", _without_helpers(made))
+        return cast("pl.LazyFrame", _without_helpers(made.lazy()))
 
     def _outputs(self, frame: pl.DataFrame, feature: Derivation, *, training: bool) -> list[pl.Series]:
         """Return the outputs of a learned feature of rows in memory."""
@@ -210,7 +205,7 @@ def fit(features: Sequence[Derivation], rows: Frame, *, label: str, engine: str 
     names, numbered = frame.collect_schema().names(), False
     for run in _in_runs(features):
         frame = _started(frame, run, names, label, waiting, numbered=numbered)
-        numbered |= not isinstance(run[0], RowSteps)
+        numbered |= isinstance(run[0], Learned | Past)
         for feature in run:
             if isinstance(feature, Learned):
                 with explained(feature, waiting):
@@ -251,10 +246,9 @@ def fit_apply(
     frame, learned = rows, dict[str, LearnedTable]()
     names, numbered = list(frame.columns), False
     for run in _in_runs(features):
-        lazy = _started(frame.lazy(), run, names, label, [], numbered=numbered)
-        numbered |= not isinstance(run[0], RowSteps)
         with explained(f"label column {label!r}" if isinstance(run[0], Learned) else run[0]):
-            frame = with_codes(lazy.collect(), _keys(run), threads)
+            frame = with_codes(_started(frame, run, names, label, [], numbered=numbered), _keys(run), threads)
+        numbered |= isinstance(run[0], Learned | Past)
 
         def work(feature: Derivation, frame: pl.DataFrame = frame) -> list[pl.Series]:
             assert isinstance(feature, Learned)
@@ -262,40 +256,60 @@ def fit_apply(
                 learned[feature.name], made = feature.learn_attach(frame)
             return made
 
-        if isinstance(run[0], Learned):
-            frame = frame.with_columns([series for part in ordered_map(work, run, threads) for series in part])
-        elif isinstance(run[0], Past):
-            past = [feature for feature in run if isinstance(feature, Past)]
-            frame = frame.with_columns(work_out(frame, past).get_columns())
-        else:
-            with explained(run[0]):
-                frame = apply_feature(frame.lazy(), run[0]).collect()
+        frame = _worked_out(frame, run, work, threads)
     return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
 
 
 def _started(
-    frame: pl.LazyFrame,
+    frame: Any,
     run: Sequence[Derivation],
     names: list[str],
     label: str,
     waiting: list[tuple[Derivation | str, pl.LazyFrame]],
     *,
     numbered: bool,
-) -> pl.LazyFrame:
+) -> Any:
     """Return the frame with the columns that a run of features needs while it is fitted; ``names`` get its outputs."""
     import polars as pl
 
     for feature in run:
         check_present(feature, names)
         names += feature.outputs
-    if not numbered and not isinstance(run[0], RowSteps):
-        if label not in names:
-            raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
-        frame = frame.with_row_index(ROW).with_columns(
-            pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)
-        )
-        waiting.append((f"label column {label!r}", frame.select(LABEL)))
-    return cast("pl.LazyFrame", add_helpers(frame, run))
+    if label not in names and not isinstance(run[0], RowSteps):
+        raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
+    if not numbered and isinstance(run[0], Learned | Past):
+        numbers = [pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)]
+        frame = _more(frame.with_row_index(ROW), numbers)
+        waiting.append((f"label column {label!r}", frame.lazy().select(LABEL)))
+    return add_helpers(frame, run)
+
+
+def _worked_out(
+    frame: pl.DataFrame, run: Sequence[Derivation], learned: Callable[[Derivation], list[pl.Series]], threads: int
+) -> pl.DataFrame:
+    """Return rows in memory with a run of features; ``learned`` makes the outputs of a learned one."""
+    if isinstance(run[0], Learned):
+        return _wider(frame, (series for made in ordered_map(learned, run, threads) for series in made))
+    with explained(run[0]):
+        if isinstance(run[0], Past):
+            return _wider(frame, work_out(frame, [feature for feature in run if isinstance(feature, Past)]))
+        if isinstance(run[0], RowLocal):
+            return cast("pl.DataFrame", _more(frame, run[0].expressions()))
+        return apply_feature(frame.lazy(), run[0]).collect().rechunk()
+
+
+def _more(frame: Any, expressions: Iterable[pl.Expr]) -> Any:
+    """Return the frame, lazy or in memory, with columns more."""
+    import polars as pl
+
+    if isinstance(frame, pl.LazyFrame):
+        return frame.with_columns(expressions)
+    return _wider(frame, frame.select(expressions))
+
+
+def _wider(frame: pl.DataFrame, made: Iterable[pl.Series]) -> pl.DataFrame:
+    """Return the frame with columns more, each in one piece: columns of several pieces make Polars copy all others."""
+    return frame.with_columns([series.rechunk() for series in made])
 
 
 def _keys(features: Sequence[Derivation]) -> list[str]:
