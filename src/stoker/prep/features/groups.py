@@ -1,4 +1,4 @@
-"""Rows of equal keys in a frame in memory: codes of keys, and rows sorted by them.
+"""Rows of equal keys in a frame in memory: codes of keys, rows sorted by them, and hashes of texts.
 
 Missing values are a key of their own, NaN is missing, and -0.0 is 0.0.
 """
@@ -15,34 +15,18 @@ import polars as pl
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
-from stoker.prep.parse.dictionaries import number_texts
+from stoker.prep.parse.dictionaries import number_texts, splitmix, text_hashes
 
 __all__ = [
-    "CODE",
-    "Codes",
-    "Groups",
-    "check_key",
-    "join_codes",
-    "key",
-    "key_codes",
-    "order_codes",
-    "sort_rows",
-    "with_codes",
-]
+    "CODE", "Codes", "Groups", "join_codes", "key", "key_codes", "order_codes", "row_folds", "sort_rows",
+    "stable_hash", "text_of", "with_codes",
+]  # fmt: skip
 
 Codes = npt.NDArray[np.uint64]
 CODE = "__code:"  # how the name of a column with the codes of another one begins
 _MOST = 2**62  # codes of joined columns stay below
 _DIGIT = 11  # bits: counts of so many values stay in the first cache
-
-
-def check_key(name: str, dtype: Any) -> None:
-    """Raise :class:`DataError` if values of this type cannot be keys."""
-    whole = dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean
-    if not (whole or dtype.is_float() or dtype in (pl.String, pl.Categorical, pl.Enum)):
-        raise DataError(
-            f"column {name!r} holds {dtype}, which cannot be a key. Keys are text, numbers, moments or 0 and 1."
-        )
+_JOINT, _ABSENT = "\x1f", "\x00"  # between texts that are hashed, and for a missing one
 
 
 def key(name: str, dtype: Any) -> pl.Expr:
@@ -51,11 +35,16 @@ def key(name: str, dtype: Any) -> pl.Expr:
     Raises:
         DataError: the type cannot be a key.
     """
-    check_key(name, dtype)
     column = pl.col(name)
     if dtype.is_float():
         return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None)).alias(name)
-    return column.cast(pl.String) if dtype in (pl.Categorical, pl.Enum) else column
+    if dtype in (pl.String, pl.Categorical, pl.Enum):
+        return column if dtype == pl.String else column.cast(pl.String)
+    if not (dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean):
+        raise DataError(
+            f"column {name!r} holds {dtype}, which cannot be a key. Keys are text, numbers, moments or 0 and 1."
+        )
+    return column
 
 
 def with_codes(frame: pl.DataFrame, names: Iterable[str], threads: int = 1) -> pl.DataFrame:
@@ -211,3 +200,29 @@ class Groups:
         rows = np.empty(len(self.order), values.dtype)
         rows[self.order] = np.repeat(values, self.sizes)
         return rows
+
+
+def text_of(column: str) -> pl.Expr:
+    """The texts of a column, missing where it is; NaN is missing."""
+
+    def texts(series: pl.Series) -> pl.Series:
+        return (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
+
+    return pl.col(column).map_batches(texts, return_dtype=pl.String, is_elementwise=True)
+
+
+def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
+    """UInt64 hash of the texts of some columns (FNV-1a of UTF-8, finished by splitmix64), the same everywhere."""
+    joined = pl.concat_str([text_of(name).fill_null(_ABSENT) for name in columns], separator=_JOINT)
+    return joined.map_batches(lambda s: pl.Series(text_hashes(s, seed)), return_dtype=pl.UInt64, is_elementwise=True)
+
+
+def row_folds(column: str, seed: int, folds: int) -> pl.Expr:
+    """splitmix64 of a column of whole numbers, as rows are split and sampled, modulo ``folds``; Int32."""
+    mixed: Any = splitmix(np.array([seed], np.uint64))[0]
+
+    def fold(series: pl.Series) -> pl.Series:
+        hashes = splitmix(series.cast(pl.Int64).to_numpy().view(np.uint64) ^ mixed)
+        return pl.Series((hashes % np.uint64(folds)).astype(np.int32))
+
+    return pl.col(column).map_batches(fold, return_dtype=pl.Int32, is_elementwise=True)

@@ -12,34 +12,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from stoker.base.checks import choice, fail, positive
 from stoker.base.errors import DataError
-from stoker.dataset.leftovers import UnusableInput
-from stoker.prep.features.base import ROW, Derivation, texts
-from stoker.prep.features.explain import explained
+from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, explained, groups, pl, texts
 from stoker.prep.features.lists import lists_of, previous_values
 
-if TYPE_CHECKING:
-    import polars as pl
-
-    from stoker.prep.features.groups import Codes
-
 __all__ = [
-    "WEIGHT",
-    "Difference",
-    "GroupOrder",
-    "History",
-    "Past",
-    "PastCount",
-    "Previous",
-    "Rank",
-    "SinceLast",
-    "work_out",
-]
+    "WEIGHT", "Difference", "GroupOrder", "History", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out",
+]  # fmt: skip
 
 WEIGHT = "__weight"  # how many events a row of a state stands for, Int64; a column of states of counts
 
@@ -54,6 +38,8 @@ class Past(Derivation):
         events: a column of numbers; rows above 0 are looked back at. None: all.
     """
 
+    reads = ("by", "order", "events")
+    reads_numbers = ("order", "events")
     by: tuple[str, ...]
     order: str
     events: str | None = None
@@ -62,17 +48,8 @@ class Past(Derivation):
         texts(self.where, "by", self.by)
 
     @property
-    def values(self) -> tuple[str, ...]:
-        """Columns whose values it looks at, beside the group's."""
-        return (self.order, *([self.events] if self.events else []))
-
-    @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.by, *self.values)))
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.order, *([self.events] if self.events else []))))
+        return tuple(dict.fromkeys(super().inputs))
 
     @property
     def direction(self) -> int:
@@ -98,8 +75,6 @@ class Past(Derivation):
 
     def _stored(self, frame: pl.DataFrame, places: Any) -> pl.DataFrame:
         """The rows of the frame at some places, as a state holds them."""
-        import polars as pl
-
         return frame.select(pl.col(*self.inputs, ROW).gather(pl.Series(places)))
 
 
@@ -127,15 +102,11 @@ class GroupOrder:
 
     Args:
         frame: whole groups.
-        groups: codes of the groups and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
+        codes: of the groups, and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
         order, direction: of the features that share it.
     """
 
-    def __init__(self, frame: pl.DataFrame, groups: tuple[Codes, int], order: str, direction: int) -> None:
-        import polars as pl
-
-        from stoker.prep.features.groups import order_codes, sort_rows
-
+    def __init__(self, frame: pl.DataFrame, codes: tuple[Any, int], order: str, direction: int) -> None:
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()
@@ -147,17 +118,17 @@ class GroupOrder:
         order_of = _ordered(values.fill_null(0).to_numpy())[rows]
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
-        codes = groups[0][rows]
+        key, bound = codes[0][rows], codes[1]
         by_order = None
         if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
-            by_order = sort_rows(*order_codes(order_of))
-        places = sort_rows(codes, groups[1], by_order)
+            by_order = groups.sort_rows(*groups.order_codes(order_of))
+        places = groups.sort_rows(key, bound, by_order)
         #: int64 [m]: the rows in sorted order; all below is in it
         self.sorted = rows[places]
         self.order = order_of[places]
-        codes = codes[places]
-        new_group = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
-        new_moment = new_group | np.append(True, self.order[1:] != self.order[:-1])[: len(codes)]
+        key = key[places]
+        new_group = np.append(True, key[1:] != key[:-1])[: len(key)]
+        new_moment = new_group | np.append(True, self.order[1:] != self.order[:-1])[: len(key)]
         #: int64 [m]: the number of each row's moment, and where its group and its moment begin
         self.moment = np.cumsum(new_moment) - 1
         self.group_start = _repeated(new_group)
@@ -166,8 +137,6 @@ class GroupOrder:
 
     def events(self, frame: pl.DataFrame, column: str | None) -> Any:
         """bool [m]: which rows are looked back at."""
-        import polars as pl
-
         if column is None:
             return np.ones(len(self.sorted), np.bool_)
         return (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()[self.sorted]
@@ -189,8 +158,8 @@ class GroupOrder:
 
     def ends(self, places: Any) -> Any:
         """Of some places in sorted order, rising: where in ``places`` the group of each ends."""
-        groups = self.group_start[places]
-        return np.searchsorted(groups, groups, side="right")
+        starts = self.group_start[places]
+        return np.searchsorted(starts, starts, side="right")
 
     def first_older(self, stored: int) -> tuple[int, int] | None:
         """Return a row behind the first ``stored`` ones of the frame that is before one of these in its group, and the
@@ -245,8 +214,6 @@ def _ordered(values: Any) -> Any:
 
 def _taken(series: pl.Series, rows: Any) -> pl.Series:
     """``series[rows]``, missing where a row is -1."""
-    import polars as pl
-
     known = rows >= 0
     # Decimals and whole numbers of 128 bits are numbers that NumPy has no type for.
     plain = series.dtype.is_numeric() and not str(series.dtype).startswith(("Decimal", "Int128", "UInt128"))
@@ -262,11 +229,9 @@ class Previous(_LastEvents):
     """The value of ``column`` at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "previous"
+    reads = ("by", "column", "order", "events")
+    read_as = TEXT
     column: str
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         return _taken(frame.get_column(self.column), rows.last(frame, self.events)).alias(self.name)
@@ -283,6 +248,7 @@ class History(_LastEvents):
     """
 
     kind: ClassVar[str] = "history"
+    reads = ("by", "column", "order", "events")
     column: str
     length: int = 20
 
@@ -291,19 +257,16 @@ class History(_LastEvents):
         positive(self.where, "length", self.length)
 
     @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
-
-    @property
     def depth(self) -> int:
         return self.length
+
+    def model_columns(self) -> dict[str, dict[str, Any]]:
+        return {self.name: {**TEXT, "max_length": self.length}}
 
     def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
         return super().recorded(frame, rows) & self._items(frame).is_not_null().to_numpy()[rows.sorted]
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         items = self._items(frame)
         if items.dtype.is_nested():
             raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, and wants single values.")
@@ -324,19 +287,12 @@ class Difference(_LastEvents):
     """``column`` minus its value at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "difference"
+    reads = ("by", "column", "order", "events")
+    reads_numbers = ("column", "order", "events")
+    read_as = MAYBE_MISSING
     column: str
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.column, *super().numbers)))
-
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         values = frame.get_column(self.column).cast(pl.Float64)
         return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
 
@@ -346,10 +302,9 @@ class SinceLast(_LastEvents):
     """How far ``order`` has moved since the group's last row before, in its unit; missing where there is none."""
 
     kind: ClassVar[str] = "since_last"
+    read_as: ClassVar[dict[str, Any]] = {**MAYBE_MISSING, **COUNT}
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         last = rows.last(frame, self.events)
         order = rows.back(rows.order, 0)
         before = order[np.maximum(last, 0)]
@@ -365,6 +320,7 @@ class PastCount(Past):
     """How many rows of the group lie before, or at most ``window`` before, in the unit of ``order``."""
 
     kind: ClassVar[str] = "past_count"
+    read_as = COUNT
     window: float | None = None
 
     def check(self) -> None:
@@ -373,8 +329,6 @@ class PastCount(Past):
             fail(self.where, "window", f"{self.window} is not above 0. Leave it out to count from the beginning")
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         counted = pl.Series(self.name, rows.back(rows.count(self._weights(frame, rows), self.window), 0))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 
@@ -386,8 +340,6 @@ class PastCount(Past):
     def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
         """Return a row for the events at the last moment of each group and one for those before it; with a window, one
         for each moment in the window before the last. ``__weight`` says how many events a row stands for."""
-        import polars as pl
-
         weights = self._weights(frame, rows)
         places = np.flatnonzero(weights)
         last = places[rows.ends(places) - 1]
@@ -423,8 +375,6 @@ class Rank(Past):
         return -1 if self.descending else 1
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         rank = rows.moment_start - rows.group_start
         if self.method == "dense":
             rank = rows.moment - rows.moment[rows.group_start]
@@ -451,10 +401,6 @@ def work_out(
     Raises:
         DataError: a row that is older than the last stored one of its group.
     """
-    import polars as pl
-
-    from stoker.prep.features.groups import key_codes
-
     orders: dict[Any, GroupOrder] = {}
     codes: dict[Any, Any] = {}
     series: dict[str, Any] = {}
@@ -462,7 +408,7 @@ def work_out(
         key = (feature.by, feature.order, feature.direction)
         with explained(feature):
             if feature.by not in codes:
-                codes = {feature.by: key_codes(frame, feature.by)}
+                codes = {feature.by: groups.key_codes(frame, feature.by)}
             if key not in orders:  # one at a time: each holds three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             if stored and (found := orders[key].first_older(stored)) is not None:
@@ -473,8 +419,10 @@ def work_out(
     return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])
 
 
-def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> UnusableInput:
+def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> DataError:
     """The error for a row that is older than the last stored one of its group."""
+    from stoker.dataset.leftovers import UnusableInput  # imports torch: 190 MB that features of frames need not
+
     group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
     moments = frame.get_column(feature.order)
     return UnusableInput(

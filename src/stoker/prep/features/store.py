@@ -7,28 +7,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, link_or_copy
 from stoker.dataset.manifest import describe_file
-from stoker.prep.features.base import Derivation, feature_from_dict
+from stoker.prep.features.base import Derivation, feature_from_dict, pl
 from stoker.prep.features.learned import Learned, LearnedTable
 
-if TYPE_CHECKING:
-    import polars as pl
-
-__all__ = [
-    "StoredTable",
-    "load_features",
-    "read_learned",
-    "save_features",
-    "store_features",
-    "store_state",
-    "table_file",
-    "write_table",
-]
+__all__ = ["StoredTable", "load_features", "save_features", "store_features", "store_state", "write_table"]
 
 _INDEX = "features.json"
 
@@ -40,11 +28,6 @@ class StoredTable:
     path: Path
     entry: Mapping[str, Any]  # its size and sha256
     facts: Mapping[str, Any]
-
-
-def table_file(feature: Derivation) -> str:
-    """File of a feature's table, within the directory of features."""
-    return f"{feature.name}.parquet"
 
 
 def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
@@ -98,8 +81,8 @@ def _saved(
 ) -> dict[str, dict[str, Any]]:
     """The index beside the tables, which ``put`` makes of a feature's name at a path."""
     directory.mkdir(parents=True, exist_ok=True)
-    stored = [feature for feature in features if feature.has_table and feature.name in facts]
-    files = {table_file(feature): put(feature.name, directory / table_file(feature)) for feature in stored}
+    names = [feature.name for feature in features if feature.has_table and feature.name in facts]
+    files = {f"{name}.parquet": put(name, directory / f"{name}.parquet") for name in names}
     index = {"features": [feature.to_dict() for feature in features], "facts": dict(facts), "files": files}
     return {**files, _INDEX: _write_index(directory, index)}
 
@@ -128,16 +111,15 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
         raise DataError(f"{path} is damaged ({error}). Restore it from a copy, or fit the features again.") from error
     learned = {}
     for feature in features:
-        if isinstance(feature, Learned) or (feature.has_table and table_file(feature) in files):
-            table = read_learned(directory / table_file(feature), files.get(table_file(feature), {}))
+        file = f"{feature.name}.parquet"
+        if isinstance(feature, Learned) or (feature.has_table and file in files):
+            table = _read_table(directory / file, files.get(file, {}))
             learned[feature.name] = LearnedTable(table=table, facts=facts.get(feature.name, {}))
     return features, learned
 
 
-def read_learned(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
+def _read_table(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
     """A learned table whose bytes are those that were written. Raises :class:`DataError`."""
-    import polars as pl
-
     remedy = "Restore it from a copy, or prepare or fit again: the same input gives the same bytes."
     try:
         found = describe_file(path)
