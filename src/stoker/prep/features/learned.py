@@ -168,22 +168,21 @@ class Keyed(Learned):
         schema = rows.collect_schema()
         return [groups.key(name, schema[name]) for name in self.by]
 
-    def _table(self, rows: pl.DataFrame, first: Any, values: Mapping[str, Any]) -> Callable[[], pl.DataFrame]:
+    def _table(self, rows: pl.DataFrame, parts: Sequence[Mapping[str, Any]]) -> Callable[[], pl.DataFrame]:
         """Return a function that makes the table of the keys with a first training row.
 
         Args:
             rows: with the key and ``__row``.
-            first: int64 [keys], the place of the first training row of each key, -1 where it has none.
-            values: column -> [keys].
+            parts: column -> [keys] of some keys; ``__first`` is the place of the first training row of each key, or
+                the number of rows where it has none.
         """
         keys = rows.select(*self.by, ROW)
 
         def make() -> pl.DataFrame:
-            known = np.flatnonzero(first >= 0)
-            order = known[np.argsort(first[known])]
-            found = keys[pl.Series(first[order])].rename({ROW: FIRST})
-            made = [pl.Series(name, column[order]) for name, column in values.items()]
-            return found.with_columns(*(groups.key(name, keys.schema[name]) for name in self.by), *made)
+            made = pl.concat([pl.DataFrame(dict(part)) for part in parts])
+            made = made.filter(pl.col(FIRST) < keys.height).sort(FIRST)
+            found = keys[made.get_column(FIRST)].rename({ROW: FIRST})
+            return found.with_columns(groups.key(name, keys.schema[name]) for name in self.by).hstack(made.drop(FIRST))
 
         return make
 
@@ -206,9 +205,13 @@ class CountEncoding(Keyed):
     def work_out(
         self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
     ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
-        keys = groups.Groups(*groups.key_codes(rows, self.by))
-        counts = keys.count(train)
-        return self._table(rows, keys.first(train), {_COUNT: counts}), pl.Series(self.name, keys.spread(counts))
+        made = np.empty(rows.height, np.int64)
+        parts = [{_COUNT: made[:0], FIRST: made[:0]}]
+        for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
+            counts = some.sums(train)
+            made[some.rows] = np.repeat(counts, some.sizes)
+            parts.append({_COUNT: counts, FIRST: some.first(train)})
+        return self._table(rows, parts), pl.Series(self.name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,25 +319,29 @@ class MeanTargetEncoding(Keyed):
         self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
     ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
         fold = rows.get_column(self.fold_column).to_numpy().astype(np.uint64)
-        # by key and fold: the groups of a key follow each other
-        sides = groups.Groups(*groups.join_codes(*groups.key_codes(rows, self.by), fold, self.folds))
-        keys = sides.codes // np.uint64(self.folds)
-        starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
-        size = np.diff(starts, append=len(keys))
         label = rows.get_column(LABEL).fill_null(0.0).to_numpy()
-        sums = sides.sums(label if train.all() else np.where(train, label, 0.0))
-        counts = sides.count(train).astype(np.float64)
-        totals = [np.add.reduceat(one, starts) if len(one) else one for one in (sums, counts)]
-        prior = np.array(facts["other_folds_mean"])[(sides.codes % np.uint64(self.folds)).astype(np.int64)]
-        rests = [np.repeat(total, size) - one for total, one in zip(totals, (sums, counts), strict=True)]
-        made = sides.spread(self._smoothed(rests, prior))
-        if not train.all():
-            every = np.repeat(self._smoothed(totals, facts["mean"]), size)
-            made = np.where(train, made, sides.spread(every))
-        first = sides.first(train)  # -1 is the greatest number without a sign
-        first = np.minimum.reduceat(first.view(np.uint64), starts).view(np.int64) if len(first) else first
-        values = {_SUM: totals[0], _COUNT: totals[1].astype(np.int64)}
-        return self._table(rows, first, values), pl.Series(self.name, made)
+        if not (all_train := train.all()):
+            label = np.where(train, label, 0.0)
+        others = np.array(facts["other_folds_mean"])
+        made = np.empty(rows.height)
+        parts = [{_SUM: made[:0], _COUNT: np.zeros(0, np.int64), FIRST: np.zeros(0, np.int64)}]
+        # Groups are of a key and a fold; those of a key follow each other.
+        codes, bound = groups.join_codes(*groups.key_codes(rows, self.by), fold, self.folds)
+        for some in groups.sorted_groups(codes, bound, self.folds):
+            starts = np.flatnonzero(groups.starts_of(some.codes // np.uint64(self.folds)))
+            size = np.diff(starts, append=len(some.codes))
+            sides = some.sums(label), some.sums(train).astype(np.float64)
+            totals = [np.add.reduceat(side, starts) for side in sides]
+            prior = others[(some.codes % np.uint64(self.folds)).astype(np.int64)]
+            rests = [np.repeat(total, size) - side for total, side in zip(totals, sides, strict=True)]
+            encoded = np.repeat(self._smoothed(rests, prior), some.sizes)
+            if not all_train:
+                every = np.repeat(np.repeat(self._smoothed(totals, facts["mean"]), size), some.sizes)
+                encoded = np.where(train[some.rows], encoded, every)
+            made[some.rows] = encoded
+            first = np.minimum.reduceat(some.first(train), starts)
+            parts.append({_SUM: totals[0], _COUNT: totals[1].astype(np.int64), FIRST: first})
+        return self._table(rows, parts), pl.Series(self.name, made)
 
     def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
         """Return the encodings of sums of labels and numbers of rows."""

@@ -114,25 +114,26 @@ class GroupOrder:
             values = values.cast(pl.Float64).fill_nan(None)
         #: bool [n]: which rows have an order
         self.known = values.is_not_null().to_numpy()
-        rows = np.flatnonzero(self.known)
-        order_of = _ordered(values.fill_null(0).to_numpy())[rows]
+        order_of, (key, bound) = _ordered(values.fill_null(0).to_numpy()), codes
+        rows = None if self.known.all() else np.flatnonzero(self.known)
+        if rows is not None:
+            order_of, key = order_of[rows], key[rows]
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
-        key, bound = codes[0][rows], codes[1]
         by_order = None
         if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
             by_order = groups.sort_rows(*groups.order_codes(order_of))
         places = groups.sort_rows(key, bound, by_order)
-        #: int64 [m]: the rows in sorted order; all below is in it
-        self.sorted = rows[places]
+        #: int32 or int64 [m]: the rows in sorted order; all below is in it
+        self.sorted = places if rows is None else rows[places].astype(places.dtype)
         self.order = order_of[places]
-        key = key[places]
-        new_group = np.append(True, key[1:] != key[:-1])[: len(key)]
-        new_moment = new_group | np.append(True, self.order[1:] != self.order[:-1])[: len(key)]
-        #: int64 [m]: the number of each row's moment, and where its group and its moment begin
-        self.moment = np.cumsum(new_moment) - 1
-        self.group_start = _repeated(new_group)
-        self.moment_start = _repeated(new_moment)
+        new_group = groups.starts_of(key[places])
+        new_moment = new_group | groups.starts_of(self.order)
+        #: [m]: the number of each row's moment, and where its group and its moment begin
+        self.moment = np.cumsum(new_moment, dtype=places.dtype) - 1
+        place = np.arange(len(places), dtype=places.dtype)
+        self.group_start = np.maximum.accumulate(np.where(new_group, place, 0))
+        self.moment_start = np.maximum.accumulate(np.where(new_moment, place, 0))
         self._last: dict[str | None, Any] = {}
 
     def events(self, frame: pl.DataFrame, column: str | None) -> Any:
@@ -144,7 +145,7 @@ class GroupOrder:
     def last(self, frame: pl.DataFrame, column: str | None) -> Any:
         """int64 [n], in the order of the frame: the row of the last event before, or -1."""
         if column not in self._last:
-            place = np.arange(len(self.sorted))
+            place = np.arange(len(self.sorted), dtype=self.sorted.dtype)
             latest = np.maximum.accumulate(np.where(self.events(frame, column), place, -1))
             found = np.append(latest, -1)[self.moment_start - 1]  # what is before the first row is -1
             rows = np.append(self.sorted, -1)[np.where(found >= self.group_start, found, -1)]
@@ -188,7 +189,7 @@ class GroupOrder:
                 bound = self.order - np.float64(window)
         low, high = self.group_start.copy(), np.where(bounded, self.moment_start, self.group_start)
         while (open_ := low < high).any():  # a binary search for all rows at once
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             below = open_ & (self.order[np.minimum(middle, len(self.order) - 1)] < bound)
             low, high = np.where(below, middle + 1, low), np.where(open_ & ~below, middle, high)
         return low
@@ -198,11 +199,6 @@ class GroupOrder:
         rows = np.full(len(self.known), missing, values.dtype)
         rows[self.sorted] = values
         return rows
-
-
-def _repeated(begins: Any) -> Any:
-    """Return for each row the last one before it, or itself, where something begins."""
-    return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
 
 
 def _ordered(values: Any) -> Any:
@@ -378,7 +374,7 @@ class Rank(Past):
         rank = rows.moment_start - rows.group_start
         if self.method == "dense":
             rank = rows.moment - rows.moment[rows.group_start]
-        ranked = pl.Series(self.name, rows.back(rank + 1, 0))
+        ranked = pl.Series(self.name, rows.back(rank.astype(np.int64) + 1, 0))
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
 
 

@@ -18,7 +18,7 @@ from stoker.prep.features.past import Past
 
 __all__ = ["Fitted", "fit", "fit_apply"]
 
-_SLICE = 2**17  # rows of a frame whose own features are worked out at a time
+_SLICE = 2**15  # rows of a frame whose own features are worked out at a time
 _THREADS = 2
 
 
