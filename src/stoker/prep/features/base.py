@@ -71,8 +71,8 @@ class Derivation(ABC):  # noqa: B024
 
     name: str = ""
     kind: ClassVar[str] = ""
-    reads: ClassVar[tuple[str, ...]] = ()  # settings that name the columns read
-    reads_numbers: ClassVar[tuple[str, ...]] = ()  # those whose columns must be numbers
+    reads: ClassVar[str] = ""  # settings that name the columns read, such as "by order"
+    reads_numbers: ClassVar[str] = ""  # those whose columns must be numbers
     read_as: ClassVar[dict[str, Any]] = SCALED  # categorical where there is a type, else dense
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -104,9 +104,9 @@ class Derivation(ABC):  # noqa: B024
         """How errors call it."""
         return f"feature {self.name or self.kind!r} ({self.kind})"
 
-    def _named(self, settings: Sequence[str]) -> tuple[str, ...]:
+    def _named(self, settings: str) -> tuple[str, ...]:
         """Columns that some settings name."""
-        given = [getattr(self, setting) or () for setting in settings]
+        given = [getattr(self, setting) or () for setting in settings.split()]
         return tuple(name for value in given for name in ((value,) if isinstance(value, str) else value))
 
     @property

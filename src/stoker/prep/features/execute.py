@@ -260,7 +260,7 @@ class Executor:
                 with explained(one):
                     if self.given is not None:
                         return self._looked_up(one, rows, by, partition, count)
-                    if count == 1:
+                    if count == 1 and self.train is not None:
                         facts[one.name] = one.facts(rows.lazy().filter(self.train))
                     make, series = one.work_out(rows, train, facts[one.name])
                     tables[one.name].append(make if count == 1 else make())
@@ -301,7 +301,8 @@ class Executor:
 
 def _assembled(parts: list[Any], by: str) -> pl.DataFrame:
     """Return the table whose rows partitions made, in the order of ``by``; parts may be functions that make them."""
-    return pl.concat([part() if callable(part) else part for part in parts]).sort(by).drop(by)
+    tables: list[pl.DataFrame] = [part() if callable(part) else part for part in parts]
+    return pl.concat(tables).sort(by).drop(by)
 
 
 def _partition_numbers(frame: pl.DataFrame, names: Sequence[str], partitions: int) -> Any:

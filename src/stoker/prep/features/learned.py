@@ -135,7 +135,7 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
 class Keyed(Learned):
     """A learned feature whose table is made key by key, so that rows may be worked on by partitions of the keys."""
 
-    reads = ("by",)
+    reads = "by"
     by: tuple[str, ...]
 
     def check(self) -> None:
@@ -168,19 +168,18 @@ class Keyed(Learned):
         schema = rows.collect_schema()
         return [groups.key(name, schema[name]) for name in self.by]
 
-    def _table(self, rows: pl.DataFrame, parts: Sequence[Mapping[str, Any]]) -> Callable[[], pl.DataFrame]:
+    def _table(self, rows: pl.DataFrame, values: Mapping[str, Any]) -> Callable[[], pl.DataFrame]:
         """Return a function that makes the table of the keys with a first training row.
 
         Args:
             rows: with the key and ``__row``.
-            parts: column -> [keys] of some keys; ``__first`` is the place of the first training row of each key, or
-                the number of rows where it has none.
+            values: column -> [keys]; ``__first`` is the place of the first training row of each key, or the number of
+                rows where it has none.
         """
         keys = rows.select(*self.by, ROW)
 
         def make() -> pl.DataFrame:
-            made = pl.concat([pl.DataFrame(dict(part)) for part in parts])
-            made = made.filter(pl.col(FIRST) < keys.height).sort(FIRST)
+            made = pl.DataFrame(dict(values)).filter(pl.col(FIRST) < keys.height).sort(FIRST)
             found = keys[made.get_column(FIRST)].rename({ROW: FIRST})
             return found.with_columns(groups.key(name, keys.schema[name]) for name in self.by).hstack(made.drop(FIRST))
 
@@ -205,13 +204,13 @@ class CountEncoding(Keyed):
     def work_out(
         self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
     ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
-        made = np.empty(rows.height, np.int64)
-        parts = [{_COUNT: made[:0], FIRST: made[:0]}]
+        made, counts, first = (np.empty(rows.height, np.int64) for _ in range(3))
+        keys = 0
         for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
-            counts = some.sums(train)
-            made[some.rows] = np.repeat(counts, some.sizes)
-            parts.append({_COUNT: counts, FIRST: some.first(train)})
-        return self._table(rows, parts), pl.Series(self.name, made)
+            here = slice(keys, keys := keys + len(some.codes))
+            counts[here], first[here] = some.sums(train), some.first(train)
+            made[some.rows] = np.repeat(counts[here], some.sizes)
+        return self._table(rows, {_COUNT: counts[:keys], FIRST: first[:keys]}), pl.Series(self.name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +234,7 @@ class MeanTargetEncoding(Keyed):
 
     kind: ClassVar[str] = "mean_target"
     out_of_fold: ClassVar[bool] = True
-    reads = ("by", "fold_by")
+    reads = "by fold_by"
     folds: int = 8
     smoothing: float = 20.0
     fold_by: tuple[str, ...] = ()
@@ -323,8 +322,9 @@ class MeanTargetEncoding(Keyed):
         if not (all_train := train.all()):
             label = np.where(train, label, 0.0)
         others = np.array(facts["other_folds_mean"])
-        made = np.empty(rows.height)
-        parts = [{_SUM: made[:0], _COUNT: np.zeros(0, np.int64), FIRST: np.zeros(0, np.int64)}]
+        made, sums = np.empty(rows.height), np.empty(rows.height)
+        counts, first = np.empty(rows.height, np.int64), np.empty(rows.height, np.int64)
+        keys = 0
         # Groups are of a key and a fold; those of a key follow each other.
         codes, bound = groups.join_codes(*groups.key_codes(rows, self.by), fold, self.folds)
         for some in groups.sorted_groups(codes, bound, self.folds):
@@ -339,9 +339,10 @@ class MeanTargetEncoding(Keyed):
                 every = np.repeat(np.repeat(self._smoothed(totals, facts["mean"]), size), some.sizes)
                 encoded = np.where(train[some.rows], encoded, every)
             made[some.rows] = encoded
-            first = np.minimum.reduceat(some.first(train), starts)
-            parts.append({_SUM: totals[0], _COUNT: totals[1].astype(np.int64), FIRST: first})
-        return self._table(rows, parts), pl.Series(self.name, made)
+            here = slice(keys, keys := keys + len(starts))
+            sums[here], counts[here], first[here] = *totals, np.minimum.reduceat(some.first(train), starts)
+        values = {_SUM: sums[:keys], _COUNT: counts[:keys], FIRST: first[:keys]}
+        return self._table(rows, values), pl.Series(self.name, made)
 
     def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
         """Return the encodings of sums of labels and numbers of rows."""
@@ -366,7 +367,7 @@ class Merge(Learned):
     """
 
     kind: ClassVar[str] = "merge"
-    reads = ("on",)
+    reads = "on"
     beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that no dataset depends on it
     on: str
     file: str
@@ -456,7 +457,7 @@ class Properties(Learned):
     """
 
     kind: ClassVar[str] = "properties"
-    reads = ("column",)
+    reads = "column"
     read_as: ClassVar[dict[str, Any]] = {}
     column: str
     separator: str = "|"

@@ -38,8 +38,8 @@ class Past(Derivation):
         events: a column of numbers; rows above 0 are looked back at. None: all.
     """
 
-    reads = ("by", "order", "events")
-    reads_numbers = ("order", "events")
+    reads = "by order events"
+    reads_numbers = "order events"
     by: tuple[str, ...]
     order: str
     events: str | None = None
@@ -225,7 +225,7 @@ class Previous(_LastEvents):
     """The value of ``column`` at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "previous"
-    reads = ("by", "column", "order", "events")
+    reads = "by column order events"
     read_as = TEXT
     column: str
 
@@ -244,7 +244,7 @@ class History(_LastEvents):
     """
 
     kind: ClassVar[str] = "history"
-    reads = ("by", "column", "order", "events")
+    reads = "by column order events"
     column: str
     length: int = 20
 
@@ -283,8 +283,8 @@ class Difference(_LastEvents):
     """``column`` minus its value at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "difference"
-    reads = ("by", "column", "order", "events")
-    reads_numbers = ("column", "order", "events")
+    reads = "by column order events"
+    reads_numbers = "column order events"
     read_as = MAYBE_MISSING
     column: str
 

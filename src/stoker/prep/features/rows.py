@@ -19,7 +19,7 @@ UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 class _Condition(Derivation):
     """A feature that asks whether a text is one of ``values`` or matches ``pattern``."""
 
-    reads = ("column",)
+    reads = "column"
     column: str
     values: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression, found anywhere: "^...$" for the whole text
@@ -82,7 +82,7 @@ class Mask(_Condition, RowLocal):
     """``column`` in the rows where ``where_column`` is one of ``values`` or matches ``pattern``, else missing."""
 
     kind: ClassVar[str] = "mask"
-    reads = ("column", "where_column")
+    reads = "column where_column"
     read_as = TEXT
     where_column: str
 
@@ -96,7 +96,7 @@ class Equal(RowLocal):
     """1 where the texts of two columns are the same, else 0, also where one is missing."""
 
     kind: ClassVar[str] = "equal"
-    reads = ("left", "right")
+    reads = "left right"
     read_as: ClassVar[dict[str, Any]] = {}
     left: str
     right: str
@@ -110,8 +110,8 @@ class Equal(RowLocal):
 class _OfTwo(RowLocal):
     """A number made of two columns of numbers."""
 
-    reads = ("left", "right")
-    reads_numbers = ("left", "right")
+    reads = "left right"
+    reads_numbers = "left right"
     read_as = MAYBE_MISSING
     left: str
     right: str
@@ -143,7 +143,7 @@ class Split(RowLocal):
     """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing beyond the last."""
 
     kind: ClassVar[str] = "split"
-    reads = ("column",)
+    reads = "column"
     read_as = TEXT
     column: str
     width: int
@@ -169,8 +169,8 @@ class TimeParts(RowLocal):
     """Parts of a moment, UTC plus ``utc_offset`` hours: ``name_hour`` 0 to 23, ``name_weekday`` 1 (Monday) to 7 ..."""
 
     kind: ClassVar[str] = "time_parts"
-    reads = ("column",)
-    reads_numbers = ("column",)
+    reads = "column"
+    reads_numbers = "column"
     read_as = BUCKET
     column: str
     parts: tuple[str, ...] = ("hour", "weekday")  # of hour, weekday, day, month, minute_of_day
@@ -209,7 +209,7 @@ class Cross(RowLocal):
     ``buckets``. A missing value counts as the text 0x00. The same on every machine and in every version."""
 
     kind: ClassVar[str] = "cross"
-    reads = ("columns",)
+    reads = "columns"
     read_as = BUCKET
     columns: tuple[str, ...]
     buckets: int
@@ -246,7 +246,7 @@ class Pairs(RowSteps):
     """
 
     kind: ClassVar[str] = "pairs"
-    reads = ("columns",)
+    reads = "columns"
     columns: tuple[str, ...]  # e.g. impressions, prices: "12|7|33", "80|65|120"
     names: tuple[str, ...]  # e.g. item, price
     separator: str = "|"
