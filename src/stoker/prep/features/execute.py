@@ -36,7 +36,7 @@ from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTa
 from stoker.prep.features.past import WEIGHT, Past, work_out
 
 __all__ = [
-    "Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "has_key", "joined", "runs_of",
+    "Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "has_key", "runs_of",
 ]  # fmt: skip
 
 PARTITION_ROWS = 2**20  # about
@@ -101,15 +101,6 @@ def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
             runs.append([])
         runs[-1].append(feature)
     return runs
-
-
-def joined(blocks: list[pl.DataFrame]) -> pl.DataFrame:
-    """Return the rows of blocks, each column in one piece; ``blocks`` are emptied, so that a column is there twice."""
-    if len(blocks) == 1:
-        return blocks[0].rechunk()
-    columns = [block.get_columns() for block in blocks]
-    blocks.clear()
-    return pl.DataFrame([pl.concat([some.pop(0) for some in columns], rechunk=True) for _ in list(columns[0])])
 
 
 class Blocks(Protocol):
@@ -253,7 +244,6 @@ class Executor:
                 made += found[known.height :].get_columns()
             threads = self.threads if count == 1 else 1  # partitions are worked on at once, or features are
             rows = add_helpers(rows.lazy(), [*fitted, *folded]).collect()
-            rows = groups.with_codes(rows, (name for one in fitted for name in one.by), threads)
             train = np.broadcast_to(rows.select(self.train).to_series().to_numpy(), rows.height) if fitted else None
 
             def fit(one: Keyed) -> pl.Series:

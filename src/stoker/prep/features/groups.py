@@ -6,7 +6,7 @@ Missing values are a key of their own, NaN is missing, and -0.0 is 0.0.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,15 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
 from stoker.prep.parse.dictionaries import splitmix, text_hashes
 
 __all__ = [
-    "CODE", "Codes", "Groups", "join_codes", "key", "key_codes", "order_codes", "row_folds", "sort_rows",
-    "sorted_groups", "stable_hash", "starts_of", "text_of", "with_codes",
+    "Codes", "Groups", "join_codes", "key", "key_codes", "order_codes", "row_folds", "sort_rows", "sorted_groups",
+    "stable_hash", "starts_of", "text_of",
 ]  # fmt: skip
 
 Codes = npt.NDArray[np.uint64]
-CODE = "__code:"  # how the name of a column with the codes of another one begins
 _SLICE = 2**17  # rows in order of their keys that are worked on at a time
 _MOST = 2**62  # codes of joined columns stay below
 _DIGIT = 11  # bits: counts of so many values stay in the first cache
@@ -49,17 +47,6 @@ def key(name: str, dtype: Any) -> pl.Expr:
     return column
 
 
-def with_codes(frame: pl.DataFrame, names: Iterable[str], threads: int = 1) -> pl.DataFrame:
-    """Return the frame with the codes of columns, so that keys that share them number their values once."""
-    wanted = [name for name in dict.fromkeys(names) if CODE + name not in frame.columns]
-
-    def work(name: str) -> pl.Series:
-        codes, bound = key_codes(frame, [name])
-        return pl.Series(CODE + name, codes.astype(np.uint32) if bound <= 2**32 else codes)
-
-    return frame.with_columns(list(ordered_map(work, wanted, threads)))
-
-
 def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
     """Return uint64 [n], equal where the keys of rows are equal, and a bound that all codes are below.
 
@@ -68,11 +55,7 @@ def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
     """
     codes, bound = np.zeros(0, np.uint64), 0
     for number, name in enumerate(by):
-        if CODE + name in frame.columns:
-            more = frame.get_column(CODE + name).to_numpy().astype(np.uint64)
-            found = more, int(more.max(initial=0)) + 1
-        else:
-            found = _codes(frame.select(key(name, frame.schema[name])).to_series())
+        found = _codes(frame.select(key(name, frame.schema[name])).to_series())
         codes, bound = join_codes(codes, bound, *found) if number else found
     return codes, bound
 

@@ -12,9 +12,10 @@ from stoker.base.engine import check_engine, collect
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import listed
 from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, explained, leading, pl
-from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, joined, runs_of
+from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, runs_of
 from stoker.prep.features.learned import LABEL, Learned, LearnedTable
 from stoker.prep.features.past import Past
+from stoker.prep.features.tables import joined
 
 __all__ = ["Fitted", "fit", "fit_apply"]
 
