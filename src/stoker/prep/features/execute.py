@@ -176,7 +176,8 @@ class Executor:
 
         def work(block: int) -> pl.DataFrame:
             rows = self.rows.part(block)
-            rows = rows if whole else rows.select(name for name in needed if name in there)
+            if not whole:
+                rows = rows.select([name for name in needed if name in there] or there[:1])
             rows = add_helpers(rows, [one for one in learned if one.name in folded])
             waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
             for feature in features:

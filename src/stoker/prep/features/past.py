@@ -210,14 +210,7 @@ def _ordered(values: Any) -> Any:
 
 def _taken(series: pl.Series, rows: Any) -> pl.Series:
     """``series[rows]``, missing where a row is -1."""
-    known = rows >= 0
-    # Decimals and whole numbers of 128 bits are numbers that NumPy has no type for.
-    plain = series.dtype.is_numeric() and not str(series.dtype).startswith(("Decimal", "Int128", "UInt128"))
-    if plain and series.null_count() == 0:
-        taken = pl.Series(series.to_numpy()[np.maximum(rows, 0)], dtype=series.dtype)
-    else:
-        taken = series.gather(np.maximum(rows, 0))
-    return taken if known.all() else taken.zip_with(pl.Series(known), pl.Series([None], dtype=series.dtype))
+    return series.gather(pl.Series(rows).set(pl.Series(rows < 0), None))
 
 
 @dataclass(frozen=True, kw_only=True)
