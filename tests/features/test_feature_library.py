@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stoker import features as f
 from stoker.base.errors import ConfigError, DataError, DependencyError, SchemaError
-from stoker.prep.features.groups import Groups, key_codes
+from stoker.prep.features.groups import key_codes, sorted_groups
 from stoker.prep.features.tables import read_table
 
 SCHEMA = {
@@ -251,13 +251,15 @@ def test_keys_of_many_types_are_grouped() -> None:
         normal = frame.select(pl.col(some)).with_columns(pl.col(pl.Float64) + 0.0).rows()
         for left in range(frame.height):
             assert [codes[left] == code for code in codes] == [normal[left] == row for row in normal]
-        groups = Groups(codes, bound)
+        [groups] = sorted_groups(codes, bound)
         assert sum(groups.sizes) == frame.height
-        assert groups.spread(groups.codes).tolist() == codes.tolist()
-        assert groups.spread(groups.sums(np.ones(5))).tolist() == [normal.count(row) for row in normal]
-        assert groups.spread(groups.first(np.ones(5, bool))).tolist() == [normal.index(row) for row in normal]
-        late = groups.spread(groups.first(np.arange(5) > 1)).tolist()
-        assert late == [normal.index(row, 2) if row in normal[2:] else -1 for row in normal]
+        assert np.repeat(groups.codes, groups.sizes).tolist() == codes[groups.rows].tolist()
+        for name, wanted in (("count", np.ones(5, bool)), ("late", np.arange(5) > 1)):
+            found = {"count": groups.sums(wanted), "late": groups.first(wanted)}[name]
+            each = np.empty(5, np.int64)
+            each[groups.rows] = np.repeat(found, groups.sizes)
+            late = [normal.index(row, 2) if row in normal[2:] else 5 for row in normal]
+            assert each.tolist() == ([normal.count(row) for row in normal] if name == "count" else late)
     with pytest.raises(DataError, match=r"column 'l' holds List\(Int64\), which cannot be a key"):
         key_codes(pl.DataFrame({"l": [[1]]}), ["l"])
 

@@ -21,8 +21,9 @@ import stoker
 from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
 from stoker.dataset.dataset import Dataset
+from stoker.prep.features import execute
 from stoker.prep.prepare import Progress, run_prepare
-from stoker.prep.rows import featured, partitions
+from stoker.prep.rows import featured
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 
 SCHEMA = Schema(
@@ -100,7 +101,7 @@ def read(data: Dataset, split: str) -> tuple[np.ndarray, list[list[int]], np.nda
 
 def test_every_value_is_that_of_the_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_log(tmp_path / "log.csv", 300)
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", 100)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 100)
     run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "made", threads=2, block_bytes=3_000)
     data = Dataset(tmp_path / "made")
     assert data.verify() > 0
@@ -179,7 +180,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     write_log(tmp_path / "log.csv", 200)
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", 256)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 256)
     given: dict[str, Any] = {"threads": 1, "block_bytes": 6_000}
     run_prepare(SCHEMA, tmp_path / "log.csv", out=tmp_path / "whole", **given)
     reported = 0

@@ -13,8 +13,9 @@ import pytest
 
 from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
+from stoker.prep.features import execute
 from stoker.prep.prepare import run_prepare
-from stoker.prep.rows import featured, partitions
+from stoker.prep.rows import featured
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
@@ -64,7 +65,7 @@ def test_every_way_of_cutting_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return parts(task, pieces, passes)
 
     monkeypatch.setattr(featured, "_parts", kept)
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", 16)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 16)
     run_prepare(schema, files, out=tmp_path / "made", threads=2, block_bytes=300)
 
     train = [row for row in rows if row["part"] == "in"]

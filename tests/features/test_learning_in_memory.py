@@ -12,8 +12,8 @@ from test_featured_datasets import SCHEMA, hash_tree, write_log
 
 import stoker
 from stoker import features as f
+from stoker.prep.features import execute
 from stoker.prep.prepare import run_prepare
-from stoker.prep.rows import feature_passes, partitions
 from stoker.prep.schema import DenseColumn, Schema, SplitRule
 from stoker.prep.stages import task
 from stoker.prep.stages.parts import Journal
@@ -39,8 +39,8 @@ NONE_HELD_OUT = replace(ALL, split=SplitRule(rule="hash", train=1.0, valid=0.0, 
 
 def in_partitions(patch: pytest.MonkeyPatch, rows: int = 17, few: int = 0) -> None:
     """Let partitions have so many rows; ``few``: keys of a table that is searched anew for each block."""
-    patch.setattr(partitions, "PARTITION_ROWS", rows)
-    patch.setattr(feature_passes, "_FEW", few)
+    patch.setattr(execute, "PARTITION_ROWS", rows)
+    patch.setattr(execute, "_FEW_KEYS", few)
 
 
 @pytest.mark.parametrize("schema", [ALL, DROPPED, NONE_HELD_OUT], ids=["time", "dropped", "train"])
@@ -52,13 +52,13 @@ def test_the_same_bytes_by_partitions(
     write_log(tmp_path / "log.csv", 200)
     run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "whole", threads=threads, block_bytes=2_000)
     used: list[int] = []
-    by_key = partitions.by_key
+    by_key = execute.by_key
 
     def counted(*given: Any) -> Any:
         used.append(given[-1])
         return by_key(*given)
 
-    monkeypatch.setattr(feature_passes, "by_key", counted)
+    monkeypatch.setattr(execute, "by_key", counted)
     in_partitions(monkeypatch, few=few)
     run_prepare(schema, tmp_path / "log.csv", out=tmp_path / "parts", threads=threads, block_bytes=2_000)
     assert set(used) == {17}

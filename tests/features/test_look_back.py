@@ -19,11 +19,12 @@ from test_featured_datasets import hash_tree
 
 from stoker import features as f
 from stoker.base.errors import DataError
+from stoker.prep.features import execute
+from stoker.prep.features.execute import by_key
 from stoker.prep.features.past import Past, work_out
 from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
-from stoker.prep.rows import featured, partitions
-from stoker.prep.rows.partitions import by_key
+from stoker.prep.rows import featured
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.stages.row_store import RowStore
 
@@ -159,7 +160,7 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
     (tmp_path / "log.csv").write_text("\n".join(["user,item,y", *lines]) + "\n")
     run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "whole", threads=2)
     monkeypatch.setattr(featured, "_SLICE", 17)
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", 16)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 16)
     run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "pieces", threads=2)
     assert hash_tree(tmp_path / "pieces") == hash_tree(tmp_path / "whole")
     made = 0

@@ -11,7 +11,7 @@ from stoker import features as f
 from stoker.base.errors import SchemaError
 from stoker.cli import main
 from stoker.dataset.dataset import Dataset
-from stoker.prep.features.one_line import feature_from_text, model_columns
+from stoker.prep.features.base import feature_from_text
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema
 
 
@@ -71,7 +71,7 @@ def test_every_kind_has_columns_that_a_schema_takes(kind: str) -> None:
     assert sorted(read) == ([] if kind in ("keep", "pairs") else sorted(feature.outputs))
     if kind == "merge":
         assert [column.name for column in schema.dense] == ["made_n"]
-        assert model_columns(feature)["made_c"] == {"type": "string"}
+        assert feature.model_columns()["made_c"] == {"type": "string"}
 
 
 def test_a_schema_file_takes_lines(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ from stoker import features as f
 from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.cli import main
 from stoker.models.din import DIN
+from stoker.prep.features import execute
 from stoker.prep.features.base import ROW
 from stoker.prep.features.past import WEIGHT, Past, work_out
 from stoker.prep.prepare import run_prepare
-from stoker.prep.rows import feature_passes, partitions
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 
 LASTING = [
@@ -170,8 +170,8 @@ def test_new_rows_of_a_dataset_have_the_values_of_one_log(
     stoker.prepare(SCHEMA, files[0], out=tmp_path / "day0")
     whole = stoker.prepare(files=write(tmp_path / "log.csv", lines), like=tmp_path / "day0", out=tmp_path / "whole",
                            history="ignore")  # fmt: skip
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", partition)
-    monkeypatch.setattr(feature_passes, "_FEW", 0)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", partition)
+    monkeypatch.setattr(execute, "_FEW_KEYS", 0)
     day1 = stoker.prepare(files=files[1], like=tmp_path / "day0", out=tmp_path / "day1", threads=2)
     assert rows_of(day1.test) == rows_of(whole.test)[first:second]
     day2 = stoker.prepare(files=files[2], like=tmp_path / "day1", threads=1)  # in memory, from the state after day 1
@@ -190,7 +190,7 @@ def test_the_state_is_the_same_for_any_partitions_and_is_covered(
 ) -> None:
     file = write(tmp_path / "log.csv", lines_of(200, 5))
     run_prepare(SCHEMA, file, out=tmp_path / "a", threads=1)
-    monkeypatch.setattr(partitions, "PARTITION_ROWS", 17)
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 17)
     run_prepare(SCHEMA, file, out=tmp_path / "b", threads=3, block_bytes=1_000)
     assert hash_tree(tmp_path / "a") == hash_tree(tmp_path / "b")
     index = json.loads((tmp_path / "a" / "features" / "features.json").read_text())
@@ -332,8 +332,8 @@ def test_columns_of_another_type(tmp_path: Path) -> None:
     state = pl.DataFrame({"u": ["a"], "t": [2], "x": [1.5]})
     types = {"u": pl.String(), "t": pl.Float64(), "x": pl.Int64()}
     with pytest.raises(DataError, match=r"'last' \(previous\): column 'x' is Int64 in the new rows and Float64 in the"):
-        feature_passes._as_new(schema.feature[0], state, types)  # type: ignore[arg-type]
-    cast = feature_passes._as_new(schema.feature[0], state, {**types, "x": pl.Float64()})  # type: ignore[arg-type]
+        execute._as_new(schema.feature[0], state, types)  # type: ignore[arg-type]
+    cast = execute._as_new(schema.feature[0], state, {**types, "x": pl.Float64()})  # type: ignore[arg-type]
     assert cast.to_dicts() == [{"u": "a", "t": 2.0, "x": 1.5, ROW: -1}]
     made = stoker.prepare(schema, frame)
     new = frame.with_columns(pl.col("t").cast(pl.Float64) + 2, pl.col("x").cast(pl.Int16))

@@ -23,6 +23,7 @@ from stoker.prep.features.base import (
     check_features,
     column_taken,
     feature_from_dict,
+    feature_of,
     leading,
     missing_column,
 )
@@ -321,10 +322,8 @@ class Schema:
         return replace(self, **self._with(feature))
 
     def _with(self, feature: Derivation | Mapping[str, Any] | str) -> dict[str, Any]:
-        from stoker.prep.features.one_line import feature_of, model_columns
-
         made = feature_of(feature)
-        columns = model_columns(made).items()
+        columns = made.model_columns().items()
         dense = [DenseColumn(name=name, **given) for name, given in columns if "type" not in given]
         texts = [(name, given) for name, given in columns if "type" in given and "max_length" not in given]
         categorical = [CategoricalColumn(name=name, **given) for name, given in texts]
@@ -475,7 +474,7 @@ class Schema:
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
         """A schema from a TOML or YAML file. Files that its features merge may lie beside it."""
-        from stoker.prep.features.merge import Merge
+        from stoker.prep.features.learned import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
         folder = Path(path).parent

@@ -1,39 +1,68 @@
 """What every derived feature has: a kind, a name, the columns that it reads and those that it makes.
 
-Families: :class:`RowSteps` change the number of rows and stand first; :class:`RowLocal` features need their own row
-only; learned ones (:mod:`stoker.prep.features.learned`) need all training rows; past ones
-(:mod:`stoker.prep.features.past`)
+Families: :class:`RowSteps` change the number of rows and come first; :class:`RowLocal` features need their own row;
+learned ones (:mod:`stoker.prep.features.learned`) all training rows; window features (:mod:`stoker.prep.features.past`)
 the rows of their group in order.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import types
+import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.base.checks import build_part, choice, fail, near
-from stoker.base.errors import SchemaError
+from stoker.base.engine import collect, reason_of
+from stoker.base.errors import DataError, SchemaError
 from stoker.base.units import listed
+
+__all__ = [
+    "BUCKET", "COUNT", "KINDS", "MAYBE_MISSING", "ROW", "SCALED", "TEXT", "Derivation", "RowLocal", "RowSteps",
+    "check_features", "column_taken", "explained", "feature_from_dict", "feature_from_text", "feature_of", "groups",
+    "leading", "missing_column", "pa", "pl", "texts", "work_of",
+]  # fmt: skip
+
+
+class _Lazy:
+    """A module that is imported when it is used first, so that declaring features needs NumPy only."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
 
 if TYPE_CHECKING:
     import polars as pl
+    import pyarrow as pa
 
-__all__ = [
-    "KINDS", "ROW", "Derivation", "RowLocal", "RowSteps", "check_features", "column_taken",
-    "feature_from_dict", "leading", "missing_column", "texts",
-]  # fmt: skip
+    from stoker.prep.features import groups
+else:
+    pl, pa, groups = _Lazy("polars"), _Lazy("pyarrow"), _Lazy("stoker.prep.features.groups")
 
 KINDS: dict[str, type[Derivation]] = {}  # by the name that a schema file uses; subclasses enter by themselves
 ROW = "__row"  # number of the row among all rows, Int64; there while features are worked out
 _NAME = re.compile(r"[^\x00-\x1f/\\*]{1,100}")
 _MOST_BYTES = 200  # file systems know 255, with what is put behind
+#: settings of the column by which a model reads an output
+SCALED: dict[str, Any] = {"transforms": ("zscore",)}
+TEXT: dict[str, Any] = {"type": "string"}
+BUCKET: dict[str, Any] = {"type": "int"}
+COUNT: dict[str, Any] = {"transforms": ("log1p", "zscore")}
+MAYBE_MISSING: dict[str, Any] = {"fill": "median", "null_flag": True, **SCALED}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Derivation(ABC):
+class Derivation(ABC):  # noqa: B024
     """A feature to derive. Subclasses are frozen dataclasses with a ``kind`` of their own.
 
     Args:
@@ -42,6 +71,9 @@ class Derivation(ABC):
 
     name: str = ""
     kind: ClassVar[str] = ""
+    reads: ClassVar[str] = ""  # settings that name the columns read, such as "by order"
+    reads_numbers: ClassVar[str] = ""  # those whose columns must be numbers
+    read_as: ClassVar[dict[str, Any]] = SCALED  # categorical where there is a type, else dense
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
@@ -72,15 +104,20 @@ class Derivation(ABC):
         """How errors call it."""
         return f"feature {self.name or self.kind!r} ({self.kind})"
 
+    def _named(self, settings: str) -> tuple[str, ...]:
+        """Columns that some settings name."""
+        given = [getattr(self, setting) or () for setting in settings.split()]
+        return tuple(name for value in given for name in ((value,) if isinstance(value, str) else value))
+
     @property
-    @abstractmethod
     def inputs(self) -> tuple[str, ...]:
         """Columns that it reads."""
+        return self._named(self.reads)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Those of the inputs that must be numbers."""
-        return ()
+        return tuple(dict.fromkeys(self._named(self.reads_numbers)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -91,6 +128,11 @@ class Derivation(ABC):
     def has_table(self) -> bool:
         """Whether a dataset stores a table of it, under its name."""
         return False
+
+    def model_columns(self) -> dict[str, dict[str, Any]]:
+        """Return output -> settings of the column by which a model reads it where nobody says otherwise: dense, or
+        categorical where there is a type, or a sequence where there is a length, too."""
+        return dict.fromkeys(self.outputs, self.read_as)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with ``kind``, which :func:`feature_from_dict` takes back."""
@@ -114,6 +156,9 @@ class RowSteps(Derivation):
     @abstractmethod
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
         """The rows after the step. Each must hang on one row before it, and their order be kept."""
+
+    def model_columns(self) -> dict[str, dict[str, Any]]:
+        return {}
 
 
 def texts(where: str, key: str, names: Sequence[str], *, least: int = 1) -> None:
@@ -139,12 +184,58 @@ def feature_from_dict(values: Any, where: str) -> Derivation:
     return built
 
 
+def feature_from_text(text: str) -> Derivation:
+    """A feature from its kind and its settings, such as ``mean_target by=city,item folds=10``.
+
+    Lists are separated by commas; a value with blanks is quoted as in a shell.
+
+    Raises:
+        SchemaError: no such kind or setting, or a value of the wrong type or out of range.
+    """
+    where = f"feature {text!r}"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SchemaError(f"{where}: {str(error).lower()}. Close the quotes.") from None
+    if not words:
+        raise SchemaError("a feature is empty. Give a kind and settings: mean_target by=city,item")
+    choice(where, "kind", words[0], sorted(KINDS))
+    hints = typing.get_type_hints(KINDS[words[0]])
+    values: dict[str, Any] = {"kind": words[0]}
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SchemaError(f"{where}: {word!r} is no setting. Write key=value, without blanks around the sign.")
+        if key in values:
+            raise SchemaError(f"{where}: {key} is given twice.")
+        values[key] = _parsed(value, hints.get(key, str))
+    return feature_from_dict(values, where)
+
+
+def _parsed(text: str, hint: Any) -> Any:
+    """What the text says where a value of this type is wanted; the text itself where it says nothing such."""
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if any(typing.get_origin(kind) is tuple for kind in allowed):
+        return text.split(",") if text else []
+    if str in allowed:
+        return text
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def feature_of(given: Derivation | Mapping[str, Any] | str) -> Derivation:
+    """A feature from itself, from plain values with a ``kind``, or from one line."""
+    if isinstance(given, Derivation):
+        return given
+    return feature_from_text(given) if isinstance(given, str) else feature_from_dict(given, "feature")
+
+
 def leading(features: Sequence[Derivation]) -> int:
     """How many of the features, from the first on, need no row but their own."""
-    for number, feature in enumerate(features):
-        if not isinstance(feature, RowLocal | RowSteps):
-            return number
-    return len(features)
+    local = [isinstance(feature, RowLocal | RowSteps) for feature in features]
+    return [*local, False].index(False)
 
 
 def check_features(features: Sequence[Derivation]) -> None:
@@ -192,3 +283,50 @@ def missing_column(feature: Derivation, column: str, present: Sequence[str]) -> 
         f"{feature.where} reads column {column!r}, which is neither in the input nor made by an earlier feature. "
         f"There are: {listed(present)}." + near(column, list(present))
     )
+
+
+def work_of(feature: Derivation) -> str:
+    """What cannot be worked out where a feature fails."""
+    return f"{feature.where} of {', '.join(map(repr, feature.inputs))}"
+
+
+@contextmanager
+def explained(
+    who: Derivation | str,
+    waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]] = (),
+    name: Callable[[Derivation], str] = work_of,
+) -> Iterator[None]:
+    """Turn Polars' errors in the block into ones of ``who``, or of what it had to wait for.
+
+    Args:
+        who: the feature that is worked out or fitted; or what else, in words.
+        waiting: lazy features in order that the block works out, too, each with a frame that fails if it does.
+        name: how errors call a feature.
+
+    Raises:
+        DataError: what Polars said, of whom, and what to do.
+    """
+    from polars.exceptions import PolarsError
+
+    try:
+        yield
+    except PolarsError as error:
+        cause = error
+        for other, frame in waiting:
+            try:
+                collect(frame)
+            except PolarsError as earlier:
+                who, cause = other, earlier
+                break
+        culprit = who if isinstance(who, str) else name(who)
+        raise DataError(f"{culprit} cannot be worked out: {reason_of(cause)}. {_remedy(who)}") from cause
+
+
+def _remedy(who: Derivation | str) -> str:
+    if isinstance(who, str):
+        return "It must be numbers: mend what is none, or leave such rows out."
+    if getattr(who, "pattern", None) is not None:
+        return "docs/features.md tells what patterns know."
+    if who.numbers:
+        return f"It wants numbers in {', '.join(map(repr, who.numbers))}: mend what is none, or make it missing."
+    return "docs/features.md describes the kinds."

@@ -1,11 +1,12 @@
-"""Rows of equal keys in a frame in memory: codes of keys, and rows sorted by them.
+"""Rows of equal keys in a frame in memory: codes of keys, rows sorted by them, and hashes of texts.
 
 Missing values are a key of their own, NaN is missing, and -0.0 is 0.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,36 +14,19 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.base.ordered import ordered_map
 from stoker.ops.codegen.jit import jit
-from stoker.prep.parse.dictionaries import number_texts
+from stoker.prep.parse.dictionaries import splitmix, text_hashes
 
 __all__ = [
-    "CODE",
-    "Codes",
-    "Groups",
-    "check_key",
-    "join_codes",
-    "key",
-    "key_codes",
-    "order_codes",
-    "sort_rows",
-    "with_codes",
-]
+    "Codes", "Groups", "join_codes", "key", "key_codes", "order_codes", "row_folds", "sort_rows", "sorted_groups",
+    "stable_hash", "starts_of", "text_of",
+]  # fmt: skip
 
 Codes = npt.NDArray[np.uint64]
-CODE = "__code:"  # how the name of a column with the codes of another one begins
+_SLICE = 2**17  # rows in order of their keys that are worked on at a time
 _MOST = 2**62  # codes of joined columns stay below
 _DIGIT = 11  # bits: counts of so many values stay in the first cache
-
-
-def check_key(name: str, dtype: Any) -> None:
-    """Raise :class:`DataError` if values of this type cannot be keys."""
-    whole = dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean
-    if not (whole or dtype.is_float() or dtype in (pl.String, pl.Categorical, pl.Enum)):
-        raise DataError(
-            f"column {name!r} holds {dtype}, which cannot be a key. Keys are text, numbers, moments or 0 and 1."
-        )
+_JOINT, _ABSENT = "\x1f", "\x00"  # between texts that are hashed, and for a missing one
 
 
 def key(name: str, dtype: Any) -> pl.Expr:
@@ -51,21 +35,16 @@ def key(name: str, dtype: Any) -> pl.Expr:
     Raises:
         DataError: the type cannot be a key.
     """
-    check_key(name, dtype)
     column = pl.col(name)
     if dtype.is_float():
         return pl.when(column == 0).then(pl.lit(0.0, dtype)).otherwise(column.fill_nan(None)).alias(name)
-    return column.cast(pl.String) if dtype in (pl.Categorical, pl.Enum) else column
-
-
-def with_codes(frame: pl.DataFrame, names: Iterable[str], threads: int = 1) -> pl.DataFrame:
-    """Return the frame with the codes of columns, so that keys that share them number their values once."""
-    wanted = [name for name in dict.fromkeys(names) if CODE + name not in frame.columns]
-
-    def work(name: str) -> pl.Series:
-        return pl.Series(CODE + name, key_codes(frame, [name])[0])
-
-    return frame.with_columns(list(ordered_map(work, wanted, threads)))
+    if dtype in (pl.String, pl.Categorical, pl.Enum):
+        return column if dtype == pl.String else column.cast(pl.String)
+    if not (dtype.is_integer() or dtype.is_temporal() or dtype == pl.Boolean):
+        raise DataError(
+            f"column {name!r} holds {dtype}, which cannot be a key. Keys are text, numbers, moments or 0 and 1."
+        )
+    return column
 
 
 def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
@@ -76,11 +55,7 @@ def key_codes(frame: pl.DataFrame, by: Sequence[str]) -> tuple[Codes, int]:
     """
     codes, bound = np.zeros(0, np.uint64), 0
     for number, name in enumerate(by):
-        if CODE + name in frame.columns:
-            more = frame.get_column(CODE + name).to_numpy()
-            found = more, int(more.max(initial=0)) + 1
-        else:
-            found = _codes(frame.select(key(name, frame.schema[name])).to_series())
+        found = _codes(frame.select(key(name, frame.schema[name])).to_series())
         codes, bound = join_codes(codes, bound, *found) if number else found
     return codes, bound
 
@@ -98,16 +73,22 @@ def _ranked(codes: Codes) -> tuple[Codes, int]:
     order = sort_rows(codes, int(codes.max(initial=0)) + 1)
     ordered = codes[order]
     ranks = np.empty(len(codes), np.uint64)
-    ranks[order] = np.cumsum(np.append(False, ordered[1:] != ordered[:-1])[: len(codes)])
+    ranks[order] = np.cumsum(starts_of(ordered)) - 1
     return ranks, int(ranks.max(initial=0)) + 1
 
 
-def sort_rows(codes: Codes, bound: int, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-    """Return int64 [n], the rows by rising code, those of equal code in the order of ``rows`` (None: as they are).
+def starts_of(values: Any) -> npt.NDArray[np.bool_]:
+    """Return bool [n]: where sorted values begin to be others."""
+    return np.append(True, values[1:] != values[:-1])[: len(values)]
+
+
+def sort_rows(codes: Codes, bound: int, rows: Any = None) -> Any:
+    """Return int32 [n] (of 2**31 rows: int64), the rows by rising code, those of equal code in the order of ``rows``
+    (None: as they are).
 
     All codes are below ``bound``.
     """
-    rows = np.arange(len(codes)) if rows is None else rows
+    rows = np.arange(len(codes), dtype=np.int32 if len(codes) < 2**31 else np.int64) if rows is None else rows
     for shift in range(0, (bound - 1).bit_length(), _DIGIT):
         sorted_rows = np.empty_like(rows)
         _sort_by_digit(codes, np.uint64(shift), rows, np.zeros((1 << _DIGIT) + 1, np.int64), sorted_rows)
@@ -143,8 +124,7 @@ def _sort_by_digit(codes, shift, rows, ends, out):  # type: ignore[no-untyped-de
 def _codes(series: pl.Series) -> tuple[Codes, int]:
     """Return codes of one column, 0 where it is missing."""
     if series.dtype == pl.String:
-        places, _, ends = number_texts(series)
-        return places.astype(np.uint64), len(ends)
+        series = series.cast(pl.Categorical(pl.Categories.random()))  # numbers of distinct texts, of this column alone
     missing = series.is_null()
     whole = series.to_physical()
     if whole.dtype == pl.Boolean:
@@ -169,45 +149,68 @@ def _codes(series: pl.Series) -> tuple[Codes, int]:
 
 
 class Groups:
-    """Rows sorted by a code, rows of equal code in the order of the frame.
+    """Some rows sorted by a code, rows of equal code in the order of the frame.
 
     Args:
-        codes: uint64 [n].
-        bound: all codes are below.
+        rows: of the frame, [m].
+        codes: of these rows.
     """
 
-    def __init__(self, codes: Codes, bound: int) -> None:
-        #: int64 [n]: the rows in sorted order
-        self.order = sort_rows(codes, bound)
-        sorted_codes = codes[self.order]
-        #: int64 [groups]: where each group begins in sorted order
-        self.starts = np.flatnonzero(np.append(True, sorted_codes[1:] != sorted_codes[:-1])[: len(codes)])
+    def __init__(self, rows: Any, codes: Codes) -> None:
+        self.rows = rows
+        #: int64 [groups]: where each group begins
+        self.starts = np.flatnonzero(starts_of(codes))
         #: uint64 [groups]: the code of each group
-        self.codes = sorted_codes[self.starts]
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """int64 [groups]: rows of each group."""
-        return np.diff(self.starts, append=len(self.order))
+        self.codes = codes[self.starts]
+        #: int64 [groups]: rows of each group
+        self.sizes = np.diff(self.starts, append=len(rows))
 
     def sums(self, values: Any) -> Any:
-        """Return the sum of some values, in the order of the frame, over each group."""
-        return np.add.reduceat(values[self.order], self.starts) if len(self.order) else np.zeros(0, values.dtype)
+        """Return the sum over each group of some values of all rows of the frame; of truths, how many there are."""
+        kind = np.int64 if values.dtype == np.bool_ else values.dtype
+        return np.add.reduceat(values[self.rows], self.starts, dtype=kind)
 
-    def count(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return how many rows of each group are wanted."""
-        return self.sizes if wanted.all() else self.sums(wanted.astype(np.int64))
+    def first(self, wanted: npt.NDArray[np.bool_]) -> Any:
+        """Return the first row of each group that is wanted, or the number of all rows where none is."""
+        return np.minimum.reduceat(np.where(wanted[self.rows], self.rows, np.int64(len(wanted))), self.starts)
 
-    def first(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return the first row of each group that is wanted, -1 where none is."""
-        if wanted.all():
-            return self.order[self.starts]
-        rows = np.where(wanted, np.arange(len(wanted)), len(wanted))[self.order]
-        found = np.minimum.reduceat(rows, self.starts)
-        return np.where(found < len(wanted), found, -1)
 
-    def spread(self, values: Any) -> Any:
-        """Return a value of each group for each of its rows, in the order of the frame."""
-        rows = np.empty(len(self.order), values.dtype)
-        rows[self.order] = np.repeat(values, self.sizes)
-        return rows
+def sorted_groups(codes: Codes, bound: int, together: int = 1) -> Iterator[Groups]:
+    """Yield all rows in the order of their codes, some at a time, so that little memory is used for what they make.
+
+    All codes are below ``bound``. Those of one quotient by ``together`` come together.
+    """
+    order = sort_rows(codes, bound)
+    start = 0
+    while start < len(order):
+        stop = min(start + _SLICE, len(order))
+        last = codes[order[stop - 1]] // np.uint64(together)
+        stop = bisect_right(order, last, stop, key=lambda row: codes[row] // np.uint64(together))
+        yield Groups(order[start:stop], codes[order[start:stop]])
+        start = stop
+
+
+def text_of(column: str) -> pl.Expr:
+    """The texts of a column, missing where it is; NaN is missing."""
+
+    def texts(series: pl.Series) -> pl.Series:
+        return (series.fill_nan(None) if series.dtype.is_float() else series).cast(pl.String)
+
+    return pl.col(column).map_batches(texts, return_dtype=pl.String, is_elementwise=True)
+
+
+def stable_hash(columns: Sequence[str], seed: int = 0) -> pl.Expr:
+    """UInt64 hash of the texts of some columns (FNV-1a of UTF-8, finished by splitmix64), the same everywhere."""
+    joined = pl.concat_str([text_of(name).fill_null(_ABSENT) for name in columns], separator=_JOINT)
+    return joined.map_batches(lambda s: pl.Series(text_hashes(s, seed)), return_dtype=pl.UInt64, is_elementwise=True)
+
+
+def row_folds(column: str, seed: int, folds: int) -> pl.Expr:
+    """splitmix64 of a column of whole numbers, as rows are split and sampled, modulo ``folds``; Int32."""
+    mixed: Any = splitmix(np.array([seed], np.uint64))[0]
+
+    def fold(series: pl.Series) -> pl.Series:
+        hashes = splitmix(series.cast(pl.Int64).to_numpy().view(np.uint64) ^ mixed)
+        return pl.Series((hashes % np.uint64(folds)).astype(np.int32))
+
+    return pl.col(column).map_batches(fold, return_dtype=pl.Int32, is_elementwise=True)

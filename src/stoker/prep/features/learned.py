@@ -1,4 +1,4 @@
-"""Features that are fitted on training rows: mean target and count encoding.
+"""Features that are fitted on training rows: mean target and count encoding, properties, and columns of other files.
 
 A fitted feature is a :class:`LearnedTable`: one row per distinct key. Keys are compared exactly; a missing key is a key
 of its own. Sources: Micci-Barreca 2001, "A preprocessing scheme for high-cardinality categorical attributes" (smoothed
@@ -11,29 +11,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from stoker.base.checks import fail, positive
 from stoker.base.engine import collect
 from stoker.base.errors import DataError
-from stoker.prep.features.base import ROW, Derivation, texts
-
-if TYPE_CHECKING:
-    import polars as pl
+from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, groups, pl, texts
 
 __all__ = [
-    "FIRST",
-    "LABEL",
-    "CountEncoding",
-    "KeySums",
-    "Keyed",
-    "Learned",
-    "LearnedTable",
-    "MeanTargetEncoding",
+    "FIRST", "LABEL", "CountEncoding", "Keyed", "Learned", "LearnedTable", "MeanTargetEncoding", "Merge", "Properties",
     "look_up",
-]
+]  # fmt: skip
 
 LABEL = "__label"  # the label, Float64; a column of the rows while features are fitted
 FIRST = "__first"  # the first training row of a key, Int64; a column of tables while they are fitted
@@ -76,7 +67,6 @@ class Learned(Derivation):
     """A feature that is fitted on training rows. One of your own writes :meth:`learn` and :meth:`attach`."""
 
     out_of_fold: ClassVar[bool] = False  # whether training rows need ``LearnedTable.folds``
-    labelled: ClassVar[bool] = False  # whether it reads the label
 
     @property
     def has_table(self) -> bool:
@@ -87,15 +77,8 @@ class Learned(Derivation):
         """Columns of which the learned table has each combination of values once."""
         return ()
 
-    @property
-    def types(self) -> dict[str, Any]:
-        """Polars type of each output."""
-        import polars as pl
-
-        return dict.fromkeys(self.outputs, pl.Float64)
-
     def helpers(self) -> list[pl.Expr]:
-        """Return columns that :meth:`learn` needs beside the inputs, and :meth:`attach` of training rows, too."""
+        """Return columns that :meth:`learn` needs besides the inputs, and :meth:`attach` of training rows, too."""
         return []
 
     @abstractmethod
@@ -112,15 +95,6 @@ class Learned(Derivation):
             train: which rows are training rows that ``learned.folds`` knows; None: none.
         """
 
-    def learn_attach(self, rows: pl.DataFrame) -> tuple[LearnedTable, list[pl.Series]]:
-        """Fit on training rows in memory; return the table and the outputs of these rows."""
-        import polars as pl
-
-        found = self.learn(rows.lazy())
-        train = None if found.folds is None else pl.lit(True)
-        made = self.attach(rows.lazy(), found, train).select(self.outputs).collect()
-        return found, made.get_columns()
-
 
 def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, found: Mapping[str, str]) -> pl.LazyFrame:
     """Return the frame with columns of the table's row of the same key; missing where the table has no such key.
@@ -131,14 +105,10 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
         table: has each key once. A value of another type is found where it is the same value: 1.0 for 1, not 1.5.
         found: new column of the frame -> column of the table.
     """
-    import polars as pl
-
-    from stoker.prep.features.groups import key
-
     have = frame.collect_schema()
     keys, columns, foreign = {}, {}, None
     for number, (name, other) in enumerate(by.items()):
-        given, wanted = key(name, have[name]), table.schema[other]
+        given, wanted = groups.key(name, have[name]), table.schema[other]
         if have[name] == wanted and given.meta.eq(pl.col(name)):  # joined as it is, without a copy
             columns[name] = pl.col(other)
             continue
@@ -149,7 +119,7 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
                 back = cast.cast(have[name], strict=False)
                 wrong = wrong | (given.is_not_null() & (back.is_null() | (back != given)).fill_null(True))
             given, foreign = cast, wrong if foreign is None else foreign | wrong
-        keys[f"__key:{number}"], columns[f"__key:{number}"] = given, key(other, wanted)
+        keys[f"__key:{number}"], columns[f"__key:{number}"] = given, groups.key(other, wanted)
     known = table.lazy().select(**columns, **{new: pl.col(old) for new, old in found.items()})
     if foreign is not None:
         frame = frame.with_columns(foreign.alias(_FOREIGN))
@@ -165,14 +135,11 @@ def look_up(frame: pl.LazyFrame, by: Mapping[str, str], table: pl.DataFrame, fou
 class Keyed(Learned):
     """A learned feature whose table is made key by key, so that rows may be worked on by partitions of the keys."""
 
+    reads = "by"
     by: tuple[str, ...]
 
     def check(self) -> None:
         texts(self.where, "by", self.by)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return self.by
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -182,12 +149,10 @@ class Keyed(Learned):
         """Return what all training rows say, whatever their keys."""
         return {}
 
-    def facts_in_memory(self, rows: pl.DataFrame) -> dict[str, Any]:
-        """As :meth:`facts`, of rows in memory."""
-        return self.facts(rows.lazy())
-
     @abstractmethod
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
+    def work_out(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
         """Fit and encode at once.
 
         Args:
@@ -196,49 +161,29 @@ class Keyed(Learned):
             facts: by :meth:`facts`.
 
         Returns:
-            What the table of these keys is made of, and the output of each row.
+            A function that makes the table of these keys with ``__first``, in its order, and the output of each row.
         """
 
-    def learn_attach(self, rows: pl.DataFrame) -> tuple[LearnedTable, list[pl.Series]]:
-        facts = self.facts_in_memory(rows)
-        sums, made = self.work_out(rows, np.ones(rows.height, np.bool_), facts)
-        keys = rows.select(*self.by, ROW)
-        return LearnedTable(table=lambda: sums.table(keys).drop(FIRST), facts=facts, distinct=True), [made]
-
     def _keys(self, rows: pl.LazyFrame) -> list[pl.Expr]:
-        from stoker.prep.features.groups import key
-
         schema = rows.collect_schema()
-        return [key(name, schema[name]) for name in self.by]
+        return [groups.key(name, schema[name]) for name in self.by]
 
+    def _table(self, rows: pl.DataFrame, values: Mapping[str, Any]) -> Callable[[], pl.DataFrame]:
+        """Return a function that makes the table of the keys with a first training row.
 
-@dataclass(frozen=True, kw_only=True)
-class KeySums:
-    """The learned values of some keys.
+        Args:
+            rows: with the key and ``__row``.
+            values: column -> [keys]; ``__first`` is the place of the first training row of each key, or the number of
+                rows where it has none.
+        """
+        keys = rows.select(*self.by, ROW)
 
-    Args:
-        by: the columns of the key.
-        first: int64 [keys]: place of the first training row of each; -1 for a key that has none and is left out.
-        values: column -> [keys].
-    """
+        def make() -> pl.DataFrame:
+            made = pl.DataFrame(dict(values)).filter(pl.col(FIRST) < keys.height).sort(FIRST)
+            found = keys[made.get_column(FIRST)].rename({ROW: FIRST})
+            return found.with_columns(groups.key(name, keys.schema[name]) for name in self.by).hstack(made.drop(FIRST))
 
-    by: Sequence[str]
-    first: Any
-    values: Mapping[str, Any]
-
-    def table(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Return one row per key with ``__first``, in its order; ``rows`` have the key and ``__row``."""
-        import polars as pl
-
-        from stoker.prep.features.groups import key
-
-        key_of = np.full(rows.height, -1)
-        known = self.first >= 0
-        key_of[self.first[known]] = np.flatnonzero(known)
-        places = np.flatnonzero(key_of >= 0)
-        keys = rows.select(pl.col(*self.by, ROW).gather(pl.Series(places))).rename({ROW: FIRST})
-        made = [pl.Series(name, values[key_of[places]]) for name, values in self.values.items()]
-        return keys.with_columns(key(name, rows.schema[name]) for name in self.by).with_columns(made)
+        return make
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,34 +191,26 @@ class CountEncoding(Keyed):
     """How many training rows have this key; 0 for a key that none has."""
 
     kind: ClassVar[str] = "count"
-
-    @property
-    def types(self) -> dict[str, Any]:
-        import polars as pl
-
-        return {self.name: pl.Int64}
+    read_as = COUNT
 
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
-        import polars as pl
-
         counted = rows.group_by(self._keys(rows)).agg(pl.len().cast(pl.Int64).alias(_COUNT), pl.col(ROW).min())
         return LearnedTable(table=collect(counted, engine).sort(ROW).drop(ROW), distinct=True)
 
     def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        import polars as pl
-
         found = look_up(frame, {name: name for name in self.by}, learned.table, {self.name: _COUNT})
         return found.with_columns(pl.col(self.name).fill_null(0))
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
-        import polars as pl
-
-        from stoker.prep.features.groups import Groups, key_codes
-
-        groups = Groups(*key_codes(rows, self.by))
-        counts = groups.count(train)
-        sums = KeySums(by=self.by, first=groups.first(train), values={_COUNT: counts})
-        return sums, pl.Series(self.name, groups.spread(counts))
+    def work_out(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
+        made, counts, first = (np.empty(rows.height, np.int64) for _ in range(3))
+        keys = 0
+        for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
+            here = slice(keys, keys := keys + len(some.codes))
+            counts[here], first[here] = some.sums(train), some.first(train)
+            made[some.rows] = np.repeat(counts[here], some.sizes)
+        return self._table(rows, {_COUNT: counts[:keys], FIRST: first[:keys]}), pl.Series(self.name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +234,7 @@ class MeanTargetEncoding(Keyed):
 
     kind: ClassVar[str] = "mean_target"
     out_of_fold: ClassVar[bool] = True
-    labelled: ClassVar[bool] = True
+    reads = "by fold_by"
     folds: int = 8
     smoothing: float = 20.0
     fold_by: tuple[str, ...] = ()
@@ -317,7 +254,7 @@ class MeanTargetEncoding(Keyed):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.by, *self.fold_by)))
+        return tuple(dict.fromkeys(super().inputs))
 
     def in_groups(self, column: str | None) -> MeanTargetEncoding:
         return self if self.fold_by or column is None else replace(self, fold_by=(column,))
@@ -328,47 +265,29 @@ class MeanTargetEncoding(Keyed):
         return "\x1f".join([f"__fold:{self.folds}:{self.seed}:", *self.fold_by])
 
     def helpers(self) -> list[pl.Expr]:
-        import polars as pl
-
-        from stoker.prep.features.hashing import row_folds, stable_hash
-
         if not self.fold_by:
-            return [row_folds(ROW, self.seed, self.folds).alias(self.fold_column)]
-        return [(stable_hash(self.fold_by, self.seed) % self.folds).cast(pl.Int32).alias(self.fold_column)]
+            return [groups.row_folds(ROW, self.seed, self.folds).alias(self.fold_column)]
+        return [(groups.stable_hash(self.fold_by, self.seed) % self.folds).cast(pl.Int32).alias(self.fold_column)]
 
     def facts(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> dict[str, Any]:
         """Return the mean of all labels and, for each fold, that of the other folds."""
-        import polars as pl
-
-        label, fold = pl.col(LABEL), pl.col(self.fold_column)
-        sums = rows.group_by(fold).agg(label.sum().alias(_SUM), pl.len().alias(_COUNT),
-                                       (~label.is_finite()).fill_null(True).sum().alias("without"))  # fmt: skip
+        label = pl.col(LABEL)
+        without = (~label.is_finite()).fill_null(True).sum().alias("without")
+        sums = rows.group_by(self.fold_column).agg(label.sum().alias(_SUM), pl.len().alias(_COUNT), without)
         found = collect(sums, engine)
         of_fold = np.zeros((self.folds, 2))
         of_fold[found[self.fold_column].to_numpy()] = found.select(_SUM, _COUNT).to_numpy()
-        return self._means(of_fold, int(found["without"].sum()))
-
-    def facts_in_memory(self, rows: pl.DataFrame) -> dict[str, Any]:
-        labels = rows.get_column(LABEL).fill_null(np.nan).to_numpy()
-        fold = rows.get_column(self.fold_column).to_numpy()
-        sums, counts = (np.bincount(fold, weights, self.folds) for weights in (labels, None))
-        return self._means(np.stack([sums, counts], axis=1), int((~np.isfinite(labels)).sum()))
-
-    def _means(self, of_fold: Any, without: int) -> dict[str, Any]:
-        """Return the facts of the sum and number of labels of each fold [folds, 2]."""
-        if without:
-            raise DataError(
-                f"{self.where}: the label is missing or no number in {without:,} of {of_fold[:, 1].sum():,.0f} "
-                "training rows. Leave such rows out, or fill the label."
-            )
         (total, count), sides = of_fold.sum(axis=0).tolist(), of_fold.tolist()
+        if bad := int(found["without"].sum()):
+            raise DataError(
+                f"{self.where}: the label is missing or no number in {bad:,} of {count:,.0f} training rows. Leave such "
+                "rows out, or fill the label."
+            )
         mean = total / count if count else 0.0
         others = [(total - s) / (count - n) if count > n else mean for s, n in sides]
         return {"mean": mean, "other_folds_mean": others}
 
     def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
-        import polars as pl
-
         facts = self.facts(rows, engine=engine)
         of_fold = rows.group_by(*self._keys(rows), self.fold_column).agg(
             pl.col(LABEL).sum().alias(_SUM), pl.len().cast(pl.Int64).alias(_COUNT), pl.col(ROW).min()
@@ -379,8 +298,6 @@ class MeanTargetEncoding(Keyed):
         return LearnedTable(table=table, facts=facts, folds=folds.drop(ROW), distinct=True)
 
     def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
-        import polars as pl
-
         of_key = {"__sum": _SUM, "__count": _COUNT}
         made = look_up(frame, {name: name for name in self.by}, learned.table, of_key)
         total, count = (pl.col(name).cast(pl.Float64).fill_null(0.0) for name in of_key)
@@ -397,35 +314,192 @@ class MeanTargetEncoding(Keyed):
         mean = pl.when(weight > 0).then((total + self.smoothing * prior) / weight).otherwise(prior)
         return made.with_columns(mean.alias(self.name)).drop(*of_key, *mine)
 
-    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[KeySums, pl.Series]:
-        import polars as pl
-
-        from stoker.prep.features.groups import Groups, join_codes, key_codes
-
-        fold = rows.get_column(self.fold_column).to_numpy()
-        groups = Groups(
-            *join_codes(*key_codes(rows, self.by), fold.astype(np.uint64), self.folds)
-        )  # by key and fold: the groups of a key follow each other
-        keys = groups.codes // np.uint64(self.folds)
-        starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
-        size = np.diff(starts, append=len(keys))
+    def work_out(
+        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
+    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
+        fold = rows.get_column(self.fold_column).to_numpy().astype(np.uint64)
         label = rows.get_column(LABEL).fill_null(0.0).to_numpy()
-        sums = groups.sums(label if train.all() else np.where(train, label, 0.0))
-        counts = groups.count(train).astype(np.float64)
-        totals = [np.add.reduceat(one, starts) if len(one) else one for one in (sums, counts)]
-        prior = np.array(facts["other_folds_mean"])[(groups.codes % np.uint64(self.folds)).astype(np.int64)]
-        rests = [np.repeat(total, size) - one for total, one in zip(totals, (sums, counts), strict=True)]
-        made = groups.spread(self._smoothed(rests, prior))
-        if not train.all():
-            every = np.repeat(self._smoothed(totals, facts["mean"]), size)
-            made = np.where(train, made, groups.spread(every))
-        first = groups.first(train)  # -1 is the greatest number without a sign
-        first = np.minimum.reduceat(first.view(np.uint64), starts).view(np.int64) if len(first) else first
-        values = {_SUM: totals[0], _COUNT: totals[1].astype(np.int64)}
-        return KeySums(by=self.by, first=first, values=values), pl.Series(self.name, made)
+        if not (all_train := train.all()):
+            label = np.where(train, label, 0.0)
+        others = np.array(facts["other_folds_mean"])
+        made, sums = np.empty(rows.height), np.empty(rows.height)
+        counts, first = np.empty(rows.height, np.int64), np.empty(rows.height, np.int64)
+        keys = 0
+        # Groups are of a key and a fold; those of a key follow each other.
+        codes, bound = groups.join_codes(*groups.key_codes(rows, self.by), fold, self.folds)
+        for some in groups.sorted_groups(codes, bound, self.folds):
+            starts = np.flatnonzero(groups.starts_of(some.codes // np.uint64(self.folds)))
+            size = np.diff(starts, append=len(some.codes))
+            sides = some.sums(label), some.sums(train).astype(np.float64)
+            totals = [np.add.reduceat(side, starts) for side in sides]
+            prior = others[(some.codes % np.uint64(self.folds)).astype(np.int64)]
+            rests = [np.repeat(total, size) - side for total, side in zip(totals, sides, strict=True)]
+            encoded = np.repeat(self._smoothed(rests, prior), some.sizes)
+            if not all_train:
+                every = np.repeat(np.repeat(self._smoothed(totals, facts["mean"]), size), some.sizes)
+                encoded = np.where(train[some.rows], encoded, every)
+            made[some.rows] = encoded
+            here = slice(keys, keys := keys + len(starts))
+            sums[here], counts[here], first[here] = *totals, np.minimum.reduceat(some.first(train), starts)
+        values = {_SUM: sums[:keys], _COUNT: counts[:keys], FIRST: first[:keys]}
+        return self._table(rows, values), pl.Series(self.name, made)
 
     def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
         """Return the encodings of sums of labels and numbers of rows."""
         weight = sums[1] + self.smoothing
         found = sums[0] + self.smoothing * prior
         return np.where(weight > 0, found / np.where(weight > 0, weight, 1.0), prior)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Learned):
+    """Columns of ``file``, joined where its ``key`` equals ``on``; missing for keys that the file does not have.
+
+    The file is read once, when a dataset is prepared, and kept with it: new rows meet the metadata of then.
+
+    Args:
+        on: column of the rows.
+        file: delimited text, Parquet or JSON lines, with one line per key. A relative path in a schema file is looked
+            for beside that file first, then, as any other, in the working directory.
+        columns: of the file, to join as text; their names in the result are ``name_<column>``.
+        number_columns: as ``columns``, but numbers.
+        key: column of the file; empty: called as ``on``.
+    """
+
+    kind: ClassVar[str] = "merge"
+    reads = "on"
+    beside: ClassVar[Path | None] = None  # folder of the schema file; no setting, so that no dataset depends on it
+    on: str
+    file: str
+    columns: tuple[str, ...] = ()
+    number_columns: tuple[str, ...] = ()
+    key: str = ""
+
+    def check(self) -> None:
+        texts(self.where, "columns", (*self.columns, *self.number_columns))
+        if not self.file:
+            fail(self.where, "file", "is empty")
+
+    def of_schema(self, folder: Path) -> Merge:
+        """The same feature, of a schema file in ``folder``."""
+        made = replace(self)
+        object.__setattr__(made, "beside", folder)
+        return made
+
+    @property
+    def path(self) -> Path:
+        """The file: beside the schema file if it is there, else seen from the working directory."""
+        near = None if self.beside is None else self.beside / self.file
+        return near if near is not None and near.is_file() else Path(self.file)
+
+    def check_file(self) -> None:
+        """Look whether the file is there and has the columns. Raises :class:`DataError`."""
+        from stoker.prep.features.tables import open_table
+
+        if not self.path.is_file():
+            places = [Path.cwd()] if self.beside is None else [self.beside.absolute(), Path.cwd()]
+            listed = "" if Path(self.file).is_absolute() else f" in {' or '.join(map(str, dict.fromkeys(places)))}"
+            raise DataError(f"{self.where}: there is no file {self.file!r}{listed}. Check the path.")
+        open_table(self.path, self._types())
+
+    def _types(self) -> dict[str, str]:
+        """Columns of the file that are read."""
+        texts_, numbers = dict.fromkeys(self.columns, "string"), dict.fromkeys(self.number_columns, "float")
+        return {self.key or self.on: "string", **texts_, **numbers}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}_{column}" for column in (*self.columns, *self.number_columns))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.on,)
+
+    def model_columns(self) -> dict[str, dict[str, Any]]:
+        many = len(self.columns)
+        return {name: TEXT if place < many else MAYBE_MISSING for place, name in enumerate(self.outputs)}
+
+    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+        from stoker.prep.features.tables import read_table
+
+        key = self.key or self.on
+        if key in (*self.columns, *self.number_columns):
+            raise DataError(f"{self.where}: {key!r} is the key of {self.file} and cannot be joined, too. Leave it out.")
+        self.check_file()
+        types = self._types()
+        table = read_table(self.path, types).rename({c: f"{self.name}_{c}" for c in types if c != key})
+        there = rows.collect_schema()[self.on]
+        if not there.is_integer() and there != pl.String:
+            raise DataError(f"{self.where}: column {self.on!r} holds {there}, not text or whole numbers.")
+        # Keys that are no such number can match no row; "7" and "07" are the same one.
+        table = table.rename({key: self.on}).cast({self.on: there}, strict=False).drop_nulls(self.on)
+        twice = table.filter(table[self.on].is_duplicated())
+        if twice.height:
+            raise DataError(
+                f"{self.where}: {self.file} has {twice.height:,} lines whose {key} another line has, too, for example "
+                f"{twice[self.on][0]!r}. Keep one line for each."
+            )
+        return LearnedTable(table=table, distinct=True)
+
+    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        return look_up(frame, {self.on: self.on}, learned.table, {name: name for name in self.outputs})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Properties(Learned):
+    """Columns ``name_1`` ... ``name_<most>``: whether the list in ``column`` holds each of some values.
+
+    Args:
+        column: text, pieces between ``separator``.
+        values: the values in order. Empty: the ``most`` values in the most training rows, those in equally many rows by
+            rising text; where there are fewer, the last columns are 0. The learned table tells which is which.
+        most: number of columns where ``values`` is empty.
+    """
+
+    kind: ClassVar[str] = "properties"
+    reads = "column"
+    read_as: ClassVar[dict[str, Any]] = {}
+    column: str
+    separator: str = "|"
+    values: tuple[str, ...] = ()
+    most: int | None = None
+
+    def check(self) -> None:
+        if bool(self.values) == (self.most is not None):
+            fail(self.where, "values", "and most: give one of the two")
+        positive(self.where, "most", self.most)
+        texts(self.where, "values", self.values, least=0)
+        if not self.separator:
+            fail(self.where, "separator", "is empty")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}_{number}" for number in range(1, (self.most or len(self.values)) + 1))
+
+    def learn(self, rows: pl.LazyFrame, *, engine: str = "streaming") -> LearnedTable:
+        if self.values:
+            return LearnedTable(table=pl.DataFrame({"value": list(self.values)}))
+        # Distinct texts first: a list that many rows share is split once.
+        lists = rows.group_by(pl.col(self.column).cast(pl.String).alias("value")).agg(pl.len().alias("count"))
+        pieces = lists.with_columns(pl.col("value").str.split(self.separator).list.unique()).explode("value")
+        counted = pieces.filter(pl.col("value").str.len_bytes() > 0).group_by("value").agg(pl.col("count").sum())
+        found = collect(counted, engine).sort("count", "value", descending=[True, False])
+        return LearnedTable(table=found.head(self.most or 0).cast({"count": pl.Int64}))
+
+    def attach(self, frame: pl.LazyFrame, learned: LearnedTable, train: pl.Expr | None = None) -> pl.LazyFrame:
+        known = learned.table.select("value").with_row_index("column")
+
+        def marked(series: pl.Series) -> pl.Series:
+            """Look at each distinct text once."""
+            encoded = series.rechunk().to_arrow().dictionary_encode(null_encoding="encode")
+            distinct = pl.DataFrame({"value": pl.Series(pl.from_arrow(encoded.dictionary), dtype=pl.String)})
+            pieces = distinct.with_row_index("at").with_columns(pl.col("value").str.split(self.separator))
+            hits = pieces.explode("value").join(known, on="value")
+            marks = np.zeros((len(self.outputs), max(1, distinct.height)), np.int8)
+            marks[hits["column"].to_numpy(), hits["at"].to_numpy()] = 1
+            made = marks[:, encoded.indices.to_numpy(zero_copy_only=False)]
+            return pl.DataFrame(dict(zip(self.outputs, made, strict=True))).to_struct("__made")
+
+        types = pl.Struct(dict.fromkeys(self.outputs, pl.Int8))
+        made = pl.col(self.column).cast(pl.String).map_batches(marked, return_dtype=types, is_elementwise=True)
+        return frame.with_columns(made.alias("__made")).unnest("__made")

@@ -12,34 +12,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from stoker.base.checks import choice, fail, positive
 from stoker.base.errors import DataError
-from stoker.dataset.leftovers import UnusableInput
-from stoker.prep.features.base import ROW, Derivation, texts
-from stoker.prep.features.explain import explained
+from stoker.prep.features.base import COUNT, MAYBE_MISSING, ROW, TEXT, Derivation, explained, groups, pl, texts
 from stoker.prep.features.lists import lists_of, previous_values
 
-if TYPE_CHECKING:
-    import polars as pl
-
-    from stoker.prep.features.groups import Codes
-
 __all__ = [
-    "WEIGHT",
-    "Difference",
-    "GroupOrder",
-    "History",
-    "Past",
-    "PastCount",
-    "Previous",
-    "Rank",
-    "SinceLast",
-    "work_out",
-]
+    "WEIGHT", "Difference", "GroupOrder", "History", "Past", "PastCount", "Previous", "Rank", "SinceLast", "work_out",
+]  # fmt: skip
 
 WEIGHT = "__weight"  # how many events a row of a state stands for, Int64; a column of states of counts
 
@@ -54,6 +38,8 @@ class Past(Derivation):
         events: a column of numbers; rows above 0 are looked back at. None: all.
     """
 
+    reads = "by order events"
+    reads_numbers = "order events"
     by: tuple[str, ...]
     order: str
     events: str | None = None
@@ -62,17 +48,8 @@ class Past(Derivation):
         texts(self.where, "by", self.by)
 
     @property
-    def values(self) -> tuple[str, ...]:
-        """Columns whose values it looks at, beside the group's."""
-        return (self.order, *([self.events] if self.events else []))
-
-    @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.by, *self.values)))
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.order, *([self.events] if self.events else []))))
+        return tuple(dict.fromkeys(super().inputs))
 
     @property
     def direction(self) -> int:
@@ -98,8 +75,6 @@ class Past(Derivation):
 
     def _stored(self, frame: pl.DataFrame, places: Any) -> pl.DataFrame:
         """The rows of the frame at some places, as a state holds them."""
-        import polars as pl
-
         return frame.select(pl.col(*self.inputs, ROW).gather(pl.Series(places)))
 
 
@@ -127,15 +102,11 @@ class GroupOrder:
 
     Args:
         frame: whole groups.
-        groups: codes of the groups and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
+        codes: of the groups, and their bound, by :func:`~stoker.prep.features.groups.key_codes`.
         order, direction: of the features that share it.
     """
 
-    def __init__(self, frame: pl.DataFrame, groups: tuple[Codes, int], order: str, direction: int) -> None:
-        import polars as pl
-
-        from stoker.prep.features.groups import order_codes, sort_rows
-
+    def __init__(self, frame: pl.DataFrame, codes: tuple[Any, int], order: str, direction: int) -> None:
         values = frame.get_column(order)
         if values.dtype.is_temporal():
             values = values.to_physical()
@@ -143,31 +114,30 @@ class GroupOrder:
             values = values.cast(pl.Float64).fill_nan(None)
         #: bool [n]: which rows have an order
         self.known = values.is_not_null().to_numpy()
-        rows = np.flatnonzero(self.known)
-        order_of = _ordered(values.fill_null(0).to_numpy())[rows]
+        order_of, (key, bound) = _ordered(values.fill_null(0).to_numpy()), codes
+        rows = None if self.known.all() else np.flatnonzero(self.known)
+        if rows is not None:
+            order_of, key = order_of[rows], key[rows]
         if direction < 0:  # for whole numbers the complement: the least one has no negative
             order_of = -order_of if order_of.dtype == np.float64 else ~order_of
-        codes = groups[0][rows]
         by_order = None
         if (order_of[1:] < order_of[:-1]).any():  # a log mostly is in order
-            by_order = sort_rows(*order_codes(order_of))
-        places = sort_rows(codes, groups[1], by_order)
-        #: int64 [m]: the rows in sorted order; all below is in it
-        self.sorted = rows[places]
+            by_order = groups.sort_rows(*groups.order_codes(order_of))
+        places = groups.sort_rows(key, bound, by_order)
+        #: int32 or int64 [m]: the rows in sorted order; all below is in it
+        self.sorted = places if rows is None else rows[places].astype(places.dtype)
         self.order = order_of[places]
-        codes = codes[places]
-        new_group = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
-        new_moment = new_group | np.append(True, self.order[1:] != self.order[:-1])[: len(codes)]
-        #: int64 [m]: the number of each row's moment, and where its group and its moment begin
-        self.moment = np.cumsum(new_moment) - 1
-        self.group_start = _repeated(new_group)
-        self.moment_start = _repeated(new_moment)
+        new_group = groups.starts_of(key[places])
+        new_moment = new_group | groups.starts_of(self.order)
+        #: [m]: the number of each row's moment, and where its group and its moment begin
+        self.moment = np.cumsum(new_moment, dtype=places.dtype) - 1
+        place = np.arange(len(places), dtype=places.dtype)
+        self.group_start = np.maximum.accumulate(np.where(new_group, place, 0))
+        self.moment_start = np.maximum.accumulate(np.where(new_moment, place, 0))
         self._last: dict[str | None, Any] = {}
 
     def events(self, frame: pl.DataFrame, column: str | None) -> Any:
         """bool [m]: which rows are looked back at."""
-        import polars as pl
-
         if column is None:
             return np.ones(len(self.sorted), np.bool_)
         return (frame.get_column(column).cast(pl.Float64).fill_nan(None) > 0).fill_null(False).to_numpy()[self.sorted]
@@ -175,7 +145,7 @@ class GroupOrder:
     def last(self, frame: pl.DataFrame, column: str | None) -> Any:
         """int64 [n], in the order of the frame: the row of the last event before, or -1."""
         if column not in self._last:
-            place = np.arange(len(self.sorted))
+            place = np.arange(len(self.sorted), dtype=self.sorted.dtype)
             latest = np.maximum.accumulate(np.where(self.events(frame, column), place, -1))
             found = np.append(latest, -1)[self.moment_start - 1]  # what is before the first row is -1
             rows = np.append(self.sorted, -1)[np.where(found >= self.group_start, found, -1)]
@@ -189,8 +159,8 @@ class GroupOrder:
 
     def ends(self, places: Any) -> Any:
         """Of some places in sorted order, rising: where in ``places`` the group of each ends."""
-        groups = self.group_start[places]
-        return np.searchsorted(groups, groups, side="right")
+        starts = self.group_start[places]
+        return np.searchsorted(starts, starts, side="right")
 
     def first_older(self, stored: int) -> tuple[int, int] | None:
         """Return a row behind the first ``stored`` ones of the frame that is before one of these in its group, and the
@@ -219,7 +189,7 @@ class GroupOrder:
                 bound = self.order - np.float64(window)
         low, high = self.group_start.copy(), np.where(bounded, self.moment_start, self.group_start)
         while (open_ := low < high).any():  # a binary search for all rows at once
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             below = open_ & (self.order[np.minimum(middle, len(self.order) - 1)] < bound)
             low, high = np.where(below, middle + 1, low), np.where(open_ & ~below, middle, high)
         return low
@@ -231,11 +201,6 @@ class GroupOrder:
         return rows
 
 
-def _repeated(begins: Any) -> Any:
-    """Return for each row the last one before it, or itself, where something begins."""
-    return np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
-
-
 def _ordered(values: Any) -> Any:
     """Numbers as int64 or float64 of the same order and the same differences."""
     if values.dtype == np.uint64:
@@ -245,16 +210,7 @@ def _ordered(values: Any) -> Any:
 
 def _taken(series: pl.Series, rows: Any) -> pl.Series:
     """``series[rows]``, missing where a row is -1."""
-    import polars as pl
-
-    known = rows >= 0
-    # Decimals and whole numbers of 128 bits are numbers that NumPy has no type for.
-    plain = series.dtype.is_numeric() and not str(series.dtype).startswith(("Decimal", "Int128", "UInt128"))
-    if plain and series.null_count() == 0:
-        taken = pl.Series(series.to_numpy()[np.maximum(rows, 0)], dtype=series.dtype)
-    else:
-        taken = series.gather(np.maximum(rows, 0))
-    return taken if known.all() else taken.zip_with(pl.Series(known), pl.Series([None], dtype=series.dtype))
+    return series.gather(pl.Series(rows).set(pl.Series(rows < 0), None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,11 +218,9 @@ class Previous(_LastEvents):
     """The value of ``column`` at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "previous"
+    reads = "by column order events"
+    read_as = TEXT
     column: str
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
         return _taken(frame.get_column(self.column), rows.last(frame, self.events)).alias(self.name)
@@ -283,6 +237,7 @@ class History(_LastEvents):
     """
 
     kind: ClassVar[str] = "history"
+    reads = "by column order events"
     column: str
     length: int = 20
 
@@ -291,19 +246,16 @@ class History(_LastEvents):
         positive(self.where, "length", self.length)
 
     @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
-
-    @property
     def depth(self) -> int:
         return self.length
+
+    def model_columns(self) -> dict[str, dict[str, Any]]:
+        return {self.name: {**TEXT, "max_length": self.length}}
 
     def recorded(self, frame: pl.DataFrame, rows: GroupOrder) -> Any:
         return super().recorded(frame, rows) & self._items(frame).is_not_null().to_numpy()[rows.sorted]
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         items = self._items(frame)
         if items.dtype.is_nested():
             raise DataError(f"{self.where} reads column {self.column!r} of {items.dtype}, and wants single values.")
@@ -324,19 +276,12 @@ class Difference(_LastEvents):
     """``column`` minus its value at the group's last row before; missing where there is none."""
 
     kind: ClassVar[str] = "difference"
+    reads = "by column order events"
+    reads_numbers = "column order events"
+    read_as = MAYBE_MISSING
     column: str
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        return (self.column, *super().values)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.column, *super().numbers)))
-
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         values = frame.get_column(self.column).cast(pl.Float64)
         return (values - _taken(values, rows.last(frame, self.events))).alias(self.name)
 
@@ -346,10 +291,9 @@ class SinceLast(_LastEvents):
     """How far ``order`` has moved since the group's last row before, in its unit; missing where there is none."""
 
     kind: ClassVar[str] = "since_last"
+    read_as: ClassVar[dict[str, Any]] = {**MAYBE_MISSING, **COUNT}
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         last = rows.last(frame, self.events)
         order = rows.back(rows.order, 0)
         before = order[np.maximum(last, 0)]
@@ -365,6 +309,7 @@ class PastCount(Past):
     """How many rows of the group lie before, or at most ``window`` before, in the unit of ``order``."""
 
     kind: ClassVar[str] = "past_count"
+    read_as = COUNT
     window: float | None = None
 
     def check(self) -> None:
@@ -373,8 +318,6 @@ class PastCount(Past):
             fail(self.where, "window", f"{self.window} is not above 0. Leave it out to count from the beginning")
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         counted = pl.Series(self.name, rows.back(rows.count(self._weights(frame, rows), self.window), 0))
         return counted if rows.known.all() else counted.set(pl.Series(~rows.known), None)
 
@@ -386,8 +329,6 @@ class PastCount(Past):
     def state(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.DataFrame:
         """Return a row for the events at the last moment of each group and one for those before it; with a window, one
         for each moment in the window before the last. ``__weight`` says how many events a row stands for."""
-        import polars as pl
-
         weights = self._weights(frame, rows)
         places = np.flatnonzero(weights)
         last = places[rows.ends(places) - 1]
@@ -423,12 +364,10 @@ class Rank(Past):
         return -1 if self.descending else 1
 
     def compute(self, frame: pl.DataFrame, rows: GroupOrder) -> pl.Series:
-        import polars as pl
-
         rank = rows.moment_start - rows.group_start
         if self.method == "dense":
             rank = rows.moment - rows.moment[rows.group_start]
-        ranked = pl.Series(self.name, rows.back(rank + 1, 0))
+        ranked = pl.Series(self.name, rows.back(rank.astype(np.int64) + 1, 0))
         return ranked if rows.known.all() else ranked.set(pl.Series(~rows.known), None)
 
 
@@ -451,10 +390,6 @@ def work_out(
     Raises:
         DataError: a row that is older than the last stored one of its group.
     """
-    import polars as pl
-
-    from stoker.prep.features.groups import key_codes
-
     orders: dict[Any, GroupOrder] = {}
     codes: dict[Any, Any] = {}
     series: dict[str, Any] = {}
@@ -462,7 +397,7 @@ def work_out(
         key = (feature.by, feature.order, feature.direction)
         with explained(feature):
             if feature.by not in codes:
-                codes = {feature.by: key_codes(frame, feature.by)}
+                codes = {feature.by: groups.key_codes(frame, feature.by)}
             if key not in orders:  # one at a time: each holds three arrays of the frame's length
                 orders = {key: GroupOrder(frame, codes[feature.by], feature.order, feature.direction)}
             if stored and (found := orders[key].first_older(stored)) is not None:
@@ -473,8 +408,10 @@ def work_out(
     return pl.DataFrame([series[feature.name].alias(feature.name) for feature in features])
 
 
-def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> UnusableInput:
+def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> DataError:
     """The error for a row that is older than the last stored one of its group."""
+    from stoker.dataset.leftovers import UnusableInput  # imports torch: 190 MB that features of frames need not
+
     group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
     moments = frame.get_column(feature.order)
     return UnusableInput(

@@ -2,89 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from stoker.base.engine import check_engine, collect
 from stoker.base.errors import ConfigError, DataError
-from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
-from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, column_taken, missing_column
-from stoker.prep.features.explain import explained
-from stoker.prep.features.learned import LABEL, Keyed, Learned, LearnedTable
-from stoker.prep.features.past import Past, work_out
+from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, explained, leading, pl
+from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, runs_of
+from stoker.prep.features.learned import LABEL, Learned, LearnedTable
+from stoker.prep.features.past import Past
+from stoker.prep.features.tables import joined
 
-if TYPE_CHECKING:
-    import polars as pl
+__all__ = ["Fitted", "fit", "fit_apply"]
 
-    Frame = pl.DataFrame | pl.LazyFrame
-
-__all__ = ["Fitted", "add_helpers", "apply_feature", "check_present", "fit", "fit_apply"]
-
-_HELPERS = ("__fold:", "__code:")  # how the names of helper columns begin
-
-
-def check_present(feature: Derivation, columns: Sequence[str], who: str = "the rows") -> None:
-    """Whether the columns that a feature reads are there, and none that it makes. Raises :class:`SchemaError`."""
-    for column in feature.inputs:
-        if column not in columns:
-            raise missing_column(feature, column, [name for name in columns if not name.startswith("__")])
-    for column in feature.outputs:
-        if column in columns:
-            raise column_taken(feature, column, who)
-
-
-def apply_feature(
-    frame: pl.LazyFrame, feature: Derivation, learned: LearnedTable | None = None, train: Any = None
-) -> pl.LazyFrame:
-    """Return the frame with the outputs of one feature more.
-
-    ``learned`` is what it was fitted to; ``train``, an expression, says which rows are training rows, if any. Window
-    features take the frame into memory when it is collected.
-    """
-    if isinstance(feature, RowSteps):
-        return feature.rows(frame)
-    if isinstance(feature, RowLocal):
-        return frame.with_columns(*feature.expressions())
-    if isinstance(feature, Learned):
-        if learned is None:
-            raise ConfigError(f"{feature.where} was not fitted. Use what stoker.features.fit returns.")
-        return feature.attach(frame, learned, train)
-    assert isinstance(feature, Past)
-    return _look_back(frame, [feature])
-
-
-def _look_back(frame: pl.LazyFrame, features: list[Past]) -> pl.LazyFrame:
-    before = frame.collect_schema()
-    probe = work_out(before.to_frame(), features).schema  # no rows: the types of the outputs
-    return frame.map_batches(
-        lambda rows: rows.with_columns(work_out(rows, features).get_columns()), schema={**before, **probe}
-    )
-
-
-def add_helpers(frame: Any, features: Sequence[Derivation]) -> Any:
-    """Return the frame with the helper columns of learned features that are not there yet."""
-    there = set(frame.collect_schema().names())
-    helpers = {one.meta.output_name(): one for some in features if isinstance(some, Learned) for one in some.helpers()}
-    return _more(frame, [one for name, one in helpers.items() if name not in there])
-
-
-def _in_runs(features: Sequence[Derivation]) -> Iterator[list[Derivation]]:
-    """Yield the features one by one; neighbours that are window features, or learned, together, as far as none reads
-    another's output."""
-    run: list[Derivation] = []
-    for feature in features:
-        made = {output for other in run for output in other.outputs}
-        alike = any(run and isinstance(feature, kind) and isinstance(run[0], kind) for kind in (Past, Learned))
-        if run and not (alike and not made & set(feature.inputs)):
-            yield run
-            run = []
-        run.append(feature)
-    if run:
-        yield run
+_SLICE = 2**15  # rows of a frame whose own features are worked out at a time
+_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +41,7 @@ class Fitted:
                         "has, too. Fit the features again."
                     )
 
-    def apply(self, rows: Frame) -> pl.LazyFrame:
+    def apply(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """Return new rows with all features, as they were fitted on the training rows; in order.
 
         Of a lazy frame lazily, so that what cannot be worked out is Polars' error when it is collected; of rows in
@@ -115,9 +51,9 @@ class Fitted:
             SchemaError: an unknown column, or one that is made and there already. DataError: a feature that cannot be
                 worked out, such as of text where it wants numbers.
         """
-        return self._all(rows, training=False)
+        return self._all(rows, None)
 
-    def apply_to_training(self, rows: Frame) -> pl.LazyFrame:
+    def apply_to_training(self, rows: pl.DataFrame | pl.LazyFrame) -> pl.LazyFrame:
         """Return the rows that were fitted on, in the same order, with all features, target encodings out of fold.
 
         For rows in memory :func:`fit_apply` does this and the fitting faster.
@@ -131,38 +67,26 @@ class Fitted:
                     f"{feature.where}: its table has the sums of all training rows, not those of the folds, so "
                     "training rows would be encoded with their own labels. Fit again on them."
                 )
-        return self._all(rows, training=True)
+        return self._all(rows, pl.lit(True))
 
-    def _all(self, rows: Frame, *, training: bool) -> pl.LazyFrame:
-        import polars as pl
-
-        made: Any = rows
+    def _all(self, rows: pl.DataFrame | pl.LazyFrame, train: pl.Expr | None) -> pl.LazyFrame:
+        _check_names(self.features, rows.collect_schema().names())
+        if isinstance(rows, pl.DataFrame):
+            executor = _InMemory(rows, given=self.learned, train=train)
+            for run in executor.runs(self.features):
+                if train is not None:
+                    executor.number()
+                executor.add(run)
+            return executor.finished().lazy()
         numbered = False
-        for run in _in_runs(self.features):
-            for feature in run:
-                check_present(feature, made.collect_schema().names())
-            if training and not numbered and isinstance(run[0], Learned | Past):
-                made, numbered = _more(made, [pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)]), True
-            if training:
-                made = add_helpers(made, run)
-            if isinstance(made, pl.DataFrame):
-                made = _worked_out(made, run, partial(self._outputs, made, training=training), 2)
-            elif isinstance(run[0], Past):
-                made = _look_back(made, [feature for feature in run if isinstance(feature, Past)])
-            else:
-                for feature in run:
-                    with explained(feature):
-                        made = apply_feature(made, feature, self.learned.get(feature.name), _all_train(training))
-        return cast("pl.LazyFrame", _without_helpers(made.lazy()))
-
-    def _outputs(self, frame: pl.DataFrame, feature: Derivation, *, training: bool) -> list[pl.Series]:
-        """Return the outputs of a learned feature of rows in memory."""
-        assert isinstance(feature, Learned)
-        with explained(feature):
-            helpers = [one.meta.output_name() for one in feature.helpers()] if training else []
-            rows = frame.lazy().select(*dict.fromkeys([*feature.inputs, *helpers]))
-            made = apply_feature(rows, feature, self.learned.get(feature.name), _all_train(training))
-            return made.select(feature.outputs).collect().get_columns()
+        for feature in self.features:
+            if train is not None:
+                if not numbered and not isinstance(feature, RowLocal | RowSteps):
+                    rows, numbered = rows.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
+                rows = add_helpers(rows, [feature])
+            with explained(feature):
+                rows = apply_feature(rows, feature, self.learned.get(feature.name), train)
+        return cast("pl.LazyFrame", _without_helpers(rows))
 
     def save(self, directory: str | Path) -> None:
         """Write the tables, and the features themselves, to a directory, with checksums."""
@@ -179,7 +103,9 @@ class Fitted:
         return cls(features=features, learned=learned)
 
 
-def fit(features: Sequence[Derivation], rows: Frame, *, label: str, engine: str = "streaming") -> Fitted:
+def fit(
+    features: Sequence[Derivation], rows: pl.DataFrame | pl.LazyFrame, *, label: str, engine: str = "streaming"
+) -> Fitted:
     """Fit features on training rows, in order.
 
     Args:
@@ -199,29 +125,30 @@ def fit(features: Sequence[Derivation], rows: Frame, *, label: str, engine: str 
     """
     check_engine(engine)
     check_features(features)
+    _check_names(features, rows.collect_schema().names(), label)
     wanted = _read_by_learned(features)
     frame, learned = rows.lazy(), dict[str, LearnedTable]()
     waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
-    names, numbered = frame.collect_schema().names(), False
-    for run in _in_runs(features):
-        frame = _started(frame, run, names, label, waiting, numbered=numbered)
-        numbered |= isinstance(run[0], Learned | Past)
-        for feature in run:
+    numbered = False
+    for feature in features:
+        if not numbered and not isinstance(feature, RowLocal | RowSteps):
+            frame, numbered = frame.with_row_index(ROW).with_columns(_numbers(label)), True
+            waiting.append((f"label column {label!r}", frame.select(LABEL)))
+        frame = add_helpers(frame, [feature])
+        with explained(feature, waiting):
             if isinstance(feature, Learned):
-                with explained(feature, waiting):
-                    learned[feature.name] = feature.learn(frame, engine=engine)
-        for feature in run:
-            if feature.name in wanted or isinstance(feature, RowSteps):
-                with explained(feature, waiting):
-                    frame = apply_feature(frame, feature, learned.get(feature.name), _all_train(True))
-                    if isinstance(feature, Past):  # not again for every learned one
-                        frame, waiting = collect(frame, engine).lazy(), []
-                waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
+                learned[feature.name] = feature.learn(frame, engine=engine)
+            if feature.name not in wanted and not isinstance(feature, RowSteps):
+                continue
+            frame = apply_feature(frame, feature, learned.get(feature.name), pl.lit(True))
+            if isinstance(feature, Past):  # not again for every learned one
+                frame, waiting = collect(frame, engine).lazy(), []
+        waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
     return Fitted(features=tuple(features), learned=learned)
 
 
 def fit_apply(
-    features: Sequence[Derivation], rows: pl.DataFrame, *, label: str, threads: int = 2
+    features: Sequence[Derivation], rows: pl.DataFrame, *, label: str, threads: int = _THREADS
 ) -> tuple[Fitted, pl.DataFrame]:
     """Fit features on training rows in memory and work them out for these rows, target encodings out of fold.
 
@@ -240,91 +167,83 @@ def fit_apply(
         SchemaError: an unknown column, one that is made and there already, or features in an impossible order.
         DataError: a feature or the label that cannot be worked out, such as of text where it wants numbers.
     """
-    from stoker.prep.features.groups import with_codes
-
     check_features(features)
-    frame, learned = rows, dict[str, LearnedTable]()
-    names, numbered = list(frame.columns), False
-    for run in _in_runs(features):
-        with explained(f"label column {label!r}" if isinstance(run[0], Learned) else run[0]):
-            frame = with_codes(_started(frame, run, names, label, [], numbered=numbered), _keys(run), threads)
-        numbered |= isinstance(run[0], Learned | Past)
-
-        def work(feature: Derivation, frame: pl.DataFrame = frame) -> list[pl.Series]:
-            assert isinstance(feature, Learned)
-            with explained(feature):
-                learned[feature.name], made = feature.learn_attach(frame)
-            return made
-
-        frame = _worked_out(frame, run, work, threads)
-    return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
+    _check_names(features, rows.columns, label)
+    executor = _InMemory(rows, train=pl.lit(True), threads=threads)
+    for run in executor.runs(features):
+        with explained(f"label column {label!r}"):
+            executor.number(label)
+        executor.add(run)
+    return Fitted(features=tuple(features), learned=executor.learned), executor.finished()
 
 
-def _started(
-    frame: Any,
-    run: Sequence[Derivation],
-    names: list[str],
-    label: str,
-    waiting: list[tuple[Derivation | str, pl.LazyFrame]],
-    *,
-    numbered: bool,
-) -> Any:
-    """Return the frame with the columns that a run of features needs while it is fitted; ``names`` get its outputs."""
-    import polars as pl
+class _InMemory(Executor):
+    """Works out features of a frame in memory, which gets their outputs."""
 
-    for feature in run:
+    def __init__(self, frame: pl.DataFrame, *, threads: int = _THREADS, **settings: Any) -> None:
+        super().__init__(rows=_FrameBlocks(frame, frame.height), threads=threads, **settings)
+        self.frame = frame
+
+    def runs(self, features: Sequence[Derivation]) -> list[list[Derivation]]:
+        """Work out the features of the row itself; return the others, in runs that :meth:`add` takes."""
+        first = list(features[: leading(features)])
+        if first:
+            self.rows = _FrameBlocks(self.frame, _SLICE)
+            changed = any(isinstance(feature, RowSteps) for feature in first)
+            made = joined(list(self.run(first)))
+            self.frame = made if changed else self.frame.hstack(made)
+        return runs_of(features)
+
+    def number(self, label: str | None = None) -> None:
+        """Number the rows and take their labels, once."""
+        if ROW not in self.frame.columns:
+            numbered = self.frame.with_row_index(ROW)
+            self.frame = numbered.with_columns(pl.col(ROW).cast(pl.Int64) if label is None else _numbers(label))
+
+    def add(self, run: Sequence[Derivation]) -> None:
+        """Work out a run of features."""
+        self.rows = _FrameBlocks(self.frame, self.frame.height)
+        self.frame = self.frame.hstack(joined(list(self.run(run))))
+
+    def finished(self) -> pl.DataFrame:
+        """Return the rows with all outputs."""
+        return cast("pl.DataFrame", _without_helpers(self.frame))
+
+
+class _FrameBlocks:
+    """A frame in memory, as slices of ``most`` rows."""
+
+    def __init__(self, frame: pl.DataFrame, most: int) -> None:
+        self._frame = frame
+        edges = [*range(0, max(frame.height, 1), max(most, 1)), frame.height]
+        self._edges = list(pairwise(edges))
+        self.sizes = [stop - start for start, stop in self._edges]
+
+    def part(self, block: int) -> pl.LazyFrame:
+        start, stop = self._edges[block]
+        return self._frame[start:stop].lazy()
+
+    def whole(self) -> pl.LazyFrame:
+        return self._frame.lazy()
+
+
+def _check_names(features: Sequence[Derivation], columns: Sequence[str], label: str | None = None) -> None:
+    """Refuse features that read what is not there, or make what is; and a label that is not there in time."""
+    names = list(columns)
+    for feature in features:
         check_present(feature, names)
         names += feature.outputs
-    if label not in names and not isinstance(run[0], RowSteps):
-        raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
-    if not numbered and isinstance(run[0], Learned | Past):
-        numbers = [pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)]
-        frame = _more(frame.with_row_index(ROW), numbers)
-        waiting.append((f"label column {label!r}", frame.lazy().select(LABEL)))
-    return add_helpers(frame, run)
+        if label is not None and label not in names and not isinstance(feature, RowSteps):
+            raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
 
 
-def _worked_out(
-    frame: pl.DataFrame, run: Sequence[Derivation], learned: Callable[[Derivation], list[pl.Series]], threads: int
-) -> pl.DataFrame:
-    """Return rows in memory with a run of features; ``learned`` makes the outputs of a learned one."""
-    if isinstance(run[0], Learned):
-        return _wider(frame, (series for made in ordered_map(learned, run, threads) for series in made))
-    with explained(run[0]):
-        if isinstance(run[0], Past):
-            return _wider(frame, work_out(frame, [feature for feature in run if isinstance(feature, Past)]))
-        if isinstance(run[0], RowLocal):
-            return cast("pl.DataFrame", _more(frame, run[0].expressions()))
-        return apply_feature(frame.lazy(), run[0]).collect().rechunk()
-
-
-def _more(frame: Any, expressions: Iterable[pl.Expr]) -> Any:
-    """Return the frame, lazy or in memory, with columns more."""
-    import polars as pl
-
-    if isinstance(frame, pl.LazyFrame):
-        return frame.with_columns(expressions)
-    return _wider(frame, frame.select(expressions))
-
-
-def _wider(frame: pl.DataFrame, made: Iterable[pl.Series]) -> pl.DataFrame:
-    """Return the frame with columns more, each in one piece: columns of several pieces make Polars copy all others."""
-    return frame.with_columns([series.rechunk() for series in made])
-
-
-def _keys(features: Sequence[Derivation]) -> list[str]:
-    return [name for one in features if isinstance(one, Keyed | Past) for name in one.by]
-
-
-def _all_train(training: bool) -> Any:
-    import polars as pl
-
-    return pl.lit(True) if training else None
+def _numbers(label: str) -> list[pl.Expr]:
+    return [pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)]
 
 
 def _without_helpers(frame: Any) -> Any:
     names = frame.collect_schema().names()
-    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith(_HELPERS)])
+    return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith("__fold:")])
 
 
 def _read_by_learned(features: Sequence[Derivation]) -> set[str]:

@@ -5,117 +5,89 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from stoker.base.checks import choice, fail, positive
-from stoker.prep.features.base import RowLocal, RowSteps, texts
-
-if TYPE_CHECKING:
-    import polars as pl
+from stoker.prep.features.base import BUCKET, MAYBE_MISSING, TEXT, Derivation, RowLocal, RowSteps, groups, pl, texts
 
 __all__ = ["Constrain", "Cross", "Divide", "Equal", "Keep", "Mask", "Match", "Pairs", "Split", "Subtract", "TimeParts"]
 
 UNITS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
 
 
-def _condition(column: str, values: Sequence[str], pattern: str | None) -> pl.Expr:
-    """Where a text is among ``values``, or matches ``pattern`` somewhere; null where it is missing."""
-    import polars as pl
-
-    text = pl.col(column).cast(pl.String)
-    if pattern is not None:
-        return text.str.contains(pattern)
-    return text == values[0] if len(values) == 1 else text.is_in(list(values))
-
-
-def _check_condition(where: str, values: Sequence[str], pattern: str | None) -> None:
-    if bool(values) == (pattern is not None):
-        fail(where, "values", "and pattern: give one of the two")
-    if pattern is not None:
-        try:
-            re.compile(re.sub(r"\\[pP](\w|\{\^?\w+\})", "x", pattern))  # Python knows no classes of Unicode
-        except re.error as error:
-            fail(where, "pattern", f"{pattern!r} is no regular expression ({error})")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Match(RowLocal):
-    """1 where the text of ``column`` is one of ``values`` or matches ``pattern``, else 0, also where it is missing."""
+class _Condition(Derivation):
+    """A feature that asks whether a text is one of ``values`` or matches ``pattern``."""
 
-    kind: ClassVar[str] = "match"
+    reads = "column"
     column: str
     values: tuple[str, ...] = ()
     pattern: str | None = None  # a regular expression, found anywhere: "^...$" for the whole text
 
     def check(self) -> None:
-        _check_condition(self.where, self.values, self.pattern)
+        if bool(self.values) == (self.pattern is not None):
+            fail(self.where, "values", "and pattern: give one of the two")
+        if self.pattern is not None:
+            try:
+                re.compile(re.sub(r"\\[pP](\w|\{\^?\w+\})", "x", self.pattern))  # Python knows no classes of Unicode
+            except re.error as error:
+                fail(self.where, "pattern", f"{self.pattern!r} is no regular expression ({error})")
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
-        return [_condition(self.column, self.values, self.pattern).fill_null(False).cast(pl.Int8).alias(self.name)]
+    def met_by(self, text: pl.Expr) -> pl.Expr:
+        """Whether the text meets the condition; null where it is missing."""
+        if self.pattern is not None:
+            return text.str.contains(self.pattern)
+        return text == self.values[0] if len(self.values) == 1 else text.is_in(list(self.values))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constrain(RowLocal):
+class Match(_Condition, RowLocal):
+    """1 where the text of ``column`` is one of ``values`` or matches ``pattern``, else 0, also where it is missing."""
+
+    kind: ClassVar[str] = "match"
+    read_as: ClassVar[dict[str, Any]] = {}
+
+    def expressions(self) -> Sequence[pl.Expr]:
+        met = self.met_by(pl.col(self.column).cast(pl.String))
+        return [met.fill_null(False).cast(pl.Int8).alias(self.name)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constrain(_Condition, RowLocal):
     """The text of ``column`` where it is one of ``values`` or matches ``pattern``, else missing."""
 
     kind: ClassVar[str] = "constrain"
-    column: str
-    values: tuple[str, ...] = ()
-    pattern: str | None = None
+    read_as = TEXT
     lower: bool = False  # fold to lower case before
     max_length: int | None = None  # characters kept
 
     def check(self) -> None:
         if self.values or self.pattern is not None or not (self.lower or self.max_length):
-            _check_condition(self.where, self.values, self.pattern)
+            super().check()
         positive(self.where, "max_length", self.max_length)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column,)
-
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
         text = pl.col(self.column).cast(pl.String)
         if self.lower:
             text = text.str.to_lowercase()
-        if self.pattern is not None:
-            text = pl.when(text.str.contains(self.pattern)).then(text)
-        elif self.values:
-            text = pl.when(text.is_in(list(self.values))).then(text)
+        if self.values or self.pattern is not None:
+            text = pl.when(self.met_by(text)).then(text)
         if self.max_length is not None:
             text = text.str.head(self.max_length)
         return [text.alias(self.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask(RowLocal):
+class Mask(_Condition, RowLocal):
     """``column`` in the rows where ``where_column`` is one of ``values`` or matches ``pattern``, else missing."""
 
     kind: ClassVar[str] = "mask"
-    column: str
+    reads = "column where_column"
+    read_as = TEXT
     where_column: str
-    values: tuple[str, ...] = ()
-    pattern: str | None = None
-
-    def check(self) -> None:
-        _check_condition(self.where, self.values, self.pattern)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column, self.where_column)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
-        shown = _condition(self.where_column, self.values, self.pattern)
+        shown = self.met_by(pl.col(self.where_column).cast(pl.String))
         return [pl.when(shown).then(pl.col(self.column)).alias(self.name)]
 
 
@@ -124,19 +96,13 @@ class Equal(RowLocal):
     """1 where the texts of two columns are the same, else 0, also where one is missing."""
 
     kind: ClassVar[str] = "equal"
+    reads = "left right"
+    read_as: ClassVar[dict[str, Any]] = {}
     left: str
     right: str
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.left, self.right)
-
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
-        from stoker.prep.features.hashing import text_of
-
-        same = text_of(self.left) == text_of(self.right)
+        same = groups.text_of(self.left) == groups.text_of(self.right)
         return [same.fill_null(False).cast(pl.Int8).alias(self.name)]
 
 
@@ -144,16 +110,11 @@ class Equal(RowLocal):
 class _OfTwo(RowLocal):
     """A number made of two columns of numbers."""
 
+    reads = "left right"
+    reads_numbers = "left right"
+    read_as = MAYBE_MISSING
     left: str
     right: str
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.left, self.right)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +124,6 @@ class Subtract(_OfTwo):
     kind: ClassVar[str] = "subtract"
 
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
         return [(pl.col(self.left).cast(pl.Float64) - pl.col(self.right).cast(pl.Float64)).alias(self.name)]
 
 
@@ -175,8 +134,6 @@ class Divide(_OfTwo):
     kind: ClassVar[str] = "divide"
 
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
         under = pl.col(self.right).cast(pl.Float64)
         return [(pl.col(self.left).cast(pl.Float64) / pl.when(under != 0).then(under)).alias(self.name)]
 
@@ -186,6 +143,8 @@ class Split(RowLocal):
     """The first ``width`` pieces of a text as columns ``name_1`` ... ``name_<width>``; missing beyond the last."""
 
     kind: ClassVar[str] = "split"
+    reads = "column"
+    read_as = TEXT
     column: str
     width: int
     separator: str = "|"
@@ -196,16 +155,10 @@ class Split(RowLocal):
             fail(self.where, "separator", "is empty")
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(f"{self.name}_{number}" for number in range(1, self.width + 1))
 
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
         # One struct for all pieces: the text is cut once. What is beyond the last piece is dropped with the rest.
         cut = pl.col(self.column).cast(pl.String).str.splitn(self.separator, self.width + 1)
         return [cut.struct.field(f"field_{number}").alias(name) for number, name in enumerate(self.outputs)]
@@ -216,6 +169,9 @@ class TimeParts(RowLocal):
     """Parts of a moment, UTC plus ``utc_offset`` hours: ``name_hour`` 0 to 23, ``name_weekday`` 1 (Monday) to 7 ..."""
 
     kind: ClassVar[str] = "time_parts"
+    reads = "column"
+    reads_numbers = "column"
+    read_as = BUCKET
     column: str
     parts: tuple[str, ...] = ("hour", "weekday")  # of hour, weekday, day, month, minute_of_day
     unit: str = "s"  # of a number: s, ms, us or ns since 1970
@@ -228,20 +184,10 @@ class TimeParts(RowLocal):
             choice(self.where, "parts", part, ("hour", "weekday", "day", "month", "minute_of_day"))
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column,)
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        return self.inputs
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(f"{self.name}_{part}" for part in self.parts)
 
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
         given = pl.col(self.column)
         if self.unit == "ns":  # of today's whole ones a float64 knows the last 256 ns no more
             micros = (given.to_physical() // 1000).cast(pl.Float64)
@@ -263,6 +209,8 @@ class Cross(RowLocal):
     ``buckets``. A missing value counts as the text 0x00. The same on every machine and in every version."""
 
     kind: ClassVar[str] = "cross"
+    reads = "columns"
+    read_as = BUCKET
     columns: tuple[str, ...]
     buckets: int
     seed: int = 0
@@ -272,40 +220,22 @@ class Cross(RowLocal):
         positive(self.where, "buckets", self.buckets, least=2)
         positive(self.where, "seed", self.seed, least=0)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return self.columns
-
     def expressions(self) -> Sequence[pl.Expr]:
-        import polars as pl
-
-        from stoker.prep.features.hashing import stable_hash
-
-        return [(stable_hash(self.columns, self.seed) % self.buckets).cast(pl.Int64).alias(self.name)]
+        return [(groups.stable_hash(self.columns, self.seed) % self.buckets).cast(pl.Int64).alias(self.name)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep(RowSteps):
+class Keep(_Condition, RowSteps):
     """Only the rows in which ``column`` is one of ``values`` or matches ``pattern``."""
 
     kind: ClassVar[str] = "keep"
-    column: str
-    values: tuple[str, ...] = ()
-    pattern: str | None = None
-
-    def check(self) -> None:
-        _check_condition(self.where, self.values, self.pattern)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.column,)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return ()
 
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
-        return frame.filter(_condition(self.column, self.values, self.pattern))
+        return frame.filter(self.met_by(pl.col(self.column).cast(pl.String)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +246,7 @@ class Pairs(RowSteps):
     """
 
     kind: ClassVar[str] = "pairs"
+    reads = "columns"
     columns: tuple[str, ...]  # e.g. impressions, prices: "12|7|33", "80|65|120"
     names: tuple[str, ...]  # e.g. item, price
     separator: str = "|"
@@ -332,16 +263,10 @@ class Pairs(RowSteps):
         positive(self.where, "least", self.least)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        return self.columns
-
-    @property
     def outputs(self) -> tuple[str, ...]:
         return (*self.names, self.rank)
 
     def rows(self, frame: pl.LazyFrame) -> pl.LazyFrame:
-        import polars as pl
-
         def pieces(column: str) -> pl.Expr:
             return pl.col(column).cast(pl.String).str.split(self.separator).list.head(self.most)
 

@@ -4,31 +4,19 @@ all with sha256."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, link_or_copy
 from stoker.dataset.manifest import describe_file
-from stoker.prep.features.base import Derivation, feature_from_dict
+from stoker.prep.features.base import Derivation, feature_from_dict, pl
 from stoker.prep.features.learned import Learned, LearnedTable
 
-if TYPE_CHECKING:
-    import polars as pl
-
-__all__ = [
-    "StoredTable",
-    "load_features",
-    "read_learned",
-    "save_features",
-    "store_features",
-    "store_state",
-    "table_file",
-    "write_table",
-]
+__all__ = ["StoredTable", "load_features", "save_features", "store_features", "write_table"]
 
 _INDEX = "features.json"
 
@@ -42,11 +30,6 @@ class StoredTable:
     facts: Mapping[str, Any]
 
 
-def table_file(feature: Derivation) -> str:
-    """File of a feature's table, within the directory of features."""
-    return f"{feature.name}.parquet"
-
-
 def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
     """Write a learned table, the same bytes for the same rows; returns size and sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,60 +38,38 @@ def write_table(path: Path, table: pl.DataFrame) -> dict[str, Any]:
     return describe_file(path)
 
 
-def save_features(
-    directory: Path, features: Sequence[Derivation], learned: Mapping[str, LearnedTable]
-) -> dict[str, dict[str, Any]]:
-    """Write all tables, then the index; returns the entry of every file for a manifest."""
-
-    def write(name: str, path: Path) -> dict[str, Any]:
-        return write_table(path, learned[name].table)
-
-    return _saved(directory, features, {name: table.facts for name, table in learned.items()}, write)
+def save_features(directory: Path, features: Sequence[Derivation], learned: Mapping[str, LearnedTable]) -> None:
+    """Write all tables, then the index."""
+    tables = {}
+    for name, one in learned.items():
+        path = directory / f"{name}.parquet"
+        tables[name] = StoredTable(path=path, entry=write_table(path, one.table), facts=one.facts)
+    store_features(directory, features, tables)
 
 
 def store_features(
-    directory: Path, features: Sequence[Derivation], tables: Mapping[str, StoredTable]
+    directory: Path, features: Sequence[Derivation], tables: Mapping[str, StoredTable], *, extend: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """As :func:`save_features`, of tables that are in files already, which are not written again."""
+    """Put tables that are in files into the directory, then the index; return the entries of these files.
 
-    def share(name: str, path: Path) -> dict[str, Any]:
-        link_or_copy(tables[name].path, path)
-        return dict(tables[name].entry)
-
-    return _saved(directory, features, {name: dict(table.facts) for name, table in tables.items()}, share)
-
-
-def store_state(directory: Path, state: Mapping[str, StoredTable]) -> dict[str, dict[str, Any]]:
-    """Replace the state of window features that :func:`store_features` stored; returns the entries of changed files."""
-    files = {f"{name}.parquet": dict(table.entry) for name, table in state.items()}
-    for name, table in state.items():
-        (directory / f"{name}.parquet").unlink(missing_ok=True)
-        link_or_copy(table.path, directory / f"{name}.parquet")
-    index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-    index["files"] |= files
-    index["facts"] |= {name: dict(table.facts) for name, table in state.items()}
-    return {**files, _INDEX: _write_index(directory, index)}
-
-
-def _saved(
-    directory: Path,
-    features: Sequence[Derivation],
-    facts: Mapping[str, Any],
-    put: Callable[[str, Path], dict[str, Any]],
-) -> dict[str, dict[str, Any]]:
-    """The index beside the tables, which ``put`` makes of a feature's name at a path."""
+    ``extend``: keep what an index that is there says of other tables.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    stored = [feature for feature in features if feature.has_table and feature.name in facts]
-    files = {table_file(feature): put(feature.name, directory / table_file(feature)) for feature in stored}
-    index = {"features": [feature.to_dict() for feature in features], "facts": dict(facts), "files": files}
-    return {**files, _INDEX: _write_index(directory, index)}
-
-
-def _write_index(directory: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``features.json``; returns size and sha256."""
+    index: dict[str, Any] = {"features": [feature.to_dict() for feature in features], "facts": {}, "files": {}}
+    if extend:
+        index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
+    files = {}
+    for name in (feature.name for feature in features if feature.name in tables):
+        path = directory / f"{name}.parquet"
+        if path != tables[name].path:
+            path.unlink(missing_ok=True)
+            link_or_copy(tables[name].path, path)
+        files[path.name] = dict(tables[name].entry)
+        index["facts"][name] = dict(tables[name].facts)
+    index["files"] |= files
     with atomic_file(directory / _INDEX) as file:
         file.write(json.dumps(index, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-    return describe_file(directory / _INDEX)
+    return {**files, _INDEX: describe_file(directory / _INDEX)}
 
 
 def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, LearnedTable]]:
@@ -128,16 +89,15 @@ def load_features(directory: Path) -> tuple[tuple[Derivation, ...], dict[str, Le
         raise DataError(f"{path} is damaged ({error}). Restore it from a copy, or fit the features again.") from error
     learned = {}
     for feature in features:
-        if isinstance(feature, Learned) or (feature.has_table and table_file(feature) in files):
-            table = read_learned(directory / table_file(feature), files.get(table_file(feature), {}))
+        file = f"{feature.name}.parquet"
+        if isinstance(feature, Learned) or (feature.has_table and file in files):
+            table = _read_table(directory / file, files.get(file, {}))
             learned[feature.name] = LearnedTable(table=table, facts=facts.get(feature.name, {}))
     return features, learned
 
 
-def read_learned(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
+def _read_table(path: Path, expected: Mapping[str, Any]) -> pl.DataFrame:
     """A learned table whose bytes are those that were written. Raises :class:`DataError`."""
-    import polars as pl
-
     remedy = "Restore it from a copy, or prepare or fit again: the same input gives the same bytes."
     try:
         found = describe_file(path)

@@ -1,4 +1,4 @@
-"""Small tables from files, every line checked: what metadata is read by."""
+"""Tables from files, every line checked: what metadata is read by; and frames that are joined from blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.base.errors import DataError
+from stoker.base.ordered import ordered_map
+from stoker.prep.features.base import pl
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from stoker.prep.parse.columns import Block
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
 
-__all__ = ["open_table", "read_table"]
+__all__ = ["joined", "open_table", "read_table"]
 
 _BLOCK_BYTES = 2**22  # read at a time by each thread
 _TYPES = {"hex": "UInt64", "int": "Int64", "float": "Float64", "string": "String"}  # of Polars
@@ -50,9 +50,6 @@ def read_table(
     Raises:
         DataError: no such file or column, or the first line that cannot be read, with its number and reason.
     """
-    import polars as pl
-
-    from stoker.base.ordered import ordered_map
     from stoker.prep.parse.frames import block_frame
 
     path = Path(path)
@@ -74,4 +71,13 @@ def read_table(
             raise DataError(f"{path}:{lines + bad.line + 1}: {bad.reason}. Mend the line, or remove it.")
         frames.append(frame)
         lines += block.lines
-    return pl.concat(frames, rechunk=True)
+    return joined(frames)
+
+
+def joined(blocks: list[pl.DataFrame]) -> pl.DataFrame:
+    """Return the rows of blocks, each column in one piece; ``blocks`` are emptied, so that a column is there twice."""
+    if len(blocks) == 1:
+        return blocks[0].rechunk()
+    columns = [block.get_columns() for block in blocks]
+    blocks.clear()
+    return pl.DataFrame([pl.concat([some.pop(0) for some in columns], rechunk=True) for _ in list(columns[0])])

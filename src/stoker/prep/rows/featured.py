@@ -3,43 +3,62 @@
 One row's way: a line, or a row that a recipe derives, is typed and gets the features of the row itself (``rows``); its
 label, time and split are read (``keys``); the other features are worked out over all rows (``passes``), learned ones
 fitted on training rows; last, all columns side by side become a part, and vocabularies, statistics and shards know
-nothing of features. In memory lie a block of rows, the learned tables and, for features that look back, a share of the
+nothing of features. In memory are a block of rows, the learned tables and, for window features, a partition of the
 groups. Every step is in the journal, so that an interrupted run goes on from there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from stoker.base.device import give_back_memory
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
+from stoker.base.units import listed
 from stoker.dataset.leftovers import UnusableInput
-from stoker.prep.features.base import ROW
-from stoker.prep.features.learned import LABEL
+from stoker.dataset.manifest import describe_file
+from stoker.prep.features.base import ROW, Derivation, explained, leading
+from stoker.prep.features.execute import Executor, apply_feature, check_present, runs_of
+from stoker.prep.features.learned import LABEL, LearnedTable
+from stoker.prep.features.past import Past
+from stoker.prep.features.store import StoredTable, write_table
 from stoker.prep.fit.split_rules import PartRows, Splitter
-from stoker.prep.parse.frames import KEPT_TYPES, MissingColumnError, common_types, frame_block, parquet_types
+from stoker.prep.parse.columns import BadLine, Block, Field
+from stoker.prep.parse.frames import (
+    KEPT_TYPES,
+    MissingColumnError,
+    column_series,
+    common_types,
+    frame_block,
+    parquet_types,
+)
 from stoker.prep.parse.ingest import IngestedBlock, Source
-from stoker.prep.parse.layout import SPLIT_CODES
+from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
-from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pieces
-from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
-from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources, sources_of
+from stoker.prep.rows.raw_rows import Rows, derivation, ingest_sources, sources_of
+from stoker.prep.rows.raw_rows import explained as recipe_explained
+from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import checksum
-from stoker.prep.stages.row_store import sibling
+from stoker.prep.stages.row_store import RowStore, sibling
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
 
+SPLIT = "__split"  # 0 train, 1 valid, 2 test, 255 nowhere; UInt8
+TIME = "__time"  # Int64, as in the keys of the rows
 _SLICE = 2**17  # rows of a derivation that make one part
+_LINE = "__line"  # row of the block that a row was made of
+_PREFERRED = ("string", "int", "hex", "float")  # which of several types of a raw column features see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +80,7 @@ def featured_rows(task: Task) -> Rows:
     keys = _keys(task, pieces)
     filled = [piece for piece in pieces if piece.part.rows]
     paths, sizes = [piece.path for piece in filled], [piece.part.rows for piece in filled]
-    passes = FeaturePasses(task, paths, sizes, keys, task.like.learned if task.like else None)
+    passes = FeaturePasses(task, paths, sizes, keys)
     passes.run()
     give_back_memory()
     return Rows(blocks=_parts(task, filled, passes), raw=raw, learned=passes.stored)
@@ -107,7 +126,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     """Rows that the recipe derives, a slice at a time."""
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
-    with explained(task):
+    with recipe_explained(task):
         check_columns_of(task.splitting, rows.collect_schema().names(), name)
     source = Source(number=0, path=task.work / "rows", fields=[], format=SourceFormat(), name=name, kind="parquet")
     folder = task.work / "rows"
@@ -162,7 +181,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
 def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame | None]]:
     """The rows, some at a time, and the number of the first of them."""
     start, held = 0, pl.DataFrame()
-    with explained(task):
+    with recipe_explained(task):
         for some in _batches(rows):
             held = held.vstack(some) if held.width else some
             while held.height >= _SLICE:
@@ -215,7 +234,7 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
             yield pl.DataFrame({ROW: np.arange(part.start, part.start + part.rows), **found})
 
     beside = path.with_suffix(".tmp")
-    write_pieces(beside, tables())
+    _write_blocks(beside, tables())
     if not train and task.like is None:
         raise UnusableInput(
             f"the split rule {task.schema.split.rule!r} leaves no training row of "
@@ -224,6 +243,108 @@ def _keys(task: Task, pieces: Sequence[_Piece]) -> Path:
     os.replace(beside, path)
     task.journal.add("keys", checksum(path))
     return path
+
+
+class FeaturePasses:
+    """Works the features out and fits the learned ones.
+
+    Each pass writes the outputs of a run of features to one Arrow file, in the order of the rows.
+
+    Args:
+        task: the preparation.
+        rows: blocks of the rows in order, with raw columns and leading features, by their path in ``task.rows``.
+        sizes: rows of each of them, above 0.
+        keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
+
+    Learned features of a dataset that the rows are prepared like are as it stores them. Window features of rows that
+    go on from it are worked out with the state that it stores in front of the rows; the state after these rows is
+    stored in its place.
+    """
+
+    def __init__(self, task: Task, rows: Sequence[Path], sizes: Sequence[int], keys: Path) -> None:
+        self.task, self.sizes = task, list(sizes)
+        self._rows, self._starts = list(rows), [0, *accumulate(sizes)]
+        self.stored: dict[str, StoredTable] = {}
+        self._files = [keys]
+        self._folder = task.work / "passes"
+        self._folder.mkdir(exist_ok=True)
+
+    def run(self) -> None:
+        """Work out all features; ``stored`` is what was fitted then."""
+        runs = runs_of(self.task.schema.feature)
+        for number, features in enumerate(runs):
+            self.task.report(Progress(stage="features", done=number, total=len(runs), unit="steps"))
+            path = self._folder / f"{number:03d}.arrow"
+            stored = self._finished(number, path)
+            if stored is None:
+                beside = path.with_suffix(".tmp")
+                executor = self._executor()
+                _write_blocks(beside, executor.run(features))
+                os.replace(beside, path)
+                stored = self._store(executor.learned)
+                tables = {name: {"entry": one.entry, "facts": one.facts} for name, one in stored.items()}
+                self.task.journal.add(f"pass {number}", {**checksum(path), "tables": tables})
+            else:
+                self.task.reused += 1
+            self.stored |= stored
+            self._files.append(path)
+            give_back_memory()
+        self.task.report(Progress(stage="features", done=len(runs), total=len(runs), unit="steps"))
+
+    def _executor(self) -> Executor:
+        like, threads, train = self.task.like, self.task.threads, pl.col(SPLIT) == SPLIT_CODES["train"]
+        window = [one for one in self.task.schema.feature if isinstance(one, Past) and one.has_table]
+        if like is None:
+            keep = [one.name for one in window]
+            return Executor(rows=self, threads=threads, train=train, folder=self._folder, keep_states=keep)
+        return Executor(
+            rows=self, threads=threads, given=like.learned, folder=self._folder, states=like.state,
+            keep_states=[one.name for one in window if like.stores_state(one)], source=like.data.path,
+        )  # fmt: skip
+
+    def _finished(self, number: int, path: Path) -> dict[str, StoredTable] | None:
+        """Return the tables of a pass that an earlier run finished, if all of it is whole."""
+        done = self.task.journal.finished(f"pass {number}", path)
+        if done is None:
+            return None
+        stored = {name: StoredTable(path=self._table(name), **one) for name, one in done["tables"].items()}
+        whole = all(one.path.exists() and describe_file(one.path) == dict(one.entry) for one in stored.values())
+        return stored if whole else None
+
+    def _table(self, name: str) -> Path:
+        return self.task.work / "features" / f"{name}.parquet"
+
+    def _store(self, learned: Mapping[str, LearnedTable]) -> dict[str, StoredTable]:
+        """Write tables to the files that the dataset will have."""
+
+        def work(name: str) -> StoredTable:
+            entry = write_table(self._table(name), learned[name].table)
+            return StoredTable(path=self._table(name), entry=entry, facts=learned[name].facts)
+
+        return dict(zip(learned, ordered_map(work, learned, self.task.threads), strict=True))
+
+    def whole(self) -> pl.LazyFrame:
+        """Return all rows with all that is known of them so far."""
+        known = [pl.scan_ipc(file) for file in self._files]
+        return pl.concat([self.task.rows.scan_all(self._rows), *known], how="horizontal")
+
+    def part(self, block: int) -> pl.LazyFrame:
+        """Return the rows of one file, with all that is known of them so far."""
+        known = [pl.scan_ipc(file).slice(self._starts[block], self.sizes[block]) for file in self._files]
+        return pl.concat([self.task.rows.scan(self._rows[block]), *known], how="horizontal")
+
+
+def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
+    """Write rows that come in blocks to a file in which any of them are found at once."""
+    writer: Any = None
+    try:
+        for rows in blocks:
+            table = rows.to_arrow(compat_level=pl.CompatLevel.oldest())
+            writer = writer or pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[IngestedBlock]:
@@ -257,10 +378,159 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
             task.journal.add(f"parts/{path.stem}", record)
         task.reused += reused
         done_rows += piece.part.rows
-        task.report(Progress(stage="encode", done=done_rows, total=passes.count, unit="rows"))
+        task.report(Progress(stage="encode", done=done_rows, total=sum(passes.sizes), unit="rows"))
         rows = piece.part.rows
         blocks.append(IngestedBlock(
             source=piece.source, path=path, bad_path=path.with_suffix(".bad"), rows=rows, lines=rows, bad=0,
             lines_before=0, broken=False,
         ))  # fmt: skip
     return blocks
+
+
+def raw_fields(schema: Schema) -> list[Field]:
+    """What to read of lines: the raw columns of the schema, as it types them, and those of features alone."""
+    return _read_by(schema)[0]
+
+
+def _read_by(schema: Schema) -> tuple[list[Field], dict[str, Derivation]]:
+    """:func:`raw_fields`, and of the columns that are numbers for a feature only, which one it is."""
+    made = {output for feature in schema.feature for output in feature.outputs}
+    read = {column for feature in schema.feature for column in feature.inputs}
+    fields = [
+        replace(item, optional=item.optional and item.column not in read)
+        for item in Layout(schema).fields
+        if item.column not in made
+    ]
+    own = [item for item in fields if not item.kept]
+    readers: dict[str, Derivation] = {}
+    for feature in schema.feature:
+        for column in feature.inputs:
+            kinds = {item.kind for item in own if item.column == column and item.separator is None}
+            if column in made:
+                continue
+            if column in feature.numbers and not kinds & {"int", "float", "datetime"}:
+                own.append(Field(column=column, kind="float"))
+                readers[column] = feature
+            elif not kinds:
+                own.append(Field(column=column, kind="string"))
+    return list(dict.fromkeys([*own, *(item for item in fields if item.kept)])), readers
+
+
+def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
+    """Whether all that features and the schema read is among the columns of ``name`` or made by features.
+
+    Raises:
+        SchemaError: a feature reads a column that is not, or makes one that is. DataError: one of the schema's.
+    """
+    present = list(columns)
+    for feature in schema.feature:
+        check_present(feature, present, name)
+        present += feature.outputs
+    for item in Layout(schema).fields:
+        if item.column not in present:
+            raise DataError(f"{name} have no column {item.column!r}. They have: {listed(present)}.")
+
+
+def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:
+    """The rows of a frame with the leading features; labels, times and splits; and the rows that cannot be used, by
+    their place in the frame, if any."""
+    lazy = frame.with_row_index(_LINE).lazy()
+    waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
+    for feature in schema.feature[: leading(schema.feature)]:
+        lazy = apply_feature(lazy, feature)
+        waiting.append((feature, lazy))
+    with explained(f"{file}: features", waiting, lambda feature: f"{file}: {feature.where}"):
+        made = lazy.collect()
+    layout = Layout(schema, keys_only=True)
+    block = frame_block(made, list(dict.fromkeys([*layout.fields, *_parsed_later(schema, made)])))
+    keys = layout.arrays(block, file)
+    places = made.get_column(_LINE).gather([bad.line for bad in block.bad]).to_list()
+    bad = [
+        BadLine(line=place, reason=one.reason, text=one.text, label=one.label)
+        for place, one in zip(places, block.bad, strict=True)
+    ]
+    return made.drop(_LINE), keys, bad
+
+
+def _parsed_later(schema: Schema, made: pl.DataFrame) -> list[Field]:
+    """Texts that leading features made and columns of the schema take as numbers: here one that is none costs its line,
+    behind all features it would cost the run."""
+    texts = {
+        output
+        for feature in schema.feature[: leading(schema.feature)]
+        for output in feature.outputs
+        if made.schema[output] == pl.String
+    }
+    return [item for item in Layout(schema).fields if item.column in texts and item.kind != "string"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsSink:
+    """Keeps a block of lines as typed rows with their first features, and their keys beside."""
+
+    schema: Schema
+    store: RowStore
+    kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
+
+    def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
+        if block.bad:
+            readers = _read_by(self.schema)[1]
+            block.bad = [_with_reader(one, readers) for one in block.bad]
+        frame = self._typed(block)
+        rows, keys, bad = make_rows(self.schema, frame, file)
+        if bad:
+            # A line of which one row is bad is bad; the rows that it made besides go with it.
+            reasons = {one.line: one for one in reversed(bad)}
+            kept = [row for row in range(frame.height) if row not in reasons]
+            for row, one in reasons.items():
+                text = block.text_at(int(block.row_at[row]))
+                line = int(block.row_line[row])
+                block.bad.append(BadLine(line=line, reason=one.reason, text=text, label=one.label))
+            block.bad.sort(key=lambda line: line.line)
+            block.rows -= len(reasons)
+            rows, keys, _ = make_rows(self.schema, frame[kept], file)
+        return self.store.write(path, rows, keys, borrowed=True)  # the next block takes the memory of this one
+
+    def _typed(self, block: Block) -> pl.DataFrame:
+        """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want
+        as numbers, too, which all are, come without the blanks around them that Polars cannot read."""
+        layout = Layout(self.schema, keys_only=True)
+        moments = None
+        if layout.time in block.columns and layout.time is not None and layout.time.kind == "datetime":
+            moments = pl.Series(layout.times(block)).cast(pl.Datetime("us"))  # lines without one are dropped here
+        found: dict[str, Field] = {}
+        for item in (item for item in block.columns if not item.kept):
+            other = found.get(item.column)
+            if other is None or _order(item) < _order(other):
+                found[item.column] = item
+        numbers = {column for feature in self.schema.feature for column in feature.numbers}
+        made = []
+        for name, item in found.items():
+            series = column_series(item, block.columns[item])
+            if item.kind == "datetime" and moments is not None:
+                series = moments
+            elif item.kind == "string" and item.separator is None and name in numbers:
+                series = series.str.strip_chars()
+            made.append(series.alias(name))
+        return pl.DataFrame(made).hstack(self._kept(block, moments))
+
+    def _kept(self, block: Block, moments: pl.Series | None) -> list[pl.Series]:
+        """The raw columns that the schema keeps, of one type in all files, under names that no feature reads."""
+        fields = [item for item in raw_fields(self.schema) if item.kept]
+        frame = kept_frame(block, fields, moments)
+        types: Any = {name: dtype for name, dtype in self.kept.items() if name in frame.columns}
+        return frame.cast(types).rename(lambda name: f"{KEPT}{name}").get_columns()
+
+
+def _with_reader(bad: BadLine, readers: Mapping[str, Derivation]) -> BadLine:
+    """The bad line with the feature that wants a number, where no column of the schema does."""
+    for column, feature in readers.items():
+        if bad.reason.startswith(f"column {column}: ") and bad.reason.endswith("is not a number"):
+            return replace(bad, reason=f"{bad.reason}, which {feature.where} wants")
+    return bad
+
+
+def _order(item: Field) -> int:
+    if item.kind == "datetime":
+        return -1
+    return _PREFERRED.index(item.kind) if item.separator is None else len(_PREFERRED)

@@ -21,7 +21,7 @@ from stoker.dataset.integrity import written
 from stoker.dataset.reading.kept import kept_file
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.features.store import store_features, store_state
+from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
 from stoker.prep.fit.split_rules import PartRows, SplitFile
 from stoker.prep.fit.transforms import DenseFit
@@ -266,7 +266,7 @@ class _Publisher:
             files |= like.copy("vocab/", self.out) | like.copy(f"{FEATURES}/", self.out)
         if self.schema.feature and (like is None or self.rows.learned):
             folder, tables = self.out / FEATURES, self.rows.learned
-            made = store_features(folder, self.schema.feature, tables) if like is None else store_state(folder, tables)
+            made = store_features(folder, self.schema.feature, tables, extend=like is not None)
             files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
         files |= {
             f"vocab/{name}.parquet": record["vocab"]
