@@ -26,8 +26,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
-from stoker.training.files.log import RunLog
-from stoker.training.files.rundir import RunDirectory
+from stoker.training.files.rundir import RunDirectory, RunLog
 from stoker.training.terminal.display import Display, make_display
 from stoker.training.terminal.progress import SaveTimer
 

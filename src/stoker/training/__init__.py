@@ -7,9 +7,8 @@ from stoker.training.files.checkpoint import Checkpoint, save
 from stoker.training.files.loading import load
 from stoker.training.loop import TrainResult, train
 from stoker.training.scores.evaluation import Scores, evaluate, predict
-from stoker.training.scores.metrics import StreamingMetrics
-from stoker.training.scores.ranking import RankingMetrics
-from stoker.training.terminal.interrupt import Interrupted
+from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
+from stoker.training.terminal.progress import Interrupted
 
 __all__ = [
     "Checkpoint",

@@ -1,16 +1,18 @@
-"""Where the rows of a run lie, and what moves between fast memory and their home while it trains."""
+"""Where the rows of a run are, and what moves between fast memory and their backing store while it trains."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+import threading
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from stoker.base.errors import ConfigError
+from stoker.base.timeline import Recorder
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.reader import BatchStream, EpochRest
@@ -20,8 +22,6 @@ from stoker.optim import RowOptimizer
 from stoker.placement.hot_cold import HotBatches
 from stoker.placement.placement import Placement
 from stoker.placement.planner import plan
-from stoker.placement.profile import Profile
-from stoker.placement.weigh import Choice
 from stoker.tables import Stage, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.slots.foresight import Progress
@@ -30,11 +30,12 @@ from stoker.training.config import TrainConfig
 from stoker.training.scores.evaluation import SCORED
 from stoker.training.sizing.room import check_memory
 from stoker.training.terminal.progress import Clock
-from stoker.training.totals import STAGES, StageTotals
 
 __all__ = [
+    "STAGES",
     "Epochs",
-    "MeteredStage",
+    "StageTotals",
+    "iterate",
     "moved",
     "movement",
     "place",
@@ -42,11 +43,27 @@ __all__ = [
     "place_scoring",
     "slotted",
     "staged",
-    "tidy",
 ]
 
 Batches = TypeVar("Batches", bound=Iterable[Batch])
 
+#: What a step consists of, in the order in which a batch goes through it.
+STAGES = {
+    "foresight": "find next uses",
+    "read": "make the batch",
+    "plan": "choose slots",
+    "fence": "wait for writebacks",
+    "fetch": "rows from home to slots",
+    "forward": "dense part and loss",
+    "lookup": "look up and pool rows",
+    "backward": "dense part",
+    "update": "optimizer of the rows",
+    "dense": "optimizer of the dense part",
+    "writeback": "rows from slots to home",
+    "stall": "other waiting",
+    "step": "everything else",
+}
+_WITHIN = 2**14  # spans that one span may have directly inside it
 _FEWEST = 32  # examples scored at a time, unless asked for
 _SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
@@ -90,22 +107,12 @@ def place(
     tables: tuple[TableConfig, ...],
     optimizer: RowOptimizer,
     *,
-    device_memory: str | int,
-    host_memory: str | int | None = None,
-    home_path: str | None = None,
     batch_size: int = 2048,
-    lookahead: int = 64,
-    in_flight: int | None = None,
-    spill: Literal["parts", "refuse"] = "parts",
-    foresight: bool = False,
-    strategy: Choice = "auto",
-    tensor_trains: Mapping[str, TensorTrain] | None = None,
     scheduled: bool = False,
-    device: torch.device | str | None = None,
-    profile: Profile | None = None,
+    **options: Any,
 ) -> Placement:
     """:func:`stoker.plan` with what a dataset knows: counts, how many ids its features have, and, where hot and cold
-    batches come apart (``scheduled``), how many of them are hot.
+    batches come apart (``scheduled``), how many of them are hot. ``options`` are those of :func:`stoker.plan`.
 
     Raises:
         ConfigError: a budget that cannot work.
@@ -128,10 +135,8 @@ def place(
     known = data.hot_cold if scheduled else None
     hot = None if known is None else HotBatches(rows=known["hot_rows"], share=len(data.hot) / examples)
     return plan(
-        tables, counts, optimizer=optimizer, device_memory=device_memory, host_memory=host_memory, path=home_path,
-        batch_size=batch_size, lookahead=lookahead, in_flight=in_flight, spill=spill, foresight=foresight,
-        strategy=strategy, tensor_trains=tensor_trains, hot_batches=hot, device=device, profile=profile,
-        ids_per_feature=mean, max_ids=most,
+        tables, counts, optimizer=optimizer, batch_size=batch_size, hot_batches=hot, ids_per_feature=mean, max_ids=most,
+        **options,
     )  # fmt: skip
 
 
@@ -174,7 +179,7 @@ def place_scoring(
         try:
             placement = place(
                 data, tables, optimizer, device_memory=str(budget), host_memory=settings.get("host_memory"),
-                home_path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
+                path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
                 tensor_trains=trains,
             )  # fmt: skip
             return placement, size
@@ -195,7 +200,7 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
         return None
     return place(
         data, config.tables(data.schema), optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
-        home_path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
+        path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
         in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
         strategy=config.strategy, tensor_trains=config.tensor_trains(data.schema),
         scheduled=config.batch_order != "shuffled", device=config.device,
@@ -207,30 +212,8 @@ def slotted(model: RecModel) -> list[SlottedRows]:
     return [group.storage for group in model.embeddings.groups if isinstance(group.storage, SlottedRows)]
 
 
-class MeteredStage(Stage):
-    """Counts how long each stage of training takes while a loop goes through its batches."""
-
-    totals: StageTotals
-
-    @classmethod
-    def of(cls, made: Stage, config: TrainConfig, progress: Progress | None) -> MeteredStage:
-        """The same batches, staged in the same way."""
-        found = cls(
-            made.stream, made.tables, made.lookahead, config.in_flight, made.background, foresight=config.foresight,
-            progress=progress,
-        )  # fmt: skip
-        found.totals = StageTotals()
-        return found
-
-    def __iter__(self) -> Iterator[Batch]:
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(RuntimeError):  # the caller records a timeline of its own
-                stack.enter_context(self.totals)
-            yield from super().__iter__()
-
-
 def staged(
-    batches: Batches, model: RecModel, config: TrainConfig, *, metered: bool = True, progress: Progress | None = None
+    batches: Batches, model: RecModel, config: TrainConfig, *, progress: Progress | None = None
 ) -> Batches | Stage:
     """The batches of a run with their rows in place, where rows come and go.
 
@@ -238,58 +221,75 @@ def staged(
         batches: of the run.
         model: whose rows they are.
         config: the run's settings.
-        metered: with times by stage.
         progress: called while next uses are recorded.
     """
     if not slotted(model):
         return batches
-    made = stage(
+    return stage(
         batches, model, lookahead=config.lookahead, in_flight=config.in_flight, foresight=config.foresight,
         progress=progress,
     )  # fmt: skip
-    return MeteredStage.of(made, config, progress) if metered else made
 
 
-@contextlib.contextmanager
-def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
-    """Of a run that fails, threads and files of the models in the list that this gives are closed, and no empty
-    directory for a home stays that was not there before."""
-    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
-    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
-    models: list[RecModel] = []
-    try:
-        yield models
-    except BaseException:
-        for model in models:
-            _let_go(model)
-        for one in missing:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                one.rmdir()
-        raise
+def iterate(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """The batches as a generator, which can be closed: that ends the threads behind a stage."""
+    yield from batches
 
 
-def _let_go(model: RecModel) -> None:
-    """Close threads and files of a model that is given up; what its rows were does not matter any more."""
-    for storage in slotted(model):
-        with contextlib.suppress(Exception):
-            storage.close()
+class StageTotals(Recorder):
+    """Seconds of each stage over all threads, each without the stages inside it.
+
+    A span is known when it ends, and those inside it ended before: each thread keeps its last ones until one ends that
+    turns out to contain them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._totals: list[Counter[str]] = []  # nanoseconds, of each thread
+        self._own = threading.local()
+
+    def add(self, name: str, start: int, end: int, step: int | None) -> None:
+        own = self._own
+        if not hasattr(own, "totals"):
+            own.totals, own.within = Counter(), deque(maxlen=_WITHIN)
+            self._totals.append(own.totals)
+        within: deque[tuple[int, int]] = own.within
+        rest = end - start
+        while within and within[-1][0] >= start:
+            begun, ended = within.pop()
+            rest -= ended - begun
+        within.append((start, end))
+        own.totals[name] += rest
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each of :data:`STAGES` so far."""
+        found = Counter[str]()
+        for totals in list(self._totals):
+            found.update(totals.copy())
+        return {name: found[name] / 1e9 for name in STAGES}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record while the block runs, unless the caller records a timeline of its own."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(RuntimeError):
+                stack.enter_context(self)
+            yield
 
 
-def moved(model: RecModel, feed: Iterable[Batch]) -> dict[str, float]:
+def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[str, float]:
     """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
-    seconds of every stage."""
+    seconds of every stage. Nothing where no rows can move."""
     storages = slotted(model)
     if not storages:
         return {}
     waited: float = getattr(feed, "stall_seconds", 0.0)
-    totals: StageTotals | None = getattr(feed, "totals", None)
-    seconds = {} if totals is None else totals.seconds()
     return {
         "rows": sum(storage.stats.rows for storage in storages),
         "hits": sum(storage.stats.hits for storage in storages),
         "bytes": sum(storage.stats.fetched_bytes for storage in storages),
         "waited": waited + sum(storage.stats.stall_seconds for storage in storages),
-    } | {_SECONDS + name: value for name, value in seconds.items()}
+    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
 
 
 def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from stoker.dataset.manifest import canonical_json
 from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
-from stoker.training.scores.metrics import StreamingMetrics
-from stoker.training.scores.ranking import RankingMetrics
+from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,7 +117,7 @@ def evaluate(
     k: int = 10,
 ) -> dict[str, float]:
     """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
-    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.ranking.RankingMetrics`). Rows without
+    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.metrics.RankingMetrics`). Rows without
     label are left out, also of their lists; ``rows`` of the result counts those that have one.
 
     Args:

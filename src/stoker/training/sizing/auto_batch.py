@@ -15,7 +15,7 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.units import format_count, format_size
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
-from stoker.training.sizing.throwaway import throwaway
+from stoker.training.replica import throwaway
 
 __all__ = ["BatchChoice", "choose_batch_size"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stoker.base.device import available_memory, total_memory
+from stoker.base.device import available_memory, resolve_device, total_memory
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.units import format_size, parse_size
@@ -18,7 +18,7 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Device, TableConfig
 from stoker.training.config import TrainConfig
 
-__all__ = ["batch_options", "check_disk", "check_memory", "data_budget"]
+__all__ = ["batch_options", "check_disk", "check_memory"]
 
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 
@@ -72,39 +72,31 @@ def check_memory(
     return None
 
 
-def data_budget(
-    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, *, placed: bool
-) -> int:
-    """Bytes for a copy of the training rows, where batches are made.
+def batch_options(
+    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], *, placed: bool
+) -> dict[str, Any]:
+    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
 
     Args:
         config: of the run.
         tables: of the model.
         state: of the row optimizer.
-        device: that trains.
         placed: whether rows of tables come and go; batches are then made in main memory, where their ids are planned.
     """
-    if config.data_memory != "auto":
-        return parse_size(config.data_memory)
-    if device.type == "cpu" or placed:
-        return 0
-    rows = sum(table.num_embeddings * row_bytes(table, state) for table in tables)
-    return max(0, (memory_of(device)[0] - rows) // 2)
-
-
-def batch_options(
-    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], device: torch.device, *, placed: bool
-) -> dict[str, Any]:
-    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
-
-    Arguments as for :func:`data_budget`.
-    """
+    device = resolve_device(config.device)
     gpu = device.type == "cuda"
+    if config.data_memory != "auto":
+        budget = parse_size(config.data_memory)
+    elif gpu and not placed:
+        rows = sum(table.num_embeddings * row_bytes(table, state) for table in tables)
+        budget = max(0, (memory_of(device)[0] - rows) // 2)
+    else:
+        budget = 0
     return {
         "reuse": not gpu and not placed,  # staged batches wait in the window
         "pin_memory": gpu,
-        "device": device if gpu and not placed else None,  # the rows of a batch are planned in main memory
-        "data_memory": data_budget(config, tables, state, device, placed=placed),
+        "device": device if gpu and not placed else None,
+        "data_memory": budget,
     }
 
 

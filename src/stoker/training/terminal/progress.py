@@ -1,24 +1,24 @@
-"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time."""
+"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time, and signals."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.base.errors import StokerError
-from stoker.models import RecModel
-from stoker.optim import Schedule
-from stoker.training.config import TrainConfig
-from stoker.training.files.rundir import RunDirectory
+from stoker.base.units import quoted
 from stoker.training.scores.metrics import merit
 
-__all__ = ["Clock", "Diverged", "Progress", "SaveTimer", "explain"]
+__all__ = ["Clock", "Diverged", "Interrupted", "Progress", "SaveTimer", "StopSignals"]
 
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
 
@@ -141,22 +141,51 @@ class SaveTimer:
         self._next = self.now() + max(60.0 * self.minutes, seconds / _SAVING)
 
 
-def explain(
-    what: str,
-    step: int,
-    model: RecModel,
-    dense: torch.optim.Optimizer,
-    schedule: Schedule,
-    config: TrainConfig,
-    run: RunDirectory,
-) -> StokerError:
-    """The error for the user: where, with which learning rates, what is left, what to do."""
-    steps = run.steps()
-    kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
-    row_lr = model.embeddings.optimizer.lr * schedule.factor(step)
-    dense_lr = dense.param_groups[0]["initial_lr"] * config.dense_factor(schedule, step)
-    return StokerError(
-        f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
-        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
-        "infinite values in the dense columns."
-    )
+class Interrupted(KeyboardInterrupt):
+    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number.
+
+    Args:
+        number: of the signal.
+        checkpoint: the newest one.
+        run: the run directory.
+        at_once: it was asked twice, or not in the loop, and wrote none.
+    """
+
+    def __init__(self, number: int, checkpoint: Path | None, run: Path, *, at_once: bool = False) -> None:
+        self.signal = signal.Signals(number)
+        self.checkpoint = checkpoint
+        self.run = run
+        self.exit_code = 128 + number
+        saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
+        if at_once:
+            saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
+        super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {quoted(run)}")
+
+
+class StopSignals:
+    """While entered, the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
+
+    Outside the main thread, where Python allows no handlers, it never sets anything.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *args: object) -> None:
+        self._restore()

@@ -19,12 +19,11 @@ import numpy.typing as npt
 from stoker.base.errors import ConfigError
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.dataset.dataset import Dataset
-from stoker.optim import Constant, Schedule
-from stoker.training.config import TrainConfig
+from stoker.optim import Schedule
+from stoker.training.config import TrainConfig, TrainSettings
 from stoker.training.files.rundir import open_dataset
+from stoker.training.replica import throwaway
 from stoker.training.scores.evaluation import predict
-from stoker.training.settings import TrainSettings
-from stoker.training.sizing.throwaway import throwaway
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -220,13 +219,12 @@ def find_lr(
     losses: list[float] = []
     smoothed: list[float] = []
     average, diverged = 0.0, False
-    rows = Constant() if which == "dense" else rising
-    with throwaway(data, config, lr_steps, rising, rows) as model:
-        row_lr, dense_lr = model.model.embeddings.optimizer.lr, float(model.dense.param_groups[0]["lr"])
+    with throwaway(data, config, lr_steps, *_schedules(rising, which)) as model:
+        row_lr, dense_lr = model.model.embeddings.optimizer.lr, float(model.replica.dense.param_groups[0]["lr"])
         if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
             raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
         while len(losses) < lr_steps:
-            loss = float(model.step(vary_dense=which != "rows"))
+            loss = float(model.step())
             if not math.isfinite(loss):
                 diverged = True
                 break
@@ -264,6 +262,11 @@ def find_lr(
     return replace(found, trials=trials, trial_steps=trial_steps, held_out=len(held_out[0]))
 
 
+def _schedules(varied: Schedule, which: Which) -> tuple[Schedule | None, Schedule | None]:
+    """The schedules of the dense rate and of the rows' rate; None: constant."""
+    return None if which == "rows" else varied, None if which == "dense" else varied
+
+
 def _try(
     data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[int], None]
 ) -> npt.NDArray[np.float64]:
@@ -271,9 +274,9 @@ def _try(
     fixed = _Rising(low=factor, high=factor, steps=2)
     valid = data.splits.get("valid")
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
-    with throwaway(data, config, steps + more, fixed, Constant() if which == "dense" else fixed) as model:
+    with throwaway(data, config, steps + more, *_schedules(fixed, which)) as model:
         for step in range(steps):
-            if not math.isfinite(float(model.step(vary_dense=which != "rows"))):
+            if not math.isfinite(float(model.step())):
                 break
             report(step + 1)
         if valid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,20 +16,15 @@ from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
 from stoker.placement.placement import Placement
-from stoker.training.config import TrainConfig
+from stoker.training.config import MACHINE, TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
-from stoker.training.process import seed_generators
-from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
+from stoker.training.replica import Replica, seed_generators
+from stoker.training.scheduled import ScheduledFeed, run_feed, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
-from stoker.training.settings import MachineSettings
 
-__all__ = ["MACHINE", "Rerun", "Section", "find_section"]
-
-#: Settings that may differ from the run's: they leave its numbers alone (device, backend, threads but for rounding).
-MACHINE = frozenset(MachineSettings.__annotations__)
+__all__ = ["Rerun", "Section", "find_section"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +38,6 @@ class Section:
     begin: int  # step of the first batch, counted from 0
     steps: int  # batches
     total: int  # of the whole run
-
-    def batches(self) -> BatchStream | HotColdStream:
-        """The run's batches from its first step on."""
-        return run_stream(self.config, self.data)
 
 
 def find_section(
@@ -81,9 +73,8 @@ def find_section(
     total = config.steps or config.epochs * len(run_stream(config, dataset))
     found = None
     if begin is None:
-        found = next(
-            (step for step in reversed(directory.steps()) if total - step >= steps and _whole(directory, step)), None
-        )
+        early = (step for step in reversed(directory.steps()) if total - step >= steps)
+        found = next((step for step in early if directory.problem(step) is None), None)
     elif begin not in ("start", 0):
         if begin not in directory.steps():
             known = ", ".join(f"{step:,}" for step in directory.steps()) or "none"
@@ -99,94 +90,58 @@ def find_section(
     )  # fmt: skip
 
 
-def _whole(directory: RunDirectory, step: int) -> bool:
-    try:
-        checkpoint.verify(directory.checkpoint(step))
-    except CheckpointError:
-        return False
-    return True
-
-
-class Rerun:
+class Rerun(Replica):
     """A run at the beginning of a section: model, dense optimizer and batches.
 
     Args:
         section: the steps.
-        placement: where the rows lie; None: on the device.
-        wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
+        placement: where the rows are; None: on the device.
+        wait: as for :class:`Replica`.
         endless: look ahead beyond the end of the run too, so that its last steps take as long as others.
     """
 
     def __init__(
         self, section: Section, placement: Placement | None, *, wait: bool = False, endless: bool = False
     ) -> None:
-        config = section.config
+        config, data = section.config, section.data
         seed_generators(config)
-        stream = section.batches()
-        self.section = section
-        self.schedule = config.make_schedule(section.total)
-        self.model = config.make_model(section.data.schema, config.make_row_optimizer(self.schedule), placement)
-        self.dense = config.make_dense_optimizer(self.model)
-        if config.compile:
-            self.model.compile_dense()
+        stream = run_stream(config, data)
+        schedule = config.make_schedule(section.total)
+        optimizer = config.make_row_optimizer(schedule)
+        super().__init__(config, data.schema, optimizer, placement, partial(config.dense_factor, schedule), wait=wait)
+        self.data = data
         if section.checkpoint is not None:
             manifest = checkpoint.read_manifest(section.checkpoint)
-            check_dataset(section.data, self.model, manifest["extra"].get("dataset"))
+            check_dataset(data, self.model, manifest["extra"].get("dataset"))
             loading.load(section.checkpoint, self.model, self.dense, stream)
-        for group in self.dense.param_groups:
-            group.setdefault("initial_lr", group["lr"])
         end = section.total + (config.lookahead + 1 if endless else 0)
         # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
         foreseen = section.begin + section.steps
-        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen, metered=False)
-        self._parameters = self.model.dense_parameters()
-        self._wait = wait and self.model.device.type == "cuda"
+        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen)
         self._drawn = _generators(self.model.device)
-        self.model.train()
         self._swap()
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch of :attr:`feed`; its loss."""
-        _set_generators(self._drawn, self.model.device)
-        for group in self.dense.param_groups:
-            group["lr"] = group["initial_lr"] * self.section.config.dense_factor(self.schedule, batch.step)
-        with span("forward"):
-            loss = self.model.loss(batch)
-            self._synchronize()
-        with span("backward"):
-            loss.backward()
-            self._synchronize()
-        with span("dense"):
-            if self.section.config.dense_clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self._parameters, self.section.config.dense_clip_norm)
-            self.dense.step()
-            self.dense.zero_grad()
-            self._synchronize()
+        torch.set_rng_state(self._drawn[0])
+        if self._drawn[1] is not None:
+            torch.cuda.set_rng_state(self._drawn[1], self.model.device)
+        loss = super().step(batch)
         self._drawn = _generators(self.model.device)  # two reruns that take turns draw the same numbers
         self._swap()
-        return loss.detach()
+        return loss
 
     def _swap(self) -> None:
         """Decide as the run did what follows a segment of hot or cold batches."""
         if isinstance(self.feed, ScheduledFeed) and self.feed.swapping:
             with span("swap"):
-                self.feed.swap(swap_loss(self.model, self.section.data, self.section.config))
-                self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self._wait:
-            torch.cuda.synchronize(self.model.device)
+                self.feed.swap(swap_loss(self.model, self.data, self.config))
+                self.synchronize()
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Close threads and files."""
         self.model.embeddings.close()
 
 
 def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_generators(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -30,9 +30,9 @@ from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
-from stoker.training.placing import place_run, slotted
-from stoker.training.process import process_settings
-from stoker.training.settings import MachineSettings
+from stoker.training.config import MachineSettings
+from stoker.training.placing import iterate, place_run, slotted
+from stoker.training.replica import process_settings
 from stoker.training.tools.rerun import Rerun, Section, find_section
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -230,7 +230,7 @@ def _replay(
 ) -> tuple[Difference | None, int]:
     """The first difference, and the steps that were done."""
     done = 0
-    with closing(_each(placed)) as ones, closing(_each(resident)) as others:
+    with closing(iterate(placed.feed)) as ones, closing(iterate(resident.feed)) as others:
         while done < section.steps:
             batch, other = next(ones), next(others)
             if difference := comparison.rows(batch, "before"):
@@ -243,10 +243,6 @@ def _replay(
                 return difference, done
             progress("steps", done, section.steps)
     return comparison.tables(section.begin + done - 1, progress), done
-
-
-def _each(rerun: Rerun) -> Any:
-    yield from rerun.feed
 
 
 class _Comparison:

@@ -1,0 +1,191 @@
+"""Models that nobody keeps, on the steps of a run: for replays, for finding rates and sizes, for measuring time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.base.device import kept_memory, resolve_device
+from stoker.base.timeline import span
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.spec import FeatureSpec
+from stoker.models import RecModel
+from stoker.optim import Constant, RowOptimizer, Schedule
+from stoker.placement.placement import Placement
+from stoker.tables import Strategy
+from stoker.training.config import TrainConfig
+from stoker.training.placing import iterate, place_run, slotted
+from stoker.training.scheduled import HotColdStream, run_feed, run_stream
+from stoker.training.sizing.room import batch_options
+
+__all__ = ["Replica", "open_stream", "process_settings", "seed_generators", "throwaway", "tidy"]
+
+
+@contextlib.contextmanager
+def process_settings(config: TrainConfig) -> Iterator[None]:
+    """Set the run's number of threads, seed torch's generators, and let glibc keep freed memory; restore all on exit.
+
+    Generators of the CPU and of the run's device are seeded; no other is touched.
+    """
+    device = resolve_device(config.device)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), kept_memory():
+        seed_generators(config)
+        try:
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def seed_generators(config: TrainConfig) -> None:
+    """Seed torch's generators of the CPU and of the run's device, for models that draw while they train."""
+    torch.default_generator.manual_seed(config.seed)
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(config.seed)
+
+
+@contextlib.contextmanager
+def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
+    """If the block fails, close the spill files of the models in the list that it gets, and remove the empty
+    directories that were made for them."""
+    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
+    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
+    models: list[RecModel] = []
+    try:
+        yield models
+    except BaseException:
+        for storage in (storage for model in models for storage in slotted(model)):
+            with contextlib.suppress(Exception):  # what its rows were does not matter any more
+                storage.close()
+        for one in missing:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                one.rmdir()
+        raise
+
+
+def open_stream(
+    config: TrainConfig, data: Dataset, optimizer: RowOptimizer, placement: Placement | None
+) -> BatchStream | HotColdStream:
+    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow."""
+    placed = placement is not None and not placement.resident
+    tables = config.stored_tables(data.schema)
+    return run_stream(config, data, **batch_options(config, tables, optimizer.state, placed=placed))
+
+
+class Replica:
+    """A model with its optimizers as a run makes them.
+
+    Args:
+        config: settings of the run.
+        spec: columns of its dataset.
+        optimizer: of the rows.
+        placement: where the rows are; None: on the device.
+        dense_factor: the factor on the dense rate at a step, counted from 0.
+        wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: FeatureSpec,
+        optimizer: RowOptimizer,
+        placement: Mapping[str, Strategy] | None,
+        dense_factor: Callable[[int], float] = lambda step: 1.0,
+        *,
+        wait: bool = False,
+    ) -> None:
+        self.config, self.dense_factor = config, dense_factor
+        self.model = config.make_model(spec, optimizer, placement)
+        self.dense = config.make_dense_optimizer(self.model)
+        if config.compile:
+            self.model.compile_dense()
+        self.model.train()
+        self._parameters = self.model.dense_parameters()
+        self._wait = wait and self.model.device.type == "cuda"
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on a batch; its loss."""
+        for group in self.dense.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.dense_factor(batch.step)
+        with span("forward"):
+            loss = self.model.loss(batch)
+            self.synchronize()
+        with span("backward"):
+            loss.backward()  # rows are updated here, in place
+            self.synchronize()
+        with span("dense"):
+            if self.config.dense_clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._parameters, self.config.dense_clip_norm)
+            self.dense.step()
+            self.dense.zero_grad()
+            self.synchronize()
+        return loss.detach()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, where parts of a step are to end with that."""
+        if self._wait:
+            torch.cuda.synchronize(self.model.device)
+
+
+class Throwaway:
+    """A replica at the beginning of a run, and its batches, shuffled, epoch after epoch."""
+
+    def __init__(self, replica: Replica, batches: Iterator[Batch]) -> None:
+        self.replica, self.model, self.batches = replica, replica.model, batches
+
+    def step(self) -> Tensor:
+        """Train on the next batch; its loss."""
+        return self.replica.step(next(self.batches))
+
+    def score(self, batches: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return labels and scores of the rows of the next batches, on which it does not train."""
+        found: list[tuple[Tensor, Tensor]] = []
+        self.model.eval()
+        with torch.no_grad():
+            for batch in islice(self.batches, batches):
+                assert batch.labels is not None
+                found.append((batch.labels.cpu().clone(), self.model.predict(batch).cpu()))  # a batch may be reused
+        labels, scores = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+        return labels, scores
+
+
+@contextlib.contextmanager
+def throwaway(
+    data: Dataset, config: TrainConfig, steps: int, dense: Schedule | None = None, rows: Schedule | None = None
+) -> Iterator[Throwaway]:
+    """A model to throw away, its rows placed as the settings say; generators and threads are as before afterwards.
+
+    Args:
+        data: the dataset.
+        config: settings of the run that is to come; their schedule does not count.
+        steps: batches that will be asked for at most.
+        dense: schedule of the dense rate; None: constant.
+        rows: schedule of the rows' rate; None: constant.
+
+    Raises:
+        ConfigError: a budget that cannot work.
+    """
+    config = config.replace(batch_order="shuffled")
+    with process_settings(config), tidy(config) as models:
+        optimizer = config.make_row_optimizer(rows or Constant())
+        placement = place_run(config, data, optimizer)
+        stream = open_stream(config, data, optimizer, placement)  # where rows are held decides how long a step takes
+        replica = Replica(config, data.schema, optimizer, placement, (dense or Constant()).factor)
+        models.append(replica.model)
+        with contextlib.closing(iterate(run_feed(stream, steps, replica.model, config))) as batches:
+            yield Throwaway(replica, batches)
+        replica.model.embeddings.close()
