@@ -34,8 +34,6 @@ from stoker.tables import Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.training.model_options import check_options, own_options
 
-__all__ = ["MACHINE", "RESUMABLE", "ROW_OPTIONS", "MachineSettings", "TrainConfig", "TrainSettings"]
-
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,

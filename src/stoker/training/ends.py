@@ -23,8 +23,6 @@ from stoker.training.scores.metrics import RANKING
 from stoker.training.terminal.display import Display
 from stoker.training.terminal.progress import Clock, Progress
 
-__all__ = ["TrainResult", "finish", "open_run", "restore"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:

@@ -35,8 +35,6 @@ from stoker.training.sizing.room import check_disk, check_memory
 from stoker.training.terminal.display import Display, Mode, make_display
 from stoker.training.terminal.progress import Clock, Diverged, Interrupted, Progress, SaveTimer, StopSignals
 
-__all__ = ["TrainResult", "train"]
-
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
 
@@ -193,52 +191,43 @@ def _fit(
     begun, warm = progress.step, replace(clock)
     model.train()
 
-    with StopSignals() as stop, totals.recording(), closing(iterate(feed)) as batches:
+    with StopSignals() as stop, totals.recording(model), closing(iterate(feed)) as batches:
         if isinstance(feed, Stage | ScheduledFeed):
-            feed.hurry = lambda: stop.number is not None
+            feed.hurry = stop.asked
         while True:
             # What is due after the step before; also the first thing after a restart.
             step = progress.step
             due = step > 0 and (step % eval_every == 0 or step >= total)
             improved = False
-            if due and valid and progress.evaluated < step and stop.number is None:
+            if due and valid and progress.evaluated < step and not stop.asked():
                 clock.pause()
-                metrics = finite(
-                    evaluate(
-                        model, valid, rows=config.valid_rows, stop=lambda: stop.number is not None, k=config.ranking_k
-                    )
-                )
-                if stop.number is None:
+                metrics = finite(evaluate(model, valid, rows=config.valid_rows, stop=stop.asked, k=config.ranking_k))
+                if not stop.asked():
                     if progress.latest is None and deciding(metrics, config.metric) != config.metric:
                         shown.note(undefined(config.metric))
                     improved = progress.judge(metrics, config.metric)
                     _record(log, shown, "valid", feed.step / epoch, step, **metrics)
                 clock.go()
             finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
-            if isinstance(feed, ScheduledFeed) and feed.swapping and not finished and stop.number is None:
+            if isinstance(feed, ScheduledFeed) and feed.swapping and not finished and not stop.asked():
                 clock.pause()
-                test_loss = swap_loss(model, data, config, stop=lambda: stop.number is not None)
-                if stop.number is None:
+                test_loss = swap_loss(model, data, config, stop=stop.asked)
+                if not stop.asked():
                     _record(log, shown, "schedule", feed.step / epoch, step, **feed.swap(test_loss).to_dict())
                     swaps += 1
                 clock.go()
             wanted = (step % config.save_every == 0 if config.save_every else due) or improved or finished
             stale = step == saved[0]  # the checkpoint that is there
             state = (step, progress.evaluated, swaps)
-            if step > 0 and state != saved and (wanted or stale or timer.due or stop.number is not None):
+            if step > 0 and state != saved and (wanted or stale or timer.due or stop.asked()):
                 clock.pause()
                 begin = timer.now()
                 progress.read_losses()
+                extra = _extra(progress, data, config) | ({} if wanted else INTERIM)
                 checkpoint.save(
-                    run.checkpoint(step),
-                    model,
-                    dense,
-                    feed,
-                    step=step,
-                    extra=_extra(progress, data, config) | ({} if wanted else INTERIM),
-                    overwrite=True,
+                    run.checkpoint(step), model, dense, feed, step=step, extra=extra, overwrite=True,
                     require_finite=True,
-                )
+                )  # fmt: skip
                 saved = state
                 timer.saved(timer.now() - begin)
                 run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
@@ -277,18 +266,12 @@ def _fit(
                 progress.read_losses()
                 since, times = clock.since(marked[0]), clock.since(timed[0])
                 _record(
-                    log,
-                    shown,
-                    "train",
-                    feed.step / epoch,
-                    progress.step,
-                    loss=progress.loss_sum / progress.loss_count,
-                    samples_per_second=times.examples / times.seconds,
+                    log, shown, "train", feed.step / epoch, progress.step,
+                    loss=progress.loss_sum / progress.loss_count, samples_per_second=times.examples / times.seconds,
                     seconds_per_step=times.seconds / (progress.step - timed[1]),
-                    row_lr=model.embeddings.optimizer.lr * factor,
-                    dense_lr=dense.param_groups[0]["lr"],
+                    row_lr=model.embeddings.optimizer.lr * factor, dense_lr=dense.param_groups[0]["lr"],
                     **movement(since.counted, progress.step - marked[1], times),
-                )
+                )  # fmt: skip
                 if regular:  # else it is of the last steps; should the run go on, the next one counts them again
                     progress.loss_sum, progress.loss_count = 0.0, 0
                     marked = timed = (replace(clock), progress.step)
@@ -309,9 +292,5 @@ def _record(log: RunLog, shown: Display, kind: str, epoch: float, step: int, **v
 def _extra(progress: Progress, data: Dataset, config: TrainConfig) -> dict[str, Any]:
     """What a checkpoint keeps besides the model and its optimizers."""
     settings = {name: value for name, value in config.to_dict().items() if name not in RESUMABLE}
-    return {
-        "best": progress.best,
-        "progress": progress.to_dict(),
-        "dataset": dataset_identity(data),
-        "settings": settings,
-    }
+    kept = {"best": progress.best, "progress": progress.to_dict()}
+    return {**kept, "dataset": dataset_identity(data), "settings": settings}

@@ -20,8 +20,6 @@ from stoker.training.scores.metrics import deciding
 from stoker.training.sizing.auto_batch import BatchChoice
 from stoker.training.terminal.progress import Progress
 
-__all__ = ["chosen", "ending", "explain", "facts", "undefined", "without_effect"]
-
 
 def facts(
     model: RecModel,
@@ -63,15 +61,7 @@ def chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
 def without_effect(
     config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
 ) -> Iterator[str]:
-    """Name the settings that were given and change nothing.
-
-    Args:
-        config: the settings.
-        placement: of the rows; None: all on the device.
-        total: steps of the run.
-        trains: tables that are tensor trains.
-        grouped: whether the dataset has groups.
-    """
+    """Name the settings that were given and change nothing: ``total`` steps, ``trains`` tables as tensor trains."""
     used = ROW_OPTIONS.get(config.row_optimizer, {}).values()
     own = {name for options in ROW_OPTIONS.values() for name in options.values() if name.startswith("row_")}
     lamb = "lamb" in (config.row_optimizer, config.dense_optimizer)

@@ -31,20 +31,6 @@ from stoker.training.scores.evaluation import SCORED
 from stoker.training.sizing.room import check_memory
 from stoker.training.terminal.progress import Clock
 
-__all__ = [
-    "STAGES",
-    "Epochs",
-    "StageTotals",
-    "iterate",
-    "moved",
-    "movement",
-    "place",
-    "place_run",
-    "place_scoring",
-    "slotted",
-    "staged",
-]
-
 Batches = TypeVar("Batches", bound=Iterable[Batch])
 
 #: What a step consists of, in the order in which a batch goes through it.
@@ -149,18 +135,18 @@ def place_scoring(
     lookahead: int,
     device: torch.device,
 ) -> tuple[Placement | None, int]:
-    """Where a checkpoint's rows lie while they score ``data``, and with how many examples at a time.
+    """Where a checkpoint's rows are while they score ``data``, and the number of examples at a time.
 
     Args:
         manifest: of the checkpoint.
         data: its dataset.
         settings: ``device_memory`` (None or "all": no limit), ``host_memory`` and ``home_path``.
-        batch_size: examples; None takes as many as the budget allows, at most 8192.
+        batch_size: None takes as many as the budget allows, at most 8192.
         lookahead: batches whose ids are known in advance.
         device: where the slots are.
 
     Returns:
-        The placement, None where everything lies on the device; and the batch size.
+        The placement, None if everything is on the device; and the batch size.
 
     Raises:
         ConfigError: a budget that cannot work, or rows that need more memory than there is.
@@ -215,14 +201,8 @@ def slotted(model: RecModel) -> list[SlottedRows]:
 def staged(
     batches: Batches, model: RecModel, config: TrainConfig, *, progress: Progress | None = None
 ) -> Batches | Stage:
-    """The batches of a run with their rows in place, where rows come and go.
-
-    Args:
-        batches: of the run.
-        model: whose rows they are.
-        config: the run's settings.
-        progress: called while next uses are recorded.
-    """
+    """The batches of a run with their rows in place, where rows come and go; ``progress`` is called while next uses are
+    recorded."""
     if not slotted(model):
         return batches
     return stage(
@@ -269,11 +249,12 @@ class StageTotals(Recorder):
         return {name: found[name] / 1e9 for name in STAGES}
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record while the block runs, unless the caller records a timeline of its own."""
+    def recording(self, model: RecModel) -> Iterator[None]:
+        """Record within the block if rows of the model can move, and the caller records no timeline of its own."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(RuntimeError):
-                stack.enter_context(self)
+            if slotted(model):
+                with contextlib.suppress(RuntimeError):
+                    stack.enter_context(self)
             yield
 
 
@@ -293,15 +274,8 @@ def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[s
 
 
 def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, Any]:
-    """The fields of a training record for what moved during ``steps``; none if nothing could.
-
-    Args:
-        amount: counted in them, see :func:`moved`.
-        steps: batches.
-        times: the clock over those of the steps whose times count.
-
-    ``stage_seconds`` adds up threads: what goes on beside training is in it, waited for or not.
-    """
+    """The fields of a training record for what was :func:`moved` in ``steps``; ``times``: the clock over those whose
+    times count. ``stage_seconds`` adds up threads, waited for or not."""
     if not amount:
         return {}
     return {

@@ -27,8 +27,6 @@ from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.scheduled import HotColdStream, run_feed, run_stream
 from stoker.training.sizing.room import batch_options
 
-__all__ = ["Replica", "open_stream", "process_settings", "seed_generators", "throwaway", "tidy"]
-
 
 @contextlib.contextmanager
 def process_settings(config: TrainConfig) -> Iterator[None]:

@@ -28,8 +28,6 @@ from stoker.training.placing import Epochs, iterate, staged
 from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
 
-__all__ = ["HotColdStream", "ScheduledFeed", "batch_order", "run_feed", "run_stream", "swap_loss"]
-
 _KIND = "stoker.HotColdStream"
 
 
@@ -57,13 +55,8 @@ def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-
 
 
 def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStream | HotColdStream:
-    """The training batches of a run from its first step on.
-
-    Args:
-        config: its settings.
-        data: its dataset.
-        options: ``reuse``, ``pin_memory``, ``device`` and ``data_memory`` (bytes) of
-            :meth:`stoker.dataset.split.Split.batches`.
+    """The training batches of a run from its first step on; ``options`` are those of
+    :meth:`stoker.dataset.split.Split.batches`.
 
     Raises:
         ConfigError: see :func:`batch_order`.
@@ -105,13 +98,7 @@ def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callabl
 
 
 class HotColdStream:
-    """Hot and cold batches, segment by segment. An epoch hands out every one of them once.
-
-    Args:
-        cold: its batches.
-        hot: its batches.
-        scheduler: says which come next.
-    """
+    """Hot and cold batches, segment by segment as the scheduler says. An epoch hands out every one of them once."""
 
     def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}

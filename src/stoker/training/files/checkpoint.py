@@ -52,8 +52,6 @@ from stoker.training.files.module_state import (
     unwrap,
 )
 
-__all__ = ["DENSE", "Checkpoint", "NotFiniteError", "discard", "read_manifest", "save", "set_aside", "verify"]
-
 FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
 _SHARD_BYTES = 256 * 2**20  # of rows and state in one file

@@ -39,7 +39,6 @@ from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_c
 if TYPE_CHECKING:
     from stoker.tables import Strategy
 
-__all__ = ["load", "saved_model"]
 
 _REBUILD = "Build the module as it was built when it was saved."
 _SHOWN = 5  # names in a message

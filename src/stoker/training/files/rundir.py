@@ -32,22 +32,6 @@ from stoker.models import MODELS
 from stoker.training.files import checkpoint as ckpt
 from stoker.training.scores.metrics import merit
 
-__all__ = [
-    "INTERIM",
-    "LOST",
-    "RunDirectory",
-    "RunLog",
-    "Upload",
-    "find_checkpoint",
-    "find_dataset",
-    "local_run",
-    "open_dataset",
-    "own_dataset",
-    "settings_around",
-    "unknown_model",
-    "whole_checkpoints",
-]
-
 #: What the manifest of a checkpoint says, in ``extra``, that was written between two that are due by the step.
 INTERIM: dict[str, Any] = {"interim": True}
 _STEP = re.compile(r"step_(\d{9,})")
@@ -195,6 +179,11 @@ class RunDirectory:
         except CheckpointError:
             return None
 
+    def newest_extra(self) -> dict[str, Any]:
+        """What training kept in the newest manifest that can be read; empty if none can."""
+        found = (self._extra(step) for step in reversed(self.steps()))
+        return next((extra for extra in found if extra is not None), {})
+
     def problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint; None where all its files match their checksums."""
         try:
@@ -221,10 +210,9 @@ class RunDirectory:
 
     def best(self) -> Path | None:
         """The run's best checkpoint; where that is gone, the best of the others; None without an evaluated one."""
-        steps = self.steps()
-        extra = next((extra for step in reversed(steps) if (extra := self._extra(step)) is not None), {})
+        extra = self.newest_extra()
         best = extra.get("best")
-        if best is not None and best["step"] not in steps:
+        if best is not None and best["step"] not in self.steps():
             best = next(iter(self.evaluated(extra.get("settings", {}).get("metric", "auc"))), None)
         return None if best is None else self.checkpoint(int(best["step"]))
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["DECIDING", "RANKING", "RankingMetrics", "StreamingMetrics", "deciding", "merit"]
-
 #: Names of the metrics that need groups; the larger the better.
 RANKING = ("mrr", "ndcg", "hr", "group_auc")
 

@@ -18,8 +18,6 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Device, TableConfig
 from stoker.training.config import TrainConfig
 
-__all__ = ["batch_options", "check_disk", "check_memory"]
-
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 
 
@@ -29,16 +27,10 @@ def check_memory(
     device: torch.device,
     placement: Placement | None = None,
 ) -> str | None:
-    """Refuse tables whose rows on the device need more memory than there is.
-
-    Args:
-        tables: of the model.
-        state: of the row optimizer.
-        device: where its rows lie.
-        placement: where else they may lie; None: all on the device.
+    """Refuse tables whose rows on the device need more memory than it has; ``placement`` None: all rows are there.
 
     Returns:
-        A warning where they fit the machine, but not what is free at the moment.
+        A warning if they fit the machine, but not what is free at the moment.
 
     Raises:
         ConfigError: with the bytes and the budget to give.
@@ -77,11 +69,7 @@ def batch_options(
 ) -> dict[str, Any]:
     """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
 
-    Args:
-        config: of the run.
-        tables: of the model.
-        state: of the row optimizer.
-        placed: whether rows of tables come and go; batches are then made in main memory, where their ids are planned.
+    Where rows of tables come and go (``placed``), batches are made in main memory, where their ids are planned.
     """
     device = resolve_device(config.device)
     gpu = device.type == "cuda"
@@ -131,16 +119,13 @@ def check_disk(
 
     Args:
         run: the run directory, which need not exist yet.
-        tables: of the model.
-        state: of the row optimizer.
-        dense_bytes: of the dense parameters.
+        tables: of the model, with the ``state`` of its row optimizer and ``dense_bytes`` of dense parameters.
         config: the settings.
-        steps: batches still to be trained.
-        epoch: batches of an epoch.
+        steps: batches still to be trained, ``epoch`` of them a pass.
         there: checkpoints that the run has already.
 
     Returns:
-        A warning where one fits, but not as many as the run will keep.
+        A warning if one fits, but not as many as the run will keep.
 
     Raises:
         CheckpointError: with the bytes of a checkpoint and of the free space.

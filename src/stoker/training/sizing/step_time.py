@@ -27,8 +27,6 @@ from stoker.training.config import TrainConfig
 from stoker.training.placing import slotted
 from stoker.training.replica import Replica
 
-__all__ = ["StepTime", "measure_step"]
-
 _ROWS = 128 * 2**20  # bytes of the rows that are made for it
 _IDS = 2**22  # ids in all batches that are trained on, about
 _BATCHES = 32  # at most: so many that their rows do not all stay in a processor's caches

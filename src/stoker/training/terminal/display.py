@@ -11,8 +11,6 @@ from typing import Any, Literal, TextIO
 
 from stoker.base.units import format_count, format_duration, format_size, plural
 
-__all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
-
 _REFRESH = 0.1  # seconds between two movements of the bar
 _LONG = 2.0  # seconds of work before the steps that nobody need be told of
 _SCHEDULE_LINES = 10  # about the schedule, an epoch; all swaps are in metrics.jsonl

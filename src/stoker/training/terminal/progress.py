@@ -18,8 +18,6 @@ from torch import Tensor
 from stoker.base.units import quoted
 from stoker.training.scores.metrics import merit
 
-__all__ = ["Clock", "Diverged", "Interrupted", "Progress", "SaveTimer", "StopSignals"]
-
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
 
 
@@ -177,6 +175,10 @@ class StopSignals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
+
+    def asked(self) -> bool:
+        """Return True once a signal came."""
+        return self.number is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.number = number

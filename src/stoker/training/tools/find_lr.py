@@ -28,7 +28,6 @@ from stoker.training.scores.evaluation import predict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Finding", "Trial", "draw_finding", "find_lr", "plot_finding"]
 
 Which = Literal["both", "rows", "dense"]
 _DIVERGED = 4.0  # times the least smoothed loss: no use in going on
@@ -160,8 +159,10 @@ class Finding:
         Raises:
             ConfigError: the name does not end in .png.
             DependencyError: matplotlib is not installed.
+            DataError: the disk has no room.
         """
-        plot_finding(self, Path(path))
+        check_plot(Path(path))
+        write_png(_draw(self), Path(path))
 
 
 def find_lr(
@@ -289,20 +290,7 @@ def _try(
     return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # of a model that diverged every row is wrong
 
 
-def plot_finding(finding: Finding, path: Path) -> None:
-    """Write the picture as a PNG.
-
-    Raises:
-        ConfigError: the name does not end in .png.
-        DependencyError: matplotlib is not installed.
-        DataError: the disk has no room.
-    """
-    check_plot(path)
-    write_png(draw_finding(finding), path)
-
-
-def draw_finding(finding: Finding) -> Figure:
-    """The picture itself."""
+def _draw(finding: Finding) -> Figure:
     figure = blank(7, 4)
     axes = figure.subplots()
     name = "row_lr" if finding.which == "rows" else "dense_lr"

@@ -24,8 +24,6 @@ from stoker.training.replica import Replica, seed_generators
 from stoker.training.scheduled import ScheduledFeed, run_feed, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 
-__all__ = ["Rerun", "Section", "find_section"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Section:

@@ -27,8 +27,6 @@ from stoker.training.placing import STAGES, iterate, place_run, slotted
 from stoker.training.replica import process_settings
 from stoker.training.tools.rerun import Rerun, find_section
 
-__all__ = ["StageTime", "Trace", "trace"]
-
 _WARM = 5  # steps before the recording: kernels compile, batches are staged
 _STAGING = "stoker-stage"  # the thread that training waits for
 
@@ -224,13 +222,8 @@ def stage_times(
 ) -> tuple[tuple[StageTime, ...], float]:
     """Seconds by stage, and those that training waited.
 
-    What training waited for is what it did itself inside a stall, or what the staging thread did meanwhile.
-
-    Args:
-        spans: of all threads.
-        threads: their names.
-        main: the training thread.
-        wall: nanoseconds on the clock.
+    What training (thread ``main``) waited for is what it did itself inside a stall, or what the staging thread did
+    meanwhile; ``wall`` is in nanoseconds.
     """
     pieces = {thread: list(_pieces(one for one in spans if one.thread == thread)) for thread in range(len(threads))}
     seconds: dict[str, int] = defaultdict(int)

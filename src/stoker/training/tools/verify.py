@@ -35,8 +35,6 @@ from stoker.training.placing import iterate, place_run, slotted
 from stoker.training.replica import process_settings
 from stoker.training.tools.rerun import Rerun, Section, find_section
 
-__all__ = ["Difference", "Verification", "verify"]
-
 _SHARE = 0.1  # of the rows' bytes, where a run has no budget of its own
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _CHUNK_BYTES = 64 * 2**20  # of rows compared at a time at the end
@@ -162,13 +160,8 @@ def _rows_bytes(section: Section, *, movable: bool = False) -> int:
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
-    """The section with a budget that does not hold all rows, and its placement.
-
-    Args:
-        section: the steps.
-        given: whether the budget was asked for.
-        chosen: whether the strategy was.
-    """
+    """The section with a budget that does not hold all rows, and its placement; ``given``: the budget was asked for,
+    ``chosen``: the strategy was."""
     optimizer = section.config.make_row_optimizer(Constant())
     placement = place_run(section.config, section.data, optimizer)
     if placement is not None and not placement.resident:
@@ -312,21 +305,19 @@ class _Comparison:
     def _compare(
         self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: Literal["before", "after", "end"]
     ) -> Difference | None:
-        first: tuple[int, str, int] | None = None
+        found: list[tuple[int, str, int, float, float]] = []  # row, name, column and both values
         for name, one, two in _pairs(mine, other):
-            if self._same(one, two):
-                continue
-            differ = (_bits(one) != _bits(two.to(one.device))).reshape(len(one), -1).nonzero()
-            row, column = differ[0].tolist()
-            if first is None or row < first[0]:
-                first = (row, name, column)
-        if first is None:
+            if not self._same(one, two):
+                differ = (_bits(one) != _bits(two.to(one.device))).reshape(len(one), -1).nonzero()
+                row, column = differ[0].tolist()
+                placed, resident = (float(each[row].reshape(-1)[column]) for each in (one, two))
+                found.append((row, name, column, placed, resident))
+        if not found:
             return None
-        row, name, column = first
-        one, two = next((one, two) for key, one, two in _pairs(mine, other) if key == name)
+        row, name, column, placed, resident = min(found, key=lambda each: each[0])
         return Difference(
-            step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column,
-            placed=float(one[row].reshape(-1)[column]), resident=float(two[row].reshape(-1)[column]),
+            step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column, placed=placed,
+            resident=resident,
         )  # fmt: skip
 
 
