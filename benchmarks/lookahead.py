@@ -27,7 +27,7 @@ from stoker.tables import Cached, EmbeddingTables, stage, tables_for
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, StageTotals
-from stoker.training.sizing.step_time import measure_step
+from stoker.training.step_time import measure_step
 
 __all__ = ["bars", "percent_above"]
 

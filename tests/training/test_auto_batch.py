@@ -12,9 +12,8 @@ from small_runs import ROWS, SMALL
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.testing import make_dataset
-from stoker.training import TrainConfig, replica
-from stoker.training.sizing import auto_batch
-from stoker.training.sizing.auto_batch import choose_batch_size
+from stoker.training import TrainConfig, auto_batch, replica
+from stoker.training.auto_batch import choose_batch_size
 
 CONFIG = TrainConfig(
     base_batch_size=8, **{name: value for name, value in SMALL.items() if name not in ("display", "batch_size")}

@@ -24,9 +24,9 @@ from stoker.tables.slots.foresight import Recording
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, TrainResult
+from stoker.training.display import Display
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import STAGES, Epochs, StageTotals
-from stoker.training.terminal.display import Display
 from stoker.training.tools.trace import stage_times
 
 SETTINGS: dict[str, Any] = {

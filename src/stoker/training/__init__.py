@@ -7,9 +7,9 @@ from stoker.training.ends import TrainResult
 from stoker.training.files.checkpoint import Checkpoint, save
 from stoker.training.files.loading import load
 from stoker.training.loop import train
+from stoker.training.progress import Interrupted
 from stoker.training.scores.evaluation import Scores, evaluate, predict
 from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
-from stoker.training.terminal.progress import Interrupted
 
 __all__ = [
     "Checkpoint",

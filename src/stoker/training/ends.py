@@ -14,14 +14,14 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.reader import BatchStream
 from stoker.models import RecModel
 from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.display import Display
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import LOST, RunDirectory, RunLog, open_dataset, own_dataset
 from stoker.training.notes import ending
+from stoker.training.progress import Clock, Progress
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
-from stoker.training.terminal.display import Display
-from stoker.training.terminal.progress import Clock, Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,20 +20,19 @@ from stoker.models import RecModel
 from stoker.models.imported import class_path
 from stoker.optim import Constant, Schedule
 from stoker.tables import Stage
+from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import RESUMABLE, TrainConfig, TrainSettings
+from stoker.training.display import Display, Mode, make_display
 from stoker.training.ends import TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.rundir import INTERIM, RunDirectory, RunLog, Upload, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
-from stoker.training.placing import Epochs, StageTotals, iterate, moved, movement, place_run
+from stoker.training.placing import Epochs, StageTotals, check_disk, check_memory, iterate, moved, movement, place_run
+from stoker.training.progress import Clock, Diverged, Interrupted, Progress, SaveTimer, StopSignals
 from stoker.training.replica import open_stream, process_settings, tidy
 from stoker.training.scheduled import ScheduledFeed, run_feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import deciding
-from stoker.training.sizing.auto_batch import BatchChoice, choose_batch_size
-from stoker.training.sizing.room import check_disk, check_memory
-from stoker.training.terminal.display import Display, Mode, make_display
-from stoker.training.terminal.progress import Clock, Diverged, Interrupted, Progress, SaveTimer, StopSignals
 
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
@@ -57,7 +56,7 @@ def train(
         resume: the run directory or URL to continue from its newest whole checkpoint, to the bit.
         display: "auto", "rich", "plain", "json", "quiet" or a :class:`Display`.
         settings: fields of :class:`TrainConfig`; when resuming, those that leave the numbers alone. ``batch_size`` may
-            be "auto": the one that trains fastest here (:func:`stoker.training.sizing.auto_batch.choose_batch_size`).
+            be "auto": the one that trains fastest here (:func:`stoker.training.auto_batch.choose_batch_size`).
 
     Raises:
         ConfigError: settings that cannot work, or a run directory that exists (``out``) or does not

@@ -13,12 +13,12 @@ from stoker.dataset.reading.reader import BatchStream
 from stoker.models import MODELS, RecModel
 from stoker.optim import Schedule
 from stoker.placement.placement import Placement, row_bytes
+from stoker.training.auto_batch import BatchChoice
 from stoker.training.config import ROW_OPTIONS, TrainConfig
 from stoker.training.files.rundir import RunDirectory
+from stoker.training.progress import Progress
 from stoker.training.scheduled import HotColdStream
 from stoker.training.scores.metrics import deciding
-from stoker.training.sizing.auto_batch import BatchChoice
-from stoker.training.terminal.progress import Progress
 
 
 def facts(

@@ -24,8 +24,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
 from stoker.training.config import MachineSettings
 from stoker.training.placing import STAGES, iterate, place_run, slotted
-from stoker.training.replica import process_settings
-from stoker.training.tools.rerun import Rerun, find_section
+from stoker.training.replica import Rerun, find_section, process_settings
 
 _WARM = 5  # steps before the recording: kernels compile, batches are staged
 _STAGING = "stoker-stage"  # the thread that training waits for

@@ -32,8 +32,7 @@ from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
 from stoker.training.config import MachineSettings
 from stoker.training.placing import iterate, place_run, slotted
-from stoker.training.replica import process_settings
-from stoker.training.tools.rerun import Rerun, Section, find_section
+from stoker.training.replica import Rerun, Section, find_section, process_settings
 
 _SHARE = 0.1  # of the rows' bytes, where a run has no budget of its own
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import time
-from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from stoker.base.units import format_count, format_duration, format_size, plural
@@ -26,9 +25,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def start(self, step: int, total: int, facts: str) -> None:
@@ -81,15 +78,10 @@ def _decided(values: dict[str, Any]) -> str:
 
 
 def _metrics(values: dict[str, Any]) -> str:
-    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
-    k = values.get("ranking_k")
-    words = {name: name for name in names} | {
-        "mrr": "mrr",
-        "ndcg": f"ndcg@{k}",
-        "hr": f"hr@{k}",
-        "group_auc": "group_auc",
-    }
-    return "  ".join(f"{word} {values[name]:.4f}" for name, word in words.items() if values.get(name) is not None)
+    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration", "mrr", "ndcg", "hr", "group_auc")
+    words = {name: f"{name}@{values.get('ranking_k')}" for name in ("ndcg", "hr")}
+    shown = (name for name in names if values.get(name) is not None)
+    return "  ".join(f"{words.get(name, name)} {values[name]:.4f}" for name in shown)
 
 
 class JsonLines(Display):
@@ -171,9 +163,7 @@ class ProgressBar(Display):
         self._status = ""
         self._seconds_per_step = 0.0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def start(self, step: int, total: int, facts: str) -> None:

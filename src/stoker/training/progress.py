@@ -65,10 +65,7 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the losses must have been read."""
-        return {name: getattr(self, name) for name in _KEPT}
-
-
-_KEPT = ("step", "evaluated", "latest", "best", "stale", "loss_sum", "loss_count")
+        return {name: value for name, value in vars(self).items() if name != "unread"}
 
 
 class Diverged(Exception):
