@@ -96,11 +96,12 @@ def test_rows_lie_where_the_run_will_have_them(
     open_stream = replica.open_stream
     monkeypatch.setattr(replica, "open_stream", noted)
     config = CONFIG.replace(batch_size=64, backend="reference", device="cpu", **settings)
-    with replica.throwaway(data, config, 3) as model:
-        losses = [float(model.step()) for _ in range(3)]
+    with replica.throwaway(data, config, 3) as (model, batches):
+        losses = [float(model.step(batch)) for batch in batches]
+    assert len(losses) == 3
     assert [stream.held for stream in streams] == [held]
-    with replica.throwaway(data, config.replace(data_memory="0"), 3) as model:
-        assert [float(model.step()) for _ in range(3)] == losses
+    with replica.throwaway(data, config.replace(data_memory="0"), 3) as (model, batches):
+        assert [float(model.step(batch)) for batch in batches] == losses
 
 
 def test_learning_rates_follow_what_was_chosen(

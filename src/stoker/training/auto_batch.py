@@ -89,13 +89,13 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
     """Examples a second of a step, the median, and bytes that stepping took at most beyond the model."""
-    with throwaway(data, config, _WARM + _MOST) as trial:
-        device = trial.model.device
+    with throwaway(data, config, _WARM + _MOST) as (replica, batches):
+        device = replica.model.device
         before = _peak(device, begin=True)
         times: list[float] = []
         while len(times) < _WARM + _FEWEST or (len(times) < _WARM + _MOST and sum(times[_WARM:]) < _SECONDS):
             begin = time.perf_counter()
-            trial.step()
+            replica.step(next(batches))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - begin)

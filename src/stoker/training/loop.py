@@ -185,9 +185,7 @@ def _fit(
     saved = (progress.step, progress.evaluated, swaps)
     totals, timer = StageTotals(), SaveTimer(config.checkpoint_minutes)
     clock = Clock(meter=lambda: moved(model, feed, totals))
-    marked = (replace(clock), progress.step)  # clock and step at the last training record
-    timed = marked  # and where the times of the next one begin
-    begun, warm = progress.step, replace(clock)
+    warm = marked = timed = replace(clock)  # after the first steps; at the last training record; where its times begin
     model.train()
 
     with StopSignals() as stop, totals.recording(model), closing(iterate(feed)) as batches:
@@ -199,48 +197,47 @@ def _fit(
             due = step > 0 and (step % eval_every == 0 or step >= total)
             improved = False
             if due and valid and progress.evaluated < step and not stop.asked():
-                clock.pause()
-                metrics = finite(evaluate(model, valid, rows=config.valid_rows, stop=stop.asked, k=config.ranking_k))
-                if not stop.asked():
-                    if progress.latest is None and deciding(metrics, config.metric) != config.metric:
-                        shown.note(undefined(config.metric))
-                    improved = progress.judge(metrics, config.metric)
-                    _record(log, shown, "valid", feed.step / epoch, step, **metrics)
-                clock.go()
+                with clock.paused():
+                    found = evaluate(model, valid, rows=config.valid_rows, stop=stop.asked, k=config.ranking_k)
+                    if not stop.asked():
+                        metrics = finite(found)
+                        if progress.latest is None and deciding(metrics, config.metric) != config.metric:
+                            shown.note(undefined(config.metric))
+                        improved = progress.judge(metrics, config.metric)
+                        _record(log, shown, "valid", feed.step / epoch, step, **metrics)
             finished = step >= total or (config.patience is not None and progress.stale >= config.patience)
             if isinstance(feed, ScheduledFeed) and feed.swapping and not finished and not stop.asked():
-                clock.pause()
-                test_loss = swap_loss(model, data, config, stop=stop.asked)
-                if not stop.asked():
-                    _record(log, shown, "schedule", feed.step / epoch, step, **feed.swap(test_loss).to_dict())
-                    swaps += 1
-                clock.go()
+                with clock.paused():
+                    test_loss = swap_loss(model, data, config, stop=stop.asked)
+                    if not stop.asked():
+                        _record(log, shown, "schedule", feed.step / epoch, step, **feed.swap(test_loss).to_dict())
+                        swaps += 1
             wanted = (step % config.save_every == 0 if config.save_every else due) or improved or finished
             stale = step == saved[0]  # the checkpoint that is there
             state = (step, progress.evaluated, swaps)
             if step > 0 and state != saved and (wanted or stale or timer.due or stop.asked()):
-                clock.pause()
-                begin = timer.now()
-                progress.read_losses()
-                extra = _extra(progress, data, config) | ({} if wanted else INTERIM)
-                checkpoint.save(
-                    run.checkpoint(step), model, dense, feed, step=step, extra=extra, overwrite=True,
-                    require_finite=True,
-                )  # fmt: skip
-                saved = state
-                timer.saved(timer.now() - begin)
-                run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
-                if (problem := upload()) is not None:
-                    shown.note(f"warning: {problem} The run goes on; the next checkpoint is uploaded with this one.")
-                clock.go()
+                with clock.paused():
+                    begin = timer.now()
+                    progress.read_losses()
+                    extra = _extra(progress, data, config) | ({} if wanted else INTERIM)
+                    checkpoint.save(
+                        run.checkpoint(step), model, dense, feed, step=step, extra=extra, overwrite=True,
+                        require_finite=True,
+                    )  # fmt: skip
+                    saved = state
+                    timer.saved(timer.now() - begin)
+                    run.prune(config.keep_last, None if progress.best is None else int(progress.best["step"]))
+                    if (problem := upload()) is not None:
+                        shown.note(
+                            f"warning: {problem} The run goes on; the next checkpoint is uploaded with this one."
+                        )
             if stop.number is not None:
                 raise Interrupted(stop.number, run.checkpoint(saved[0]) if saved[0] else None, run.path)
             if finished:
-                clock.pause()
-                return clock.since(warm) if clock.examples > warm.examples else clock
+                with clock.paused():
+                    return clock.since(warm) if clock.examples > warm.examples else clock
 
             batch = next(batches)
-            factor = schedule.factor(step)
             for group in dense.param_groups:
                 group["lr"] = group["initial_lr"] * config.dense_factor(schedule, step)
             with span("forward"):
@@ -256,29 +253,28 @@ def _fit(
                 dense.step()
                 dense.zero_grad()
             progress.step += 1
+            clock.steps += 1
             clock.examples += len(batch)
             shown.step(progress.step)
 
             regular = progress.step % config.log_every == 0 or progress.step == first
             if regular or progress.step >= total:
-                clock.pause()
-                progress.read_losses()
-                since, times = clock.since(marked[0]), clock.since(timed[0])
-                _record(
-                    log, shown, "train", feed.step / epoch, progress.step,
-                    loss=progress.loss_sum / progress.loss_count, samples_per_second=times.examples / times.seconds,
-                    seconds_per_step=times.seconds / (progress.step - timed[1]),
-                    row_lr=model.embeddings.optimizer.lr * factor, dense_lr=dense.param_groups[0]["lr"],
-                    **movement(since.counted, progress.step - marked[1], times),
-                )  # fmt: skip
-                if regular:  # else it is of the last steps; should the run go on, the next one counts them again
-                    progress.loss_sum, progress.loss_count = 0.0, 0
-                    marked = timed = (replace(clock), progress.step)
-                clock.go()
-            if progress.step - begun == _WARM:
-                clock.pause()
-                warm, timed = replace(clock), (replace(clock), progress.step)
-                clock.go()
+                with clock.paused():
+                    progress.read_losses()
+                    since, times = clock.since(marked), clock.since(timed)
+                    _record(
+                        log, shown, "train", feed.step / epoch, progress.step,
+                        loss=progress.loss_sum / progress.loss_count, samples_per_second=times.examples / times.seconds,
+                        seconds_per_step=times.seconds / times.steps,
+                        row_lr=model.embeddings.optimizer.lr * schedule.factor(step),
+                        dense_lr=dense.param_groups[0]["lr"], **movement(since, times),
+                    )  # fmt: skip
+                    if regular:  # else it is of the last steps; should the run go on, the next one counts them again
+                        progress.loss_sum, progress.loss_count = 0.0, 0
+                        marked = timed = replace(clock)
+            if clock.steps == _WARM:
+                with clock.paused():
+                    warm = timed = replace(clock)
 
 
 def _record(log: RunLog, shown: Display, kind: str, epoch: float, step: int, **values: Any) -> None:

@@ -12,10 +12,11 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.reader import BatchStream
 from stoker.models import MODELS, RecModel
 from stoker.optim import Schedule
-from stoker.placement.placement import Placement, row_bytes
+from stoker.placement.placement import Placement
 from stoker.training.auto_batch import BatchChoice
 from stoker.training.config import ROW_OPTIONS, TrainConfig
 from stoker.training.files.rundir import RunDirectory
+from stoker.training.placing import rows_bytes
 from stoker.training.progress import Progress
 from stoker.training.scheduled import HotColdStream
 from stoker.training.scores.metrics import deciding
@@ -31,8 +32,7 @@ def facts(
 ) -> str:
     """What is about to be trained, for the first line on the screen."""
     rows = sum(table.num_embeddings for table in model.tables)
-    state = model.embeddings.optimizer.state
-    size = sum(table.num_embeddings * row_bytes(table, state) for table in model.embeddings.stored)
+    size = rows_bytes(model.embeddings.stored, model.embeddings.optimizer.state)
     trains = f", {plural(len(model.tensor_train), 'tensor train')} among them" if model.tensor_train else ""
     dense = sum(parameter.numel() for parameter in model.dense_parameters())
     return (

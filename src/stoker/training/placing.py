@@ -279,14 +279,15 @@ def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[s
     } | {_SECONDS + name: value for name, value in totals.seconds().items()}
 
 
-def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, Any]:
-    """The fields of a training record for what was :func:`moved` in ``steps``; ``times``: the clock over those whose
-    times count. ``stage_seconds`` adds up threads, waited for or not."""
+def movement(since: Clock, times: Clock) -> dict[str, Any]:
+    """The fields of a training record for what was :func:`moved`; ``times`` is the clock over steps whose times count.
+    ``stage_seconds`` adds up threads, waited for or not."""
+    amount = since.counted
     if not amount:
         return {}
     return {
         "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
-        "fetched_mib_per_step": amount["bytes"] / 2**20 / steps,
+        "fetched_mib_per_step": amount["bytes"] / 2**20 / since.steps,
         "stall_share": min(1.0, times.counted["waited"] / times.seconds),
         "stage_seconds": {
             name: round(times.counted[_SECONDS + name], 6)
@@ -294,6 +295,11 @@ def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, An
             if times.counted.get(_SECONDS + name, 0.0) > 0
         },
     }
+
+
+def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
+    """Bytes of all rows with their optimizer state."""
+    return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
 
 
 def check_memory(
@@ -313,7 +319,7 @@ def check_memory(
     here = [table for table in tables if placement is None or isinstance(placement.get(table.name, Device()), Device)]
     # Of the state, pages of rows that no batch has touched take no memory: only the weights are certain.
     needed = sum(table.num_bytes for table in here)
-    whole = sum(table.num_embeddings * row_bytes(table, state) for table in here)
+    whole = rows_bytes(here, state)
     if device.type == "cpu":
         limits = [limit for limit in (total_memory(), _address_space()) if limit is not None]
         most, free = min(limits, default=None), available_memory()
@@ -351,8 +357,7 @@ def batch_options(
     if config.data_memory != "auto":
         budget = parse_size(config.data_memory)
     elif gpu and not placed:
-        rows = sum(table.num_embeddings * row_bytes(table, state) for table in tables)
-        budget = max(0, (memory_of(device)[0] - rows) // 2)
+        budget = max(0, (memory_of(device)[0] - rows_bytes(tables, state)) // 2)
     else:
         budget = 0
     return {
@@ -407,7 +412,7 @@ def check_disk(
     """
     if steps < 1:
         return None
-    size = sum(table.num_embeddings * row_bytes(table, state) for table in tables) + 3 * dense_bytes  # with Adam's
+    size = rows_bytes(tables, state) + 3 * dense_bytes  # with Adam's
     folder = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     what = f"a checkpoint takes {format_size(size)}, and the disk of {folder} has {format_size(free)} free"

@@ -6,7 +6,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -78,9 +79,10 @@ class Diverged(Exception):
 
 @dataclass
 class Clock:
-    """Seconds and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
+    """Seconds, steps and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
 
     seconds: float = 0.0
+    steps: int = 0
     examples: int = 0
     meter: Callable[[], dict[str, float]] = dict  # readings that only rise
     counted: dict[str, float] = field(default_factory=dict)
@@ -90,22 +92,22 @@ class Clock:
     def __post_init__(self) -> None:
         self._read = self.meter()
 
-    def go(self) -> None:
-        """Training goes on."""
-        self._started = time.perf_counter()
-        self._read = self.meter()
-
-    def since(self, before: Clock) -> Clock:
-        """What was added to ``before``, a copy of this clock."""
-        counted = {name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()}
-        return Clock(seconds=self.seconds - before.seconds, examples=self.examples - before.examples, counted=counted)
-
-    def pause(self) -> None:
-        """Training waits; what was trained so far is in ``seconds`` and ``counted``."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Training waits within the block; before it, ``seconds`` and ``counted`` are brought up to date."""
         now, read = time.perf_counter(), self.meter()
         self.seconds, self._started = self.seconds + now - self._started, now
         self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
-        self._read = read
+        yield
+        self._started, self._read = time.perf_counter(), self.meter()
+
+    def since(self, before: Clock) -> Clock:
+        """What was added to ``before``, a copy of this clock."""
+        return Clock(
+            seconds=self.seconds - before.seconds, steps=self.steps - before.steps,
+            examples=self.examples - before.examples,
+            counted={name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()},
+        )  # fmt: skip
 
 
 @dataclass

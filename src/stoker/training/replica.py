@@ -6,12 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -146,33 +143,12 @@ class Replica:
             torch.cuda.synchronize(self.model.device)
 
 
-class Throwaway:
-    """A replica at the beginning of a run, and its batches, shuffled, epoch after epoch."""
-
-    def __init__(self, replica: Replica, batches: Iterator[Batch]) -> None:
-        self.replica, self.model, self.batches = replica, replica.model, batches
-
-    def step(self) -> Tensor:
-        """Train on the next batch; its loss."""
-        return self.replica.step(next(self.batches))
-
-    def score(self, batches: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return labels and scores of the rows of the next batches, on which it does not train."""
-        found: list[tuple[Tensor, Tensor]] = []
-        self.model.eval()
-        with torch.no_grad():
-            for batch in islice(self.batches, batches):
-                assert batch.labels is not None
-                found.append((batch.labels.cpu().clone(), self.model.predict(batch).cpu()))  # a batch may be reused
-        labels, scores = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-        return labels, scores
-
-
 @contextlib.contextmanager
 def throwaway(
     data: Dataset, config: TrainConfig, steps: int, dense: Schedule | None = None, rows: Schedule | None = None
-) -> Iterator[Throwaway]:
-    """A model to throw away, its rows placed as the settings say; generators and threads are as before afterwards.
+) -> Iterator[tuple[Replica, Iterator[Batch]]]:
+    """A replica at the beginning of a run, its rows placed as the settings say, and its batches, shuffled, epoch after
+    epoch. Generators and threads are afterwards as they were before.
 
     Args:
         data: the dataset.
@@ -192,7 +168,7 @@ def throwaway(
         replica = Replica(config, data.schema, optimizer, placement, (dense or Constant()).factor)
         models.append(replica.model)
         with contextlib.closing(iterate(run_feed(stream, steps, replica.model, config))) as batches:
-            yield Throwaway(replica, batches)
+            yield replica, batches
         replica.model.embeddings.close()
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from stoker.base.errors import ConfigError
 from stoker.base.picture import blank, check_plot, write_png
@@ -220,12 +222,12 @@ def find_lr(
     losses: list[float] = []
     smoothed: list[float] = []
     average, diverged = 0.0, False
-    with throwaway(data, config, lr_steps, *_schedules(rising, which)) as model:
-        row_lr, dense_lr = model.model.embeddings.optimizer.lr, float(model.replica.dense.param_groups[0]["lr"])
+    with throwaway(data, config, lr_steps, *_schedules(rising, which)) as (replica, batches):
+        row_lr, dense_lr = replica.model.embeddings.optimizer.lr, float(replica.dense.param_groups[0]["lr"])
         if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
             raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
         while len(losses) < lr_steps:
-            loss = float(model.step())
+            loss = float(replica.step(next(batches)))
             if not math.isfinite(loss):
                 diverged = True
                 break
@@ -275,17 +277,22 @@ def _try(
     fixed = _Rising(low=factor, high=factor, steps=2)
     valid = data.splits.get("valid")
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
-    with throwaway(data, config, steps + more, *_schedules(fixed, which)) as model:
+    with throwaway(data, config, steps + more, *_schedules(fixed, which)) as (replica, batches):
         for step in range(steps):
-            if not math.isfinite(float(model.step())):
+            if not math.isfinite(float(replica.step(next(batches)))):
                 break
             report(step + 1)
         if valid:
-            found = predict(model.model, valid, rows=min(_HELD_OUT, len(valid)))
+            found = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
+            assert found.labels is not None
             labels, scores = found.labels, found.scores
-        else:
-            labels, scores = model.score(more)
-    assert labels is not None
+        else:  # the rows of the next batches, on which it does not train
+            replica.model.eval()
+            pairs = []
+            for batch in islice(batches, more):
+                assert batch.labels is not None
+                pairs.append((batch.labels.clone(), replica.model.predict(batch)))
+            labels, scores = (torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True))  # [n] each
     right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
     return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # of a model that diverged every row is wrong
 

@@ -31,7 +31,7 @@ from stoker.placement.placement import Placement, row_bytes
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
 from stoker.training.config import MachineSettings
-from stoker.training.placing import iterate, place_run, slotted
+from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, find_section, process_settings
 
 _SHARE = 0.1  # of the rows' bytes, where a run has no budget of its own
@@ -149,13 +149,9 @@ def _quiet(what: str, done: int, total: int) -> None: ...
 def _rows_bytes(section: Section, *, movable: bool = False) -> int:
     """Of all rows with their optimizer state, cores of tensor trains included, or of those only that can move."""
     config, spec = section.config, section.data.schema
-    state = config.make_row_optimizer(Constant()).state
-    names, trains = set(spec.num_embeddings), config.tensor_trains(spec)
-    return sum(
-        table.num_embeddings * row_bytes(table, state)
-        for table in config.stored_tables(spec)
-        if not movable or (table.name in names and table.name not in trains)
-    )
+    whole = set(spec.num_embeddings) - set(config.tensor_trains(spec))
+    tables = (table for table in config.stored_tables(spec) if not movable or table.name in whole)
+    return rows_bytes(tables, config.make_row_optimizer(Constant()).state)
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
