@@ -110,7 +110,7 @@ def _batches(log: Log, order: str, model: RecModel, config: TrainConfig) -> Iter
         return stage(log.data.train.batches(BATCH, seed=0), model)
     cold, hot = (part.batches(BATCH, seed=0) for part in (log.classified.cold, log.classified.hot))
     stream = HotColdStream(cold, hot, ShuffleScheduler(RATE))
-    return ScheduledFeed(stream, len(stream), model, config, metered=False)
+    return ScheduledFeed(stream, len(stream), model, config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,11 @@ from stoker.placement.id_trace import dataset_space, dataset_steps, record
 from stoker.placement.replay import Replay, replay, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
 from stoker.prep.prepare import run_prepare
-from stoker.tables import Cached, EmbeddingTables, tables_for
+from stoker.tables import Cached, EmbeddingTables, stage, tables_for
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
-from stoker.training.placing import Epochs, MeteredStage
-from stoker.training.sizing.step_time import measure_step
-from stoker.training.totals import StageTotals
+from stoker.training.placing import Epochs, StageTotals
+from stoker.training.step_time import measure_step
 
 __all__ = ["bars", "percent_above"]
 
@@ -132,10 +131,10 @@ def foreseen(data: Dataset, found: Replay, seed: int | None) -> Foreseen:
     (storage,) = (group.storage for group in tables.groups)
     assert isinstance(storage, SlottedRows)
     batches = Epochs(data.train.batches(BATCH, seed=seed), found.steps)
-    staged = MeteredStage(batches, tables, WINDOW, 1, background=False, foresight=True)
-    staged.totals = StageTotals()
-    for _ in staged:
-        pass
+    totals = StageTotals()
+    with totals:
+        for _ in stage(batches, tables, lookahead=WINDOW, in_flight=1, background=False, foresight=True):
+            pass
     misses, best = storage.stats.fetched, found["belady"].misses
     if misses != best or storage.num_slots != found.slots:
         raise WrongResult(
@@ -143,7 +142,7 @@ def foreseen(data: Dataset, found: Replay, seed: int | None) -> Foreseen:
         )
     step = measure_step(TrainConfig(batch_size=BATCH, embedding_dim=DIM), data).resident
     tables.close()
-    return Foreseen(misses=misses, seconds=staged.totals.seconds()["foresight"], step=step)
+    return Foreseen(misses=misses, seconds=totals.seconds()["foresight"], step=step)
 
 
 def percent_above(found: Replay, misses: int) -> float:

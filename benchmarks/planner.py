@@ -21,7 +21,7 @@ from stoker.tables import stage
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run
-from stoker.training.sizing.step_time import measure_step
+from stoker.training.step_time import measure_step
 
 __all__ = ["bars"]
 

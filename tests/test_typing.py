@@ -16,8 +16,7 @@ import pytest
 
 import stoker
 from stoker.models.base import ModelSettings
-from stoker.training.settings import MachineSettings, TrainSettings
-from stoker.training.tools.rerun import MACHINE
+from stoker.training.config import MACHINE, MachineSettings, TrainSettings
 
 ROOT = Path(stoker.__file__).parent
 

@@ -14,7 +14,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training.files.rundir import RunDirectory, find_checkpoint, open_dataset
-from stoker.training.terminal.interrupt import Interrupted
+from stoker.training.progress import Interrupted
 
 
 @pytest.fixture(scope="module")

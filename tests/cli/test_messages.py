@@ -466,7 +466,7 @@ def test_running_out_of_memory_names_the_budget(
     data: Dataset, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = ["train", data.path, "--out", tmp_path / "x", *SMALL]
-    monkeypatch.setattr("stoker.training.sizing.room.total_memory", lambda: 1000)
+    monkeypatch.setattr("stoker.training.placing.total_memory", lambda: 1000)
     code, _, err = say(*new)
     assert code == 2
     assert "with optimizer state, but only 1000 B can be had there. Give a smaller --device-memory" in err

@@ -15,8 +15,8 @@ from stoker.dataset.dataset import Dataset
 from stoker.placement import placement as placement_module
 from stoker.placement.profile import Profile
 from stoker.testing import make_dataset
-from stoker.training.sizing import step_time
-from stoker.training.sizing.step_time import StepTime
+from stoker.training import step_time
+from stoker.training.step_time import StepTime
 
 ROW = 4 * 4 + 4  # bytes
 PROFILE = Profile(

@@ -225,7 +225,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
     from stoker.tables.stores.file_home import FileHome
     from stoker.tables.stores.home import MemoryHome
     from stoker.tables.stores.log_home import LogHome
-    from stoker.training.files import storing
+    from stoker.training.files import checkpoint
 
     counts: Counter[str] = Counter()
 
@@ -240,7 +240,7 @@ def _watch(order: dict[str, Any]) -> Counter[str]:
 
         setattr(owner, name, call)
 
-    watch(storing, "_save_tensors", "checkpoint")
+    watch(checkpoint, "_save_tensors", "checkpoint")
     watch(os, "replace", "rename")
     watch(Queue, "stage", "staging")
     watch(FileHome, "_store", "writeback")

@@ -12,9 +12,8 @@ from small_runs import ROWS, SMALL
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.testing import make_dataset
-from stoker.training import TrainConfig
-from stoker.training.sizing import auto_batch, throwaway
-from stoker.training.sizing.auto_batch import choose_batch_size
+from stoker.training import TrainConfig, auto_batch, replica
+from stoker.training.auto_batch import choose_batch_size
 
 CONFIG = TrainConfig(
     base_batch_size=8, **{name: value for name, value in SMALL.items() if name not in ("display", "batch_size")}
@@ -91,17 +90,18 @@ def test_rows_lie_where_the_run_will_have_them(
     streams: list[Any] = []
 
     def noted(*given: Any, **options: Any) -> Any:
-        streams.append(run_stream(*given, **options))
+        streams.append(open_stream(*given, **options))
         return streams[-1]
 
-    run_stream = throwaway.run_stream
-    monkeypatch.setattr(throwaway, "run_stream", noted)
+    open_stream = replica.open_stream
+    monkeypatch.setattr(replica, "open_stream", noted)
     config = CONFIG.replace(batch_size=64, backend="reference", device="cpu", **settings)
-    with throwaway.throwaway(data, config, 3) as model:
-        losses = [float(model.step()) for _ in range(3)]
+    with replica.throwaway(data, config, 3) as (model, batches):
+        losses = [float(model.step(batch)) for batch in batches]
+    assert len(losses) == 3
     assert [stream.held for stream in streams] == [held]
-    with throwaway.throwaway(data, config.replace(data_memory="0"), 3) as model:
-        assert [float(model.step()) for _ in range(3)] == losses
+    with replica.throwaway(data, config.replace(data_memory="0"), 3) as (model, batches):
+        assert [float(model.step(batch)) for batch in batches] == losses
 
 
 def test_learning_rates_follow_what_was_chosen(

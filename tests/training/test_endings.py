@@ -20,9 +20,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.dataset.shards import write_shard
 from stoker.testing import make_dataset
+from stoker.training.display import Display, PlainLines, ProgressBar
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.scores.metrics import merit
-from stoker.training.terminal.display import Display, PlainLines, ProgressBar
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 
@@ -171,7 +171,7 @@ def test_plain_lines_tell_of_long_work_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("stoker.training.terminal.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stoker.training.display.time.monotonic", lambda: now[0])
     shown = PlainLines()
     for epoch, seconds in enumerate((1.0, 5.0, 5.0)):
         for done in range(4):
@@ -185,7 +185,7 @@ def test_a_home_may_be_given_as_a_path(tmp_path: Path) -> None:
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr("stoker.training.sizing.room.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr("stoker.training.placing.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
 
 
 def test_room_for_checkpoints_is_looked_for_before_the_first_step(
@@ -209,7 +209,7 @@ def test_room_for_checkpoints_is_looked_for_before_the_first_step(
 
 def test_memory_that_is_short_just_now_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, shown = make_dataset(tmp_path / "d", rows=1000), Noted()
-    monkeypatch.setattr("stoker.training.sizing.room.available_memory", lambda: 100)
+    monkeypatch.setattr("stoker.training.placing.available_memory", lambda: 100)
     stoker.train(data, out=tmp_path / "run", steps=1, **{**SMALL, "display": shown})
     assert any("100 B is free. Give a smaller device_memory" in note for note in shown.notes)
 

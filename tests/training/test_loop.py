@@ -26,10 +26,9 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, StreamingMetrics, TrainConfig
-from stoker.training.files.log import RunLog
-from stoker.training.files.rundir import RunDirectory
-from stoker.training.terminal.display import Display, make_display
-from stoker.training.terminal.progress import SaveTimer
+from stoker.training.display import Display, make_display
+from stoker.training.files.rundir import RunDirectory, RunLog
+from stoker.training.progress import SaveTimer
 
 SMALL = {**small_runs.SMALL, "batch_size": 64, "backend": "reference"}
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import stoker
 from stoker.base.errors import CheckpointError
 from stoker.tables.storage import Rows
-from stoker.training.files import checkpoint, module_state, storing
+from stoker.training.files import checkpoint, module_state
 
 FORMAT_1 = Path(__file__).with_name("format_1")
 
@@ -419,7 +419,7 @@ def save_until(survives: int, path: Path, net: nn.Module, monkeypatch: pytest.Mo
         monkeypatch.setattr(os, "fsync", killing(os.fsync))
         monkeypatch.setattr(os, "replace", killing(os.replace))
         monkeypatch.setattr(shutil, "rmtree", killing(shutil.rmtree))
-        monkeypatch.setattr(storing, "save_file", killing(storing.save_file))
+        monkeypatch.setattr(checkpoint, "save_file", killing(checkpoint.save_file))
         try:
             stoker.save(path, net, overwrite=True)
         except Killed:

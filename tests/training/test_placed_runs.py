@@ -24,11 +24,10 @@ from stoker.tables.slots.foresight import Recording
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.testing import make_dataset
 from stoker.training import Interrupted, TrainConfig, TrainResult
+from stoker.training.display import Display
 from stoker.training.files.rundir import RunDirectory
-from stoker.training.placing import Epochs
-from stoker.training.terminal.display import Display
+from stoker.training.placing import STAGES, Epochs, StageTotals
 from stoker.training.tools.trace import stage_times
-from stoker.training.totals import STAGES, StageTotals
 
 SETTINGS: dict[str, Any] = {
     **SMALL, "epochs": 2, "eval_every": 70, "save_every": 30, "log_every": 10,

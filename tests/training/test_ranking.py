@@ -22,9 +22,8 @@ from stoker.base.errors import ConfigError
 from stoker.cli import app
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
-from stoker.training.scores import ranking
-from stoker.training.scores.metrics import deciding, merit
-from stoker.training.scores.ranking import RankingMetrics
+from stoker.training.scores import metrics
+from stoker.training.scores.metrics import RankingMetrics, deciding, merit
 
 
 def by_hand(scores: list[float], labels: list[int], groups: list[int], k: int) -> dict[str, float]:
@@ -74,7 +73,7 @@ def test_equals_the_definitions_with_ties_and_scattered_lists(rows: list[tuple[f
 
 
 def test_equals_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "_PIECE", 100)  # many pieces, and groups larger than one
+    monkeypatch.setattr(metrics, "_PIECE", 100)  # many pieces, and groups larger than one
     generator = np.random.default_rng(2)
     sizes = [1, 2, 3, 25, 25, 400, 7, 30]
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -99,7 +98,7 @@ def test_a_constant_score_earns_the_worst_place() -> None:
 
 def test_undefined_metrics() -> None:
     empty = RankingMetrics().compute()
-    assert all(math.isnan(empty[name]) for name in ranking.RANKING)
+    assert all(math.isnan(empty[name]) for name in metrics.RANKING)
     negative = measured([1.0, 2.0], [0, 0], [0, 0], k=3)
     assert math.isnan(negative["mrr"])
     assert (negative["groups"], negative["ranked_groups"]) == (1, 0)
@@ -154,7 +153,7 @@ def test_ranking_metrics_need_groups(tmp_path: Path) -> None:
         stoker.train(plain, out=tmp_path / "a", **SMALL, metric="mrr")
     assert not (tmp_path / "a").exists()
     stoker.train(plain, out=tmp_path / "b", **SMALL)
-    assert not set(records(tmp_path / "b", "test")[0]) & {*ranking.RANKING, "groups"}
+    assert not set(records(tmp_path / "b", "test")[0]) & {*metrics.RANKING, "groups"}
 
 
 def test_evaluate_and_tensorboard_show_them(data: Dataset, tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_evaluate_and_tensorboard_show_them(data: Dataset, tmp_path: Path) -> No
     stoker.train(data, out=tmp_path / "a", **{**SMALL, "tensorboard": True})
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
     events.Reload()
-    for name in ranking.RANKING:
+    for name in metrics.RANKING:
         assert events.Scalars(f"valid/{name}")[0].value == pytest.approx(records(tmp_path / "a", "valid")[0][name])
     shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--k", "2"])
     assert shown.exit_code == 0, shown.output
@@ -171,5 +170,5 @@ def test_evaluate_and_tensorboard_show_them(data: Dataset, tmp_path: Path) -> No
         assert words in shown.output
     told = json.loads(CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--json"]).output)
     test = records(tmp_path / "a", "test")[0]
-    assert {name: told[name] for name in ranking.RANKING} == {name: test[name] for name in ranking.RANKING}
+    assert {name: told[name] for name in metrics.RANKING} == {name: test[name] for name in metrics.RANKING}
     assert told["ranking_k"] == 10

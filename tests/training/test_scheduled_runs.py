@@ -24,9 +24,8 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import read_manifest, write_manifest
 from stoker.rewrite.classified import write_classified
 from stoker.testing import make_dataset
-from stoker.training import Interrupted, TrainConfig, loop, scheduled
+from stoker.training import Interrupted, TrainConfig, loop, replica, scheduled
 from stoker.training.files.rundir import RunDirectory
-from stoker.training.tools import rerun
 
 HOT = {"C1": 150, "C2": 120, "C3": 10}
 SETTINGS: dict[str, Any] = {
@@ -254,7 +253,7 @@ def test_verify_and_trace_replay_the_schedule(
         measured.append(scheduled.swap_loss(*given, **named))
         return measured[-1]
 
-    monkeypatch.setattr(rerun, "swap_loss", noted)
+    monkeypatch.setattr(replica, "swap_loss", noted)
     steps = 45
     expected = [line["loss"] for line in swaps if first < line["step"] <= first + steps]
     assert len(expected) > 3

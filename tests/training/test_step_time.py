@@ -12,9 +12,8 @@ from small_runs import ROW, SMALL
 from stoker.dataset.reading import reader
 from stoker.optim import Constant
 from stoker.testing import make_dataset
-from stoker.training import TrainConfig
+from stoker.training import TrainConfig, step_time
 from stoker.training.placing import place_run
-from stoker.training.sizing import step_time
 
 
 def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import stoker
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import Recorder, Span, span, spanned
 from stoker.testing import make_dataset
+from stoker.training.placing import STAGES
 from stoker.training.tools.trace import stage_times
-from stoker.training.totals import STAGES
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from stoker.tables.stores.home import MemoryHome
 from stoker.testing import make_dataset
 from stoker.training import TrainConfig
 from stoker.training.files.rundir import RunDirectory
-from stoker.training.tools.rerun import find_section
+from stoker.training.replica import find_section
 from stoker.training.tools.verify import Verification
 
 ROWS = (600, 300, 40)

@@ -114,7 +114,7 @@ def _kind(path: Path) -> str:
 def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
     from stoker.training.files.checkpoint import read_manifest
     from stoker.training.files.checkpoint import verify as verify_files
-    from stoker.training.files.rundir import find_checkpoint, whole_beside
+    from stoker.training.files.rundir import find_checkpoint, whole_checkpoints
 
     run, path = path, find_checkpoint(path)
     manifest = read_manifest(path)
@@ -146,7 +146,7 @@ def _describe_checkpoint(path: Path, *, verify: bool) -> dict[str, Any]:
         try:
             found["verified_files"] = verify_files(path, manifest)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {whole_beside(path)}") from error
+            raise CheckpointError(f"{error} {whole_checkpoints(path)}") from error
     return found
 
 

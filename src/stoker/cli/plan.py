@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
     from stoker.placement.placement import Placement
     from stoker.training import TrainConfig
-    from stoker.training.sizing.step_time import StepTime
+    from stoker.training.step_time import StepTime
 
 __all__ = ["register"]
 
@@ -93,7 +93,7 @@ def plan(
     from stoker.training import TrainConfig
     from stoker.training.files.rundir import open_dataset
     from stoker.training.placing import place_run
-    from stoker.training.sizing.step_time import measure_step
+    from stoker.training.step_time import measure_step
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -134,7 +134,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     from stoker.placement.compression import rows_to_compress
     from stoker.tables import TensorTrain
     from stoker.training.placing import place_run
-    from stoker.training.sizing.step_time import measure_step
+    from stoker.training.step_time import measure_step
 
     tables = config.tables(data.schema)
     optimizer = config.make_row_optimizer(Constant())

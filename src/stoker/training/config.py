@@ -6,7 +6,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, Unpack, get_args
+from functools import cache
+from os import PathLike
+from typing import Any, Literal, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -31,11 +33,6 @@ from stoker.optim import (
 from stoker.tables import Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.training.model_options import check_options, own_options
-from stoker.training.scaling import RULES, Scaling
-from stoker.training.scores.metrics import DECIDING
-from stoker.training.settings import TrainSettings
-
-__all__ = ["RESUMABLE", "ROW_OPTIONS", "TrainConfig"]
 
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -54,14 +51,129 @@ ROW_OPTIONS: dict[str, dict[str, str]] = {
     "lamb": {"min_trust": "min_trust", "max_trust": "max_trust", "l2": "row_l2"},
 }
 _DENSE_LR = {"sgd": 0.1, "adagrad": 0.01, "adam": 1e-3, "lamb": 0.01}
-_SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "one-cycle")
 
 
-def _choice(name: str, value: str, choices: Any) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", settings=(name,)
-        )
+class MachineSettings(TypedDict, total=False):
+    """Settings that leave the numbers of a run alone (device, backend and threads but for rounding), as keyword
+    arguments: what editors and type checkers know of them. :class:`TrainConfig` says what each means."""
+
+    device_memory: str | None
+    host_memory: str | None
+    home_path: str | PathLike[str] | None
+    strategy: Literal["auto", "cached", "hot-cold", "host-pipelined"]
+    lookahead: int
+    foresight: bool
+    in_flight: int | None
+    spill: Literal["parts", "refuse"]
+    device: str
+    backend: BackendName
+    threads: int | None
+
+
+class TrainSettings(MachineSettings, total=False):
+    """All settings of a run. ``batch_size="auto"`` is for :func:`stoker.train`."""
+
+    model: str
+    embedding_dim: int
+    model_options: Mapping[str, Any]
+    pooling: Literal["sum", "mean", "max"]
+    dtype: Literal["float32", "bfloat16"]
+    tt_rank: int | None
+    tt_rows: int
+    tt_cores: int
+    tt_own: Mapping[str, int]
+    dense_dtype: Literal["float32", "bfloat16"]
+    compile: bool
+    batch_size: int | Literal["auto"]
+    epochs: int
+    steps: int | None
+    shuffle_memory: str
+    seed: int
+    batch_order: Literal["auto", "shuffled", "hot-cold"]
+    swap_rate: float
+    schedule_rows: int
+    row_optimizer: Literal["sgd", "momentum_sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "lamb"]
+    row_lr: float | None
+    row_weight_decay: float
+    row_momentum: float
+    row_nesterov: bool
+    row_beta: float
+    row_l1: float
+    row_l2: float
+    row_clip_value: float | None
+    row_clip_norm: float | None
+    row_cow_clip: tuple[float, float] | None
+    dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"]
+    dense_lr: float | None
+    dense_weight_decay: float
+    dense_clip_norm: float | None
+    min_trust: float
+    max_trust: float
+    lr_scaling: Literal["none", "sqrt", "linear", "cowclip"]
+    base_batch_size: int
+    schedule: Literal["constant", "linear", "cosine", "polynomial", "step", "one-cycle"]
+    cycle_rise: float
+    warmup: int
+    dense_warmup: int
+    decay_steps: int | None
+    eval_every: int | None
+    valid_rows: int | None
+    metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"]
+    ranking_k: int
+    patience: int | None
+    save_every: int | None
+    checkpoint_minutes: float
+    keep_last: int
+    log_every: int
+    tensorboard: bool
+    data_memory: str
+
+
+#: Settings that leave the numbers of a step alone, so that a replay may change them.
+MACHINE = frozenset(MachineSettings.__annotations__)
+#: Settings that may change when a run is resumed.
+RESUMABLE = MACHINE | {
+    "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "checkpoint_minutes", "keep_last",
+    "log_every", "tensorboard", "data_memory",
+}  # fmt: skip
+_SIZES = ("device_memory", "host_memory", "shuffle_memory", "data_memory")
+_AT_LEAST_ONE = (
+    "embedding_dim", "batch_size", "base_batch_size", "tt_rows", "epochs", "schedule_rows", "keep_last", "log_every",
+    "ranking_k",
+)  # fmt: skip
+_AT_LEAST_ONE_OR_NONE = (
+    "steps", "decay_steps", "eval_every", "valid_rows", "patience", "save_every", "threads", "in_flight",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "row_lr", "dense_lr", "row_weight_decay", "row_beta", "row_l1", "row_l2", "dense_weight_decay", "dense_clip_norm",
+    "warmup", "dense_warmup", "checkpoint_minutes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Factors where a batch has s times the examples that the rates are meant for."""
+
+    row_lr: float = 1.0
+    dense_lr: float = 1.0
+    row_weight_decay: float = 1.0
+
+    @classmethod
+    def by(cls, rule: str, s: float) -> Scaling:
+        """The factors of a rule.
+
+        Args:
+            rule: "none"; "sqrt" (Krizhevsky 2014) or "linear" (Goyal et al. 2017) for both rates; "cowclip": rows keep
+                their rate, the dense rate grows by the root and the rows' weight decay linearly (Zheng et al. 2022).
+            s: batch size over the one that the rates are meant for; below 1 for smaller batches.
+        """
+        root = math.sqrt(s)
+        known = {
+            "sqrt": cls(row_lr=root, dense_lr=root),
+            "linear": cls(row_lr=s, dense_lr=s),
+            "cowclip": cls(dense_lr=root, row_weight_decay=s),
+        }
+        return known.get(rule, cls())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,124 +268,89 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         options = {name: list(v) if isinstance(v, tuple) else v for name, v in self.model_options.items()}
-        object.__setattr__(self, "model_options", options)  # equal to what comes back from JSON
+        self._set("model_options", options)  # equal to what comes back from JSON, as are those below
+        self._set("tt_own", dict(self.tt_own))
+        self._set("swap_rate", float(self.swap_rate))
         if self.row_cow_clip is not None:
-            object.__setattr__(self, "row_cow_clip", tuple(self.row_cow_clip))
+            self._set("row_cow_clip", tuple(self.row_cow_clip))
+        if self.home_path is not None:
+            self._set("home_path", os.fspath(self.home_path))
+        if self.device_memory == "all":
+            self._set("device_memory", None)
         if not isinstance(self.batch_size, int):
             raise ConfigError(
                 f"batch_size is {self.batch_size!r}; settings hold a whole number of examples. 'auto' is for "
                 "stoker.train.",
                 settings=("batch_size",),
             )
-        _choice("model", self.model, MODELS)
-        _choice("row_optimizer", self.row_optimizer, ROW_OPTIMIZERS)
-        _choice("dense_optimizer", self.dense_optimizer, _DENSE_OPTIMIZERS)
-        _choice("schedule", self.schedule, _SCHEDULES)
-        _choice("lr_scaling", self.lr_scaling, RULES)
-        if not 0 < self.cycle_rise < 1:
-            raise ConfigError(
-                f"cycle_rise is {self.cycle_rise}; it is a share of the steps, between 0 and 1.",
-                settings=("cycle_rise",),
-            )
+        for name, allowed in {"model": tuple(MODELS), **_choices()}.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(
+                    f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, allowed))}.", settings=(name,)
+                )
+        self._check_numbers()
         if self.schedule == "one-cycle" and self.warmup:
             raise ConfigError(
                 f"warmup is {self.warmup}, but one-cycle begins with a warm-up of its own. Leave warmup out, or set "
                 "cycle_rise, the share of the steps that it takes.",
                 settings=("schedule", "warmup"),
             )
-        if not (0 < self.max_trust < math.inf and 0 <= self.min_trust <= self.max_trust):
-            raise ConfigError(
-                f"min_trust is {self.min_trust} and max_trust {self.max_trust}; they bound the trust ratio of lamb, so "
-                "0 <= min_trust <= max_trust, and max_trust is finite and above 0.",
-                settings=("min_trust", "max_trust"),
-            )
-        _choice("metric", self.metric, DECIDING)
-        _choice("batch_order", self.batch_order, ("auto", "shuffled", "hot-cold"))
-        object.__setattr__(self, "swap_rate", float(self.swap_rate))  # equal to what comes back from JSON
-        if not 1 <= self.swap_rate <= 100:
-            raise ConfigError(f"swap_rate is {self.swap_rate:g}; it must be 1 to 100 percent.", settings=("swap_rate",))
-        _choice("pooling", self.pooling, ("sum", "mean", "max"))
-        _choice("dtype", self.dtype, ("float32", "bfloat16"))
-        _choice("dense_dtype", self.dense_dtype, ("float32", "bfloat16"))
-        _choice("backend", self.backend, get_args(BackendName))
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must not be negative.", settings=("seed",))
-        object.__setattr__(self, "tt_own", dict(self.tt_own))
-        if self.tt_rank is not None:
-            try:
+        try:
+            if self.tt_rank is not None:
                 TensorTrain(rank=self.tt_rank, cores=self.tt_cores)
-            except ConfigError as error:
-                raise ConfigError(f"tt_rank: {error}", settings=("tt_rank", "tt_cores")) from error
-        for own in self.tt_own.values():
-            try:
+        except ConfigError as error:
+            raise ConfigError(f"tt_rank: {error}", settings=("tt_rank", "tt_cores")) from error
+        try:
+            for own in self.tt_own.values():
                 TensorTrain(own=own)
-            except ConfigError as error:
-                raise ConfigError(f"tt_own: {error}", settings=("tt_own",)) from error
-        for name in (
-            "embedding_dim",
-            "batch_size",
-            "base_batch_size",
-            "tt_rows",
-            "epochs",
-            "schedule_rows",
-            "keep_last",
-            "log_every",
-            "ranking_k",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.", settings=(name,))
-        _choice("spill", self.spill, ("parts", "refuse"))
-        _choice("strategy", self.strategy, ("auto", "cached", "hot-cold", "host-pipelined"))
-        if self.home_path is not None:
-            object.__setattr__(self, "home_path", os.fspath(self.home_path))  # a Path cannot go into JSON
-        if self.device_memory == "all":
-            object.__setattr__(self, "device_memory", None)
-        for name in ("device_memory", "host_memory", "shuffle_memory", "data_memory"):
+        except ConfigError as error:
+            raise ConfigError(f"tt_own: {error}", settings=("tt_own",)) from error
+        for name in _SIZES:
             if (size := getattr(self, name)) is not None and (name, size) != ("data_memory", "auto"):
                 try:
                     parse_size(size)
                 except ConfigError as error:
                     raise ConfigError(f"{name}: {error}", settings=(name,)) from error
-        if self.lookahead < 0:
-            raise ConfigError(
-                f"lookahead is {self.lookahead}; it must not be a negative number of batches.", settings=("lookahead",)
-            )
-        for name in (
-            "steps",
-            "decay_steps",
-            "eval_every",
-            "valid_rows",
-            "patience",
-            "save_every",
-            "threads",
-            "in_flight",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be at least 1, or left out.", settings=(name,)
-                )
-        for name in (
-            "row_lr",
-            "dense_lr",
-            "row_weight_decay",
-            "row_beta",
-            "row_l1",
-            "row_l2",
-            "dense_weight_decay",
-            "dense_clip_norm",
-            "warmup",
-            "dense_warmup",
-            "checkpoint_minutes",
-        ):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value}; it must be finite and not negative.", settings=(name,))
-
         try:
             self.make_row_optimizer(Constant())
         except ConfigError as error:
             settings = ("row_optimizer", "row_cow_clip", *ROW_OPTIONS.get(self.row_optimizer, {}).values())
             raise ConfigError(f"row_optimizer: {error}", settings=settings) from error
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers out of their range."""
+
+        def check(fits: bool, text: str, *names: str) -> None:
+            if not fits:
+                raise ConfigError(text, settings=names)
+
+        rise, low, high = self.cycle_rise, self.min_trust, self.max_trust
+        check(0 < rise < 1, f"cycle_rise is {rise}; it is a share of the steps, between 0 and 1.", "cycle_rise")
+        check(
+            0 < high < math.inf and 0 <= low <= high,
+            f"min_trust is {low} and max_trust {high}; they bound the trust ratio of lamb, so 0 <= min_trust <= "
+            "max_trust, and max_trust is finite and above 0.",
+            "min_trust",
+            "max_trust",
+        )
+        rate = self.swap_rate
+        check(1 <= rate <= 100, f"swap_rate is {rate:g}; it must be 1 to 100 percent.", "swap_rate")
+        check(self.seed >= 0, f"seed is {self.seed}; it must not be negative.", "seed")
+        ahead = self.lookahead
+        check(ahead >= 0, f"lookahead is {ahead}; it must not be a negative number of batches.", "lookahead")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            check(value >= 1, f"{name} is {value}; it must be at least 1.", name)
+        for name in _AT_LEAST_ONE_OR_NONE:
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"{name} is {value}; it must be at least 1, or left out.", name)
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            fits = value is None or (value >= 0 and math.isfinite(value))
+            check(fits, f"{name} is {value}; it must be finite and not negative.", name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -335,7 +412,7 @@ class TrainConfig:
     @property
     def scaling(self) -> Scaling:
         """Factors on learning rates and weight decay for this batch size."""
-        return Scaling.of(self.lr_scaling, self.batch_size / self.base_batch_size)
+        return Scaling.by(self.lr_scaling, self.batch_size / self.base_batch_size)
 
     def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
         """The row optimizer, its rate scaled to the batch size."""
@@ -344,14 +421,10 @@ class TrainConfig:
         own = ROW_OPTIONS.get(self.row_optimizer, {})
         more: dict[str, Any] = {option: getattr(self, setting) for option, setting in own.items()}
         return ROW_OPTIMIZERS[self.row_optimizer](
-            lr=lr * scaling.row_lr,
-            schedule=schedule,
-            weight_decay=self.row_weight_decay * scaling.row_weight_decay,
-            clip_value=self.row_clip_value,
-            clip_norm=self.row_clip_norm,
-            cow_clip=self.row_cow_clip,
-            **more,
-        )
+            lr=lr * scaling.row_lr, schedule=schedule,
+            weight_decay=self.row_weight_decay * scaling.row_weight_decay, clip_value=self.row_clip_value,
+            clip_norm=self.row_clip_norm, cow_clip=self.row_cow_clip, **more,
+        )  # fmt: skip
 
     def make_dense_optimizer(self, model: RecModel) -> torch.optim.Optimizer:
         """The optimizer of the dense part, in one fused kernel a step but for LAMB; its rate scaled to the batch."""
@@ -423,19 +496,10 @@ class TrainConfig:
         check_options(kind, options)
         try:
             model = kind(
-                spec,
-                embedding_dim=self.embedding_dim,
-                pooling=self.pooling,
-                dtype=self.dtype,
-                dense_dtype=self.dense_dtype,
-                optimizer=optimizer,
-                seed=self.seed,
-                device=resolve_device(self.device),
-                backend=self.backend,
-                placement=placement,
-                tensor_train=self.tensor_trains(spec),
-                **options,
-            )
+                spec, embedding_dim=self.embedding_dim, pooling=self.pooling, dtype=self.dtype,
+                dense_dtype=self.dense_dtype, optimizer=optimizer, seed=self.seed, device=resolve_device(self.device),
+                backend=self.backend, placement=placement, tensor_train=self.tensor_trains(spec), **options,
+            )  # fmt: skip
             model.embeddings.step_each_backward()  # as our loops mean it, whatever scalers the process has elsewhere
             return model
         except TypeError as error:
@@ -447,12 +511,8 @@ class TrainConfig:
             raise ConfigError(f"model {self.model!r} cannot be built with {options}: {error}.") from error
 
 
-#: Settings that may change when a run is resumed: they leave the numbers of a step alone (device, backend
-#: and threads but for rounding). Where rows lie is among them.
-RESUMABLE = frozenset(
-    {
-        "epochs", "steps", "eval_every", "valid_rows", "patience", "save_every", "checkpoint_minutes", "keep_last",
-        "log_every", "tensorboard", "device", "backend", "threads", "data_memory", "device_memory", "host_memory",
-        "home_path", "lookahead", "foresight", "in_flight", "spill", "strategy",
-    }
-)  # fmt: skip
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The values of every setting that is one of several, by its annotation."""
+    hints = get_type_hints(TrainConfig)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

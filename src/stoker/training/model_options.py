@@ -5,28 +5,47 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin
 
 from stoker.base.errors import ConfigError
 from stoker.models import RecModel
 
-__all__ = ["check_options", "own_options"]
-
 _Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words, and whether a value is that
 
-_PLAIN: dict[Any, _Check] = {
-    int: ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
-    float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    str: ("a text", lambda value: isinstance(value, str)),
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(fits, value))
+
+
+def _object_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(_is_text, value)) and all(map(fits, value.values()))
+
+
+_KNOWN: dict[Any, _Check] = {
+    int: ("a whole number", _is_whole),
+    float: ("a number", _is_number),
+    str: ("a text", _is_text),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     type(None): ("null", lambda value: value is None),
-}
-_LISTS = {
-    int: "a list of whole numbers such as [64, 32]",
-    float: "a list of numbers such as [0.5, 1]",
-    str: 'a list of texts such as ["a", "b"]',
+    Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(_is_whole)),
+    Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(_is_number)),
+    Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(_is_text)),
+    Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(_is_whole)),
+    Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(_is_text)),
 }
 
 
@@ -64,36 +83,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _expected(hint: Any) -> _Check | None:
-    if hint in _PLAIN:
-        return _PLAIN[hint]
     origin, given = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, given)), lambda value: any(value == each for each in given)
     if origin in (Union, types.UnionType):
-        several = [_expected(each) for each in given]
-        known = [each for each in several if each is not None]
-        if len(known) < len(several):
+        known = [check for each in given if (check := _expected(each)) is not None]
+        if len(known) < len(given):
             return None
         return " or ".join(words for words, _ in known), lambda value: any(fits(value) for _, fits in known)
-    if origin is Sequence and given[0] in _LISTS:
-        fits = _PLAIN[given[0]][1]
-        return _LISTS[
-            given[0]
-        ], lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(fits, value))
-    if origin is Mapping and given == (str, int):
-        whole = _PLAIN[int][1]
-        return (
-            'an object of whole numbers such as {"a": 1}',
-            lambda value: (
-                isinstance(value, Mapping)
-                and all(isinstance(key, str) and whole(number) for key, number in value.items())
-            ),
-        )
-    if origin is Mapping and given == (str, str):
-        return (
-            'an object of texts such as {"a": "b"}',
-            lambda value: (
-                isinstance(value, Mapping) and all(isinstance(text, str) for pair in value.items() for text in pair)
-            ),
-        )
-    return None
+    return _KNOWN.get(hint) if isinstance(hint, Hashable) else None

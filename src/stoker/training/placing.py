@@ -1,16 +1,24 @@
-"""Where the rows of a run lie, and what moves between fast memory and their home while it trains."""
+"""Where the rows of a run are, whether there is room for them, and what moves while it trains."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from stoker.base.errors import ConfigError
+from stoker.base.device import available_memory, resolve_device, total_memory
+from stoker.base.device import device_memory as memory_of
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.timeline import Recorder
+from stoker.base.units import format_size, parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.reader import BatchStream, EpochRest
@@ -18,35 +26,36 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.hot_cold import HotBatches
-from stoker.placement.placement import Placement
+from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
-from stoker.placement.profile import Profile
-from stoker.placement.weigh import Choice
-from stoker.tables import Stage, TableConfig, TensorTrain, stage
+from stoker.tables import Device, Stage, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.slots.foresight import Progress
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
+from stoker.training.progress import Clock
 from stoker.training.scores.evaluation import SCORED
-from stoker.training.sizing.room import check_memory
-from stoker.training.terminal.progress import Clock
-from stoker.training.totals import STAGES, StageTotals
-
-__all__ = [
-    "Epochs",
-    "MeteredStage",
-    "moved",
-    "movement",
-    "place",
-    "place_run",
-    "place_scoring",
-    "slotted",
-    "staged",
-    "tidy",
-]
 
 Batches = TypeVar("Batches", bound=Iterable[Batch])
 
+#: What a step consists of, in the order in which a batch goes through it.
+STAGES = {
+    "foresight": "find next uses",
+    "read": "make the batch",
+    "plan": "choose slots",
+    "fence": "wait for writebacks",
+    "fetch": "rows from home to slots",
+    "forward": "dense part and loss",
+    "lookup": "look up and pool rows",
+    "backward": "dense part",
+    "update": "optimizer of the rows",
+    "dense": "optimizer of the dense part",
+    "writeback": "rows from slots to home",
+    "stall": "other waiting",
+    "step": "everything else",
+}
+_WITHIN = 2**14  # spans that one span may have directly inside it
+_SHARE = 0.8  # of the memory, in the budget that is proposed
 _FEWEST = 32  # examples scored at a time, unless asked for
 _SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
@@ -90,22 +99,12 @@ def place(
     tables: tuple[TableConfig, ...],
     optimizer: RowOptimizer,
     *,
-    device_memory: str | int,
-    host_memory: str | int | None = None,
-    home_path: str | None = None,
     batch_size: int = 2048,
-    lookahead: int = 64,
-    in_flight: int | None = None,
-    spill: Literal["parts", "refuse"] = "parts",
-    foresight: bool = False,
-    strategy: Choice = "auto",
-    tensor_trains: Mapping[str, TensorTrain] | None = None,
     scheduled: bool = False,
-    device: torch.device | str | None = None,
-    profile: Profile | None = None,
+    **options: Any,
 ) -> Placement:
     """:func:`stoker.plan` with what a dataset knows: counts, how many ids its features have, and, where hot and cold
-    batches come apart (``scheduled``), how many of them are hot.
+    batches come apart (``scheduled``), how many of them are hot. ``options`` are those of :func:`stoker.plan`.
 
     Raises:
         ConfigError: a budget that cannot work.
@@ -128,10 +127,8 @@ def place(
     known = data.hot_cold if scheduled else None
     hot = None if known is None else HotBatches(rows=known["hot_rows"], share=len(data.hot) / examples)
     return plan(
-        tables, counts, optimizer=optimizer, device_memory=device_memory, host_memory=host_memory, path=home_path,
-        batch_size=batch_size, lookahead=lookahead, in_flight=in_flight, spill=spill, foresight=foresight,
-        strategy=strategy, tensor_trains=tensor_trains, hot_batches=hot, device=device, profile=profile,
-        ids_per_feature=mean, max_ids=most,
+        tables, counts, optimizer=optimizer, batch_size=batch_size, hot_batches=hot, ids_per_feature=mean, max_ids=most,
+        **options,
     )  # fmt: skip
 
 
@@ -144,18 +141,18 @@ def place_scoring(
     lookahead: int,
     device: torch.device,
 ) -> tuple[Placement | None, int]:
-    """Where a checkpoint's rows lie while they score ``data``, and with how many examples at a time.
+    """Where a checkpoint's rows are while they score ``data``, and the number of examples at a time.
 
     Args:
         manifest: of the checkpoint.
         data: its dataset.
         settings: ``device_memory`` (None or "all": no limit), ``host_memory`` and ``home_path``.
-        batch_size: examples; None takes as many as the budget allows, at most 8192.
+        batch_size: None takes as many as the budget allows, at most 8192.
         lookahead: batches whose ids are known in advance.
         device: where the slots are.
 
     Returns:
-        The placement, None where everything lies on the device; and the batch size.
+        The placement, None if everything is on the device; and the batch size.
 
     Raises:
         ConfigError: a budget that cannot work, or rows that need more memory than there is.
@@ -174,7 +171,7 @@ def place_scoring(
         try:
             placement = place(
                 data, tables, optimizer, device_memory=str(budget), host_memory=settings.get("host_memory"),
-                home_path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
+                path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
                 tensor_trains=trains,
             )  # fmt: skip
             return placement, size
@@ -195,7 +192,7 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
         return None
     return place(
         data, config.tables(data.schema), optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
-        home_path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
+        path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
         in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
         strategy=config.strategy, tensor_trains=config.tensor_trains(data.schema),
         scheduled=config.batch_order != "shuffled", device=config.device,
@@ -207,106 +204,90 @@ def slotted(model: RecModel) -> list[SlottedRows]:
     return [group.storage for group in model.embeddings.groups if isinstance(group.storage, SlottedRows)]
 
 
-class MeteredStage(Stage):
-    """Counts how long each stage of training takes while a loop goes through its batches."""
-
-    totals: StageTotals
-
-    @classmethod
-    def of(cls, made: Stage, config: TrainConfig, progress: Progress | None) -> MeteredStage:
-        """The same batches, staged in the same way."""
-        found = cls(
-            made.stream, made.tables, made.lookahead, config.in_flight, made.background, foresight=config.foresight,
-            progress=progress,
-        )  # fmt: skip
-        found.totals = StageTotals()
-        return found
-
-    def __iter__(self) -> Iterator[Batch]:
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(RuntimeError):  # the caller records a timeline of its own
-                stack.enter_context(self.totals)
-            yield from super().__iter__()
-
-
 def staged(
-    batches: Batches, model: RecModel, config: TrainConfig, *, metered: bool = True, progress: Progress | None = None
+    batches: Batches, model: RecModel, config: TrainConfig, *, progress: Progress | None = None
 ) -> Batches | Stage:
-    """The batches of a run with their rows in place, where rows come and go.
-
-    Args:
-        batches: of the run.
-        model: whose rows they are.
-        config: the run's settings.
-        metered: with times by stage.
-        progress: called while next uses are recorded.
-    """
+    """The batches of a run with their rows in place, where rows come and go; ``progress`` is called while next uses are
+    recorded."""
     if not slotted(model):
         return batches
-    made = stage(
+    return stage(
         batches, model, lookahead=config.lookahead, in_flight=config.in_flight, foresight=config.foresight,
         progress=progress,
     )  # fmt: skip
-    return MeteredStage.of(made, config, progress) if metered else made
 
 
-@contextlib.contextmanager
-def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
-    """Of a run that fails, threads and files of the models in the list that this gives are closed, and no empty
-    directory for a home stays that was not there before."""
-    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
-    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
-    models: list[RecModel] = []
-    try:
-        yield models
-    except BaseException:
-        for model in models:
-            _let_go(model)
-        for one in missing:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                one.rmdir()
-        raise
+def iterate(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """The batches as a generator, which can be closed: that ends the threads behind a stage."""
+    yield from batches
 
 
-def _let_go(model: RecModel) -> None:
-    """Close threads and files of a model that is given up; what its rows were does not matter any more."""
-    for storage in slotted(model):
-        with contextlib.suppress(Exception):
-            storage.close()
+class StageTotals(Recorder):
+    """Seconds of each stage over all threads, each without the stages inside it.
+
+    A span is known when it ends, and those inside it ended before: each thread keeps its last ones until one ends that
+    turns out to contain them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._totals: list[Counter[str]] = []  # nanoseconds, of each thread
+        self._own = threading.local()
+
+    def add(self, name: str, start: int, end: int, step: int | None) -> None:
+        own = self._own
+        if not hasattr(own, "totals"):
+            own.totals, own.within = Counter(), deque(maxlen=_WITHIN)
+            self._totals.append(own.totals)
+        within: deque[tuple[int, int]] = own.within
+        rest = end - start
+        while within and within[-1][0] >= start:
+            begun, ended = within.pop()
+            rest -= ended - begun
+        within.append((start, end))
+        own.totals[name] += rest
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each of :data:`STAGES` so far."""
+        found = Counter[str]()
+        for totals in list(self._totals):
+            found.update(totals.copy())
+        return {name: found[name] / 1e9 for name in STAGES}
+
+    @contextlib.contextmanager
+    def recording(self, model: RecModel) -> Iterator[None]:
+        """Record within the block if rows of the model can move, and the caller records no timeline of its own."""
+        with contextlib.ExitStack() as stack:
+            if slotted(model):
+                with contextlib.suppress(RuntimeError):
+                    stack.enter_context(self)
+            yield
 
 
-def moved(model: RecModel, feed: Iterable[Batch]) -> dict[str, float]:
+def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[str, float]:
     """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
-    seconds of every stage."""
+    seconds of every stage. Nothing where no rows can move."""
     storages = slotted(model)
     if not storages:
         return {}
     waited: float = getattr(feed, "stall_seconds", 0.0)
-    totals: StageTotals | None = getattr(feed, "totals", None)
-    seconds = {} if totals is None else totals.seconds()
     return {
         "rows": sum(storage.stats.rows for storage in storages),
         "hits": sum(storage.stats.hits for storage in storages),
         "bytes": sum(storage.stats.fetched_bytes for storage in storages),
         "waited": waited + sum(storage.stats.stall_seconds for storage in storages),
-    } | {_SECONDS + name: value for name, value in seconds.items()}
+    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
 
 
-def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, Any]:
-    """The fields of a training record for what moved during ``steps``; none if nothing could.
-
-    Args:
-        amount: counted in them, see :func:`moved`.
-        steps: batches.
-        times: the clock over those of the steps whose times count.
-
-    ``stage_seconds`` adds up threads: what goes on beside training is in it, waited for or not.
-    """
+def movement(since: Clock, times: Clock) -> dict[str, Any]:
+    """The fields of a training record for what was :func:`moved`; ``times`` is the clock over steps whose times count.
+    ``stage_seconds`` adds up threads, waited for or not."""
+    amount = since.counted
     if not amount:
         return {}
     return {
         "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
-        "fetched_mib_per_step": amount["bytes"] / 2**20 / steps,
+        "fetched_mib_per_step": amount["bytes"] / 2**20 / since.steps,
         "stall_share": min(1.0, times.counted["waited"] / times.seconds),
         "stage_seconds": {
             name: round(times.counted[_SECONDS + name], 6)
@@ -314,3 +295,140 @@ def movement(amount: dict[str, float], steps: int, times: Clock) -> dict[str, An
             if times.counted.get(_SECONDS + name, 0.0) > 0
         },
     }
+
+
+def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
+    """Bytes of all rows with their optimizer state."""
+    return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
+
+
+def check_memory(
+    tables: Sequence[TableConfig],
+    state: Mapping[str, str],
+    device: torch.device,
+    placement: Placement | None = None,
+) -> str | None:
+    """Refuse tables whose rows on the device need more memory than it has; ``placement`` None: all rows are there.
+
+    Returns:
+        A warning if they fit the machine, but not what is free at the moment.
+
+    Raises:
+        ConfigError: with the bytes and the budget to give.
+    """
+    here = [table for table in tables if placement is None or isinstance(placement.get(table.name, Device()), Device)]
+    # Of the state, pages of rows that no batch has touched take no memory: only the weights are certain.
+    needed = sum(table.num_bytes for table in here)
+    whole = rows_bytes(here, state)
+    if device.type == "cpu":
+        limits = [limit for limit in (total_memory(), _address_space()) if limit is not None]
+        most, free = min(limits, default=None), available_memory()
+    else:
+        free, most = memory_of(device)
+    if most is None or not needed:
+        return None
+    budget = max(1, int(_SHARE * min(most, free or most)) // 2**20)
+    remedy = (
+        f"Give a smaller device_memory, such as {budget}MiB: the other rows then lie in main memory or in a file, and "
+        "the numbers stay the same. stoker plan shows what that costs"
+    )
+    if needed > most:
+        raise ConfigError(
+            f"the rows need {format_size(whole)} on {device}, with optimizer state, but only {format_size(most)} can "
+            f"be had there. {remedy}; or choose fewer columns (embedding_dim)."
+        )
+    if free is not None and needed > free:
+        return (
+            f"warning: the rows need {format_size(whole)} on {device}, with optimizer state, but only "
+            f"{format_size(free)} is free. {remedy}."
+        )
+    return None
+
+
+def batch_options(
+    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], *, placed: bool
+) -> dict[str, Any]:
+    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
+
+    Where rows of tables come and go (``placed``), batches are made in main memory, where their ids are planned.
+    """
+    device = resolve_device(config.device)
+    gpu = device.type == "cuda"
+    if config.data_memory != "auto":
+        budget = parse_size(config.data_memory)
+    elif gpu and not placed:
+        budget = max(0, (memory_of(device)[0] - rows_bytes(tables, state)) // 2)
+    else:
+        budget = 0
+    return {
+        "reuse": not gpu and not placed,  # staged batches wait in the window
+        "pin_memory": gpu,
+        "device": device if gpu and not placed else None,
+        "data_memory": budget,
+    }
+
+
+def _address_space() -> int | None:
+    """Bytes that this process may still map, where it has a limit (``ulimit -v``)."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        mapped = 0
+    return max(0, limit - mapped)
+
+
+def check_disk(
+    run: Path,
+    tables: Sequence[TableConfig],
+    state: Mapping[str, str],
+    dense_bytes: int,
+    config: TrainConfig,
+    *,
+    steps: int,
+    epoch: int,
+    there: int,
+) -> str | None:
+    """Refuse a run whose first checkpoint does not fit the disk.
+
+    Args:
+        run: the run directory, which need not exist yet.
+        tables: of the model, with the ``state`` of its row optimizer and ``dense_bytes`` of dense parameters.
+        config: the settings.
+        steps: batches still to be trained, ``epoch`` of them a pass.
+        there: checkpoints that the run has already.
+
+    Returns:
+        A warning if one fits, but not as many as the run will keep.
+
+    Raises:
+        CheckpointError: with the bytes of a checkpoint and of the free space.
+    """
+    if steps < 1:
+        return None
+    size = rows_bytes(tables, state) + 3 * dense_bytes  # with Adam's
+    folder = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    what = f"a checkpoint takes {format_size(size)}, and the disk of {folder} has {format_size(free)} free"
+    if size > free:
+        raise CheckpointError(
+            f"{what}: not one could be written. Free some space, choose a run directory on another disk (out), or "
+            "fewer columns (embedding_dim).",
+            settings=("out",),
+        )
+    saves = -(-steps // (config.save_every or config.eval_every or epoch)) + (config.checkpoint_minutes > 0)
+    # The last ones, the best one, and the new one beside them while it is written.
+    kept = min(saves, max(0, config.keep_last + 2 - there))
+    if kept * size <= free:
+        return None
+    lower = "lower keep_last, or save less often" if config.keep_last > 1 else "save less often"
+    return (
+        f"warning: {what}: the {kept} that the run will have at a time need {format_size(kept * size)}. Free some "
+        f"space, {lower} (save_every, checkpoint_minutes), or training will end when the disk is full."
+    )

@@ -24,12 +24,9 @@ from stoker.models import RecModel
 from stoker.tables import Stage
 from stoker.tables.slots.foresight import Progress
 from stoker.training.config import TrainConfig
-from stoker.training.placing import Epochs, MeteredStage, slotted, staged
+from stoker.training.placing import Epochs, iterate, staged
 from stoker.training.scores.evaluation import evaluate
 from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
-from stoker.training.totals import StageTotals
-
-__all__ = ["HotColdStream", "ScheduledFeed", "batch_order", "run_feed", "run_stream", "swap_loss"]
 
 _KIND = "stoker.HotColdStream"
 
@@ -58,13 +55,8 @@ def batch_order(config: TrainConfig, data: Dataset) -> Literal["shuffled", "hot-
 
 
 def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStream | HotColdStream:
-    """The training batches of a run from its first step on.
-
-    Args:
-        config: its settings.
-        data: its dataset.
-        options: ``reuse``, ``pin_memory``, ``device`` and ``data_memory`` (bytes) of
-            :meth:`stoker.dataset.split.Split.batches`.
+    """The training batches of a run from its first step on; ``options`` are those of
+    :meth:`stoker.dataset.split.Split.batches`.
 
     Raises:
         ConfigError: see :func:`batch_order`.
@@ -91,14 +83,13 @@ def run_feed(
     config: TrainConfig,
     *,
     foreseen: int | None = None,
-    metered: bool = True,
     progress: Progress | None = None,
 ) -> Epochs | Stage | ScheduledFeed:
     """The batches of a run up to ``total``, with their rows in place; arguments as for :func:`staged`, ``foreseen`` as
     for :class:`Epochs`."""
     if isinstance(stream, HotColdStream):
-        return ScheduledFeed(stream, total, model, config, foreseen=foreseen, metered=metered, progress=progress)
-    return staged(Epochs(stream, total, foreseen), model, config, metered=metered, progress=progress)
+        return ScheduledFeed(stream, total, model, config, foreseen=foreseen, progress=progress)
+    return staged(Epochs(stream, total, foreseen), model, config, progress=progress)
 
 
 def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
@@ -107,13 +98,7 @@ def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callabl
 
 
 class HotColdStream:
-    """Hot and cold batches, segment by segment. An epoch hands out every one of them once.
-
-    Args:
-        cold: its batches.
-        hot: its batches.
-        scheduler: says which come next.
-    """
+    """Hot and cold batches, segment by segment as the scheduler says. An epoch hands out every one of them once."""
 
     def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
@@ -170,7 +155,7 @@ class HotColdStream:
             if kind in self._open:
                 self._open.pop(kind).close()
             stream.epoch, stream.position = epoch, place
-            self._open[kind] = _each(stream)
+            self._open[kind] = iterate(stream)
         return self._open[kind]
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -199,10 +184,6 @@ class HotColdStream:
             stream.load_state_dict(state[kind])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.first = int(state["step"]), int(state["first"])
-
-
-def _each(stream: BatchStream) -> Generator[Batch, None, None]:
-    yield from stream
 
 
 class _Rest:
@@ -259,15 +240,13 @@ class ScheduledFeed:
         config: TrainConfig,
         *,
         foreseen: int | None = None,
-        metered: bool = True,
         progress: Progress | None = None,
     ) -> None:
         self.stream, self.total = stream, total
         self.step = stream.step  # batches handed out; the next one carries this number
-        self.totals = StageTotals() if metered and slotted(model) else None
         self.hurry: Callable[[], bool] = lambda: False  # as of a Stage
         self._foreseen = total if foreseen is None else foreseen
-        self._model, self._config, self._metered, self._progress = model, config, metered, progress
+        self._model, self._config, self._progress = model, config, progress
         self._inner: Stage | None = None
         self._stalled = 0.0
 
@@ -277,10 +256,10 @@ class ScheduledFeed:
             if self.step == self.stream.end:
                 self.stream.proceed()
             rest = _Rest(self.stream, self.step, min(self.stream.end, self.total), self._foreseen)
-            staged_rest = staged(rest, self._model, self._config, metered=self._metered, progress=self._progress)
+            staged_rest = staged(rest, self._model, self._config, progress=self._progress)
             if isinstance(staged_rest, Stage):
                 self._take_over(staged_rest)
-            with closing(_opened(staged_rest)) as batches:
+            with closing(iterate(staged_rest)) as batches:
                 start = time.perf_counter()
                 for batch in batches:
                     if self._inner is not None and self._inner.background and begun < self.step == rest.step:
@@ -295,8 +274,6 @@ class ScheduledFeed:
             if self._config.in_flight is None:
                 made.in_flight = self._inner.in_flight
         made.hurry = self.hurry
-        if isinstance(made, MeteredStage) and self.totals is not None:
-            made.totals = self.totals
         self._inner = made
 
     @property
@@ -318,7 +295,3 @@ class ScheduledFeed:
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batch handed out last."""
         return self.stream.state_dict(self.step)
-
-
-def _opened(batches: _Rest | Stage) -> Generator[Batch, None, None]:
-    yield from batches

@@ -30,8 +30,6 @@ from typing import Any, Literal
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["Decision", "Kind", "Segment", "ShuffleScheduler"]
-
 Kind = Literal["cold", "hot"]
 _KINDS: tuple[Kind, Kind] = ("cold", "hot")
 

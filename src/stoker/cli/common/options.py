@@ -177,7 +177,7 @@ def import_model(path: str | None) -> str | None:
 
 def rerun_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Those arguments of a command that replace settings of a run gone over again."""
-    from stoker.training.tools.rerun import MACHINE
+    from stoker.training.config import MACHINE
 
     return {name: given[name] for name in sorted(MACHINE) if given[name] is not None}
 

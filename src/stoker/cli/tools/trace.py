@@ -73,7 +73,7 @@ def _show(found: Trace, replaced: bool) -> None:
     from rich.table import Table
 
     from stoker.base.units import format_count, format_duration
-    from stoker.training.totals import STAGES
+    from stoker.training.placing import STAGES
 
     console = Console()
 

@@ -33,6 +33,7 @@ BLOCK_ROWS = 1024  # rows read together from disk: 160 KiB of Criteo
 _CHUNK = 2**15  # positions computed at a time
 _SORTED = 2**14  # ranges up to here are permuted by sorting hashes
 _ROUNDS = 8
+_COMPILED = 2**18  # ranges above this are worth half a second of compiling; NumPy takes 33 ns a row
 Words = npt.NDArray[np.uint32]
 
 
@@ -62,13 +63,14 @@ def _kernel() -> Callable[..., None] | None:
     return kernel
 
 
-def permutation(name: str, size: int, *, fast: bool = True) -> Callable[[int, int], Int64]:
+def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[int, int], Int64]:
     """A permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
 
     Args:
         name: what makes it differ from others, such as ``"seed/epoch"``.
         size: up to 2**62.
-        fast: by Numba where it is installed; False: by NumPy, which defines the result.
+        fast: by Numba where it is installed; False: by NumPy, which defines the result; None: by Numba if the range is
+            long enough to be worth compiling for.
     """
     keys = _keys(name)
     if size <= _SORTED:
@@ -93,6 +95,8 @@ def permutation(name: str, size: int, *, fast: bool = True) -> Callable[[int, in
                 low ^= _mix(high, key) & low_mask
         return (high.astype(np.uint64) << low_bits) | low
 
+    if fast is None:
+        fast = size > _COMPILED
     if fast and bits <= 62 and (kernel := _kernel()) is not None:
         words = np.array(keys, np.uint32)
 

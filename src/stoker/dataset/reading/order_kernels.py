@@ -16,10 +16,11 @@ from stoker.ops.codegen.jit import jit
 
 __all__ = ["encrypt"]
 
-_inline: Any = nb.njit(inline="always")
+# Not inlined by Numba, which would work out the types of every copy: LLVM inlines them, in half the time.
+_part: Any = nb.njit
 
 
-@_inline
+@_part
 def _mix(value, key):  # type: ignore[no-untyped-def]
     # Every step is cast back: Numba widens what it computes of 32 bits to 64.
     mixed = np.uint32(value ^ key)
@@ -30,7 +31,7 @@ def _mix(value, key):  # type: ignore[no-untyped-def]
     return np.uint32(mixed ^ np.uint32(mixed >> np.uint32(16)))
 
 
-@_inline
+@_part
 def _once(value, keys, low_bits, low_mask, high_mask):  # type: ignore[no-untyped-def]
     low = np.uint32(np.uint32(value) & low_mask)
     high = np.uint32(value >> low_bits)

@@ -18,50 +18,57 @@ its manifest says for each table which :class:`EmbeddingTables` it is in.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch import nn
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from stoker.base.errors import CheckpointError
 from stoker.base.files import hash_file, refuse_url, sync_folder
 from stoker.base.version import __version__
-from stoker.training.files.module_state import Optimizers, named_optimizers, unwrap
-from stoker.training.files.storing import FORMAT_VERSION, NotFiniteError, Positioned, write_files
+from stoker.models import RecModel
+from stoker.placement.placement import row_bytes
+from stoker.tables import EmbeddingTables, TableConfig
+from stoker.training.files.module_state import (
+    Optimizers,
+    dense_state,
+    device_of,
+    encode,
+    named_optimizers,
+    optimizer_values,
+    tables_in,
+    trained_in,
+    unwrap,
+)
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Checkpoint",
-    "NotFiniteError",
-    "Positioned",
-    "Resumable",
-    "discard",
-    "read_manifest",
-    "save",
-    "verify",
-]
-
+FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
-SHARD_BYTES = 256 * 2**20  # of rows and state in one file
-
-
-class Resumable(Protocol):
-    """A stream that can be moved to a position."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken."""
-
+_SHARD_BYTES = 256 * 2**20  # of rows and state in one file
+DENSE = "dense.safetensors"
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class NotFiniteError(CheckpointError):
+    """A model with infinite or undefined values, which is not worth keeping."""
+
+
+class Positioned(Protocol):
+    """A stream of batches, staged or not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     require_finite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = _SHARD_BYTES,
 ) -> Path:
     """Write a checkpoint of a module, whole or not at all.
 
@@ -148,7 +155,7 @@ def save(
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
-        manifest = write_files(beside, module, optimizers, stream, extra_state, shard_bytes, require_finite)
+        manifest = _write_files(beside, module, optimizers, stream, extra_state, shard_bytes, require_finite)
         manifest |= {"stoker_version": __version__, "extra": dict(extra or {})}
         if step is not None:
             manifest["step"] = step
@@ -251,3 +258,136 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
                 f"{path} is damaged: its sha256 is {digest[:16]}..., the manifest says {expected['sha256'][:16]}..."
             )
     return len(manifest["files"])
+
+
+def _write_files(
+    folder: Path,
+    module: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    stream: Positioned | None,
+    extra_state: Mapping[str, Any] | None,
+    shard_bytes: int,
+    require_finite: bool,
+) -> dict[str, Any]:
+    """Write all files of a checkpoint but the manifest, which is returned."""
+    trained = trained_in(module)
+    single = set(optimizers) <= {"optimizer"} and extra_state is None
+    first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
+    files: dict[str, Any] = {}
+    entries: list[dict[str, Any]] = []
+    for name, tables in tables_in(module).items():
+        for table in tables.stored:
+            prefix = f"tables/{len(entries):03d}"
+            entry = _save_table(folder, prefix, tables, table, files, shard_bytes, require_finite)
+            entries.append(entry if first else {**entry, "module": name})
+    tensors: dict[str, Tensor] = {}
+    manifest: dict[str, Any] = {"kind": "checkpoint", "files": files, "tables": entries, "dense_optimizer": None}
+    if first:
+        assert isinstance(module, RecModel)
+        tensors |= {f"model.{name}": value for name, value in module.dense_tensors()}
+        for optimizer in optimizers.values():
+            manifest["dense_optimizer"] = optimizer_values(optimizer, "optimizer", tensors)
+    else:
+        manifest |= _second_format(module, optimizers, extra_state, tensors)
+    if isinstance(module, RecModel):
+        manifest |= {"model": module.config(), "features": module.spec.to_dict()}
+        manifest |= {"row_optimizer": module.embeddings.optimizer.to_dict(), "tick": module.embeddings.tick}
+    tensors["generator.cpu"] = torch.get_rng_state()
+    device = device_of(module)
+    if device.type == "cuda":
+        tensors["generator.cuda"] = torch.cuda.get_rng_state(device)
+    # A clone where needed: tied parameters would share memory, which the format refuses.
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    if require_finite:
+        _check_finite("the dense part", tensors)
+    files[DENSE] = _save_tensors(folder / DENSE, tensors)
+    return manifest | {
+        "format_version": 1 if first else FORMAT_VERSION,
+        "step": max((each.tick for each in trained.values()), default=0),
+        "stream": None if stream is None else stream.state_dict(),
+    }
+
+
+def _second_format(
+    module: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    extra_state: Mapping[str, Any] | None,
+    tensors: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Return what the manifest says of a module in format 2; tensors of the dense part go into ``tensors``."""
+    values = {}
+    for name, value in dense_state(module).items():
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            tensors[f"model.{name}"] = value
+        else:
+            values[name] = encode(f"the module's {name!r}", value, tensors)
+    found = {}
+    for place, (name, optimizer) in enumerate(optimizers.items()):
+        prefix = f"optimizer{place}"
+        found[name] = {"prefix": prefix} | optimizer_values(optimizer, prefix, tensors, module)
+    extras = {}
+    for name, each in (extra_state or {}).items():
+        if isinstance(each, nn.Module) and tables_in(each):
+            raise CheckpointError(
+                f"extra_state[{name!r}] contains EmbeddingTables, whose rows may not fit in memory. Put it into the "
+                "module that is saved, for example with nn.ModuleDict."
+            )
+        given = each.state_dict() if (has := hasattr(each, "state_dict")) else each
+        extras[name] = {"object": has, "state": encode(f"extra_state[{name!r}]", given, tensors)}
+    trained = {
+        name: {
+            "row_optimizer": None if each.optimizer is None else each.optimizer.to_dict(),
+            "tick": each.tick,
+            **({"seed": each.seed} if isinstance(each, EmbeddingTables) else {}),
+        }
+        for name, each in trained_in(module).items()
+    }
+    return {
+        "class": type(module).__qualname__, "model": None, "features": None, "values": values, "optimizers": found,
+        "extra_state": extras, "trained": trained,
+    }  # fmt: skip
+
+
+def _save_table(
+    folder: Path,
+    prefix: str,
+    tables: EmbeddingTables,
+    table: TableConfig,
+    files: dict[str, Any],
+    shard_bytes: int,
+    require_finite: bool,
+) -> dict[str, Any]:
+    """Write the rows of a table, some 256 MiB a file; return its entry in the manifest."""
+    shards = []
+    chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
+    for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
+        file = f"{prefix}.{number:05d}.safetensors"
+        tensors = {"weight": rows.weight, **rows.state}
+        if require_finite:
+            _check_finite(f"table {table.name!r}", tensors)
+        files[file] = _save_tensors(
+            folder / file, {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
+        )
+        shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+    fields = ("name", "num_embeddings", "embedding_dim", "dtype")
+    return {**{field: getattr(table, field) for field in fields}, "shards": shards}
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:  # it wraps what the operating system said
+        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    size, digest = hash_file(path)
+    return {"bytes": size, "sha256": digest}
+
+
+def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = torch.aminmax(tensor)  # both carry nan; needs no memory
+            if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+                raise NotFiniteError(f"{what} is no longer finite ({name})")

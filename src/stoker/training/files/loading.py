@@ -1,30 +1,54 @@
-"""Read a checkpoint into a model or a module."""
+"""Read a checkpoint into a model or a module: all is compared first, then put in place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
-from safetensors import safe_open
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from stoker.base.errors import CheckpointError
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.dataset.manifest import canonical_json
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.training.files.checkpoint import Checkpoint, M, Resumable, read_manifest, verify
-from stoker.training.files.module_state import Optimizers, device_of, named_optimizers, unwrap
-from stoker.training.files.restoring import Saved, Tensors
-from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_beside
-from stoker.training.files.storing import DENSE
+from stoker.tables.storage import Rows
+from stoker.training.files.checkpoint import DENSE, Checkpoint, M, read_manifest, verify
+from stoker.training.files.module_state import (
+    Optimizers,
+    check_optimizer,
+    decode,
+    dense_state,
+    device_of,
+    load_dense_state,
+    load_optimizer,
+    named_optimizers,
+    tables_in,
+    trained_in,
+    unwrap,
+)
+from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
 
 if TYPE_CHECKING:
     from stoker.tables import Strategy
 
-__all__ = ["load", "saved_model"]
+
+_REBUILD = "Build the module as it was built when it was saved."
+_SHOWN = 5  # names in a message
+
+
+class Resumable(Protocol):
+    """A stream that can be moved to a position."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken."""
 
 
 @overload
@@ -91,7 +115,7 @@ def load(
     except CheckpointError as error:
         if into is not None:
             raise
-        raise CheckpointError(f"{error} {whole_beside(directory)}") from error
+        raise CheckpointError(f"{error} {whole_checkpoints(directory)}") from error
     if into is None:
         kind = saved_model(directory, manifest)
         module: nn.Module = MODELS[kind].from_config(
@@ -104,17 +128,17 @@ def load(
     optimizers = named_optimizers(optimizer)
     resuming = optimizer is not None or extra_state is not None
     with safe_open(directory / DENSE, framework="pt") as file:
-        tensors = Tensors(file)
-        saved = Saved(directory, manifest, tensors)
-        saved.check(module, optimizers, extra_state, resuming=resuming)
+        tensors = _Tensors(file)
+        saved = _Saved(directory, manifest, tensors, module)
+        saved.check(optimizers, extra_state, resuming=resuming)
         if stream is not None and manifest["stream"] is None:
             raise CheckpointError(f"{directory} was saved without a stream, so it has no data position.")
-        saved.fill(module, optimizers, extra_state)
+        saved.fill(optimizers, extra_state or {})
         if resuming:
             torch.set_rng_state(tensors["generator.cpu"])
             if (on := device_of(module)).type == "cuda" and "generator.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["generator.cuda"], on)
-        kept = saved.extra_state()
+        kept = {name: decode(entry["state"], tensors) for name, entry in saved.extras.items()}
     if stream is not None:
         stream.load_state_dict(manifest["stream"])
     return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
@@ -135,3 +159,234 @@ def saved_model(directory: Path, manifest: Mapping[str, Any]) -> str:
     if kind not in MODELS:
         raise CheckpointError(f"{directory} holds a model {kind!r}, unknown here. {unknown_model(directory, kind)}")
     return kind
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of an open file, read one by one."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self._names = list(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self.file.get_slice(name).get_shape())
+
+
+class _Saved:
+    """What a checkpoint of either format holds, and the module that is to get it."""
+
+    def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module) -> None:
+        self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
+        self.mine, self.tables = trained_in(module), tables_in(module)
+        self.first = int(manifest["format_version"]) == 1
+        self.trained: dict[str, Any] = manifest.get("trained", {})
+        self.optimizers: dict[str, Any] = manifest.get("optimizers", {})
+        self.extras: dict[str, Any] = manifest.get("extra_state", {})
+        if self.first:
+            self.trained = {"embeddings": {name: manifest[name] for name in ("row_optimizer", "tick")}}
+            single = manifest["dense_optimizer"]
+            self.optimizers = {} if single is None else {"optimizer": {"prefix": "optimizer", **single}}
+        self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+        self.settings: dict[str, RowOptimizer] = {}  # row optimizers with other settings than the module's
+
+    def check(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any] | None, *, resuming: bool
+    ) -> None:
+        """Refuse what does not fit the checkpoint, before anything is changed.
+
+        Raises:
+            CheckpointError: naming what differs.
+        """
+        if self.manifest["model"] is not None and isinstance(self.module, RecModel):
+            self._check_model(self.module)
+        elif self.first:
+            raise CheckpointError(
+                f"{self.directory} holds a model {self.manifest['model']['model']!r}, but the module given is a "
+                f"{type(self.module).__name__}. Leave it out to build the saved model."
+            )
+        self._check_tables(resuming=resuming)
+        self._check_dense()
+        if resuming and not self.first:
+            self.settings = dict(self._other_settings())
+        if optimizers and not self.optimizers:
+            raise CheckpointError(
+                f"{self.directory} was saved without a dense optimizer, so it has no state for one. Load without one."
+            )
+        if optimizers and set(optimizers) != set(self.optimizers):
+            raise CheckpointError(
+                f"{self.directory} holds the state of the optimizers {_names(self.optimizers)}; given are "
+                f"{_names(optimizers)}. Give all of them in the same form, a dict under the names they were saved with."
+            )
+        for name, optimizer in optimizers.items():
+            what = f"the state of optimizer {name!r} in {self.directory}"
+            check_optimizer(what, self.optimizers[name], optimizer, None if self.first else self.module)
+        self._check_extra_state(extra_state or {})
+        left = [name for name, entry in self.extras.items() if entry["object"] and name not in (extra_state or {})]
+        if left and (extra_state or (optimizers and extra_state is None)):
+            raise CheckpointError(
+                f"{self.directory} also holds extra state {_names(left)}, without which training would not go on as "
+                "it did. Give those objects too, or extra_state={} to go on without any."
+            )
+
+    def fill(self, optimizers: Mapping[str, torch.optim.Optimizer], extra_state: Mapping[str, Any]) -> None:
+        """Put everything in place, after :meth:`check`.
+
+        Raises:
+            CheckpointError: a file that cannot be read, or an object that refuses its state.
+        """
+        for name, row_optimizer in self.settings.items():
+            self.mine[name].optimizer = row_optimizer
+        for entry in self.manifest["tables"]:
+            self._load_table(entry)
+        for name, tables in self.tables.items():
+            tables.tick = int(self.trained[name]["tick"])
+        if self.first:
+            assert isinstance(self.module, RecModel)
+            with torch.no_grad():
+                for name, value in self.module.dense_tensors():
+                    value.copy_(self.tensors[f"model.{name}"])
+        else:
+            values = {name: decode(value, self.tensors) for name, value in self.manifest["values"].items()}
+            load_dense_state(self.module, values | {name: self.tensors[f"model.{name}"] for name in self.dense})
+        for name, optimizer in optimizers.items():
+            found = self.optimizers[name]
+            load_optimizer(found, found["prefix"], self.tensors, optimizer)
+        for name, each in extra_state.items():
+            try:
+                each.load_state_dict(decode(self.extras[name]["state"], self.tensors))
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"extra_state[{name!r}], a {type(each).__name__}, does not take the state saved in "
+                    f"{self.directory}: {error}. Make it as it was made when it was saved."
+                ) from error
+
+    def _check_model(self, model: RecModel) -> None:
+        saved: dict[str, Any] = {**self.manifest["model"], "features": self.manifest["features"]}
+        mine = json.loads(canonical_json({**model.config(), "features": model.spec.to_dict()}))
+        if differ := [name for name in sorted({*saved, *mine}) if saved.get(name) != mine.get(name)]:
+            shown = "; ".join(
+                f"{name}: saved {saved.get(name)}, given {mine.get(name)}" for name in differ if name != "features"
+            )
+            raise CheckpointError(
+                f"{self.directory} holds another model: {shown or 'its columns or table sizes differ'}. Leave the "
+                "model out to build the saved one, or use its own dataset."
+            )
+
+    def _check_tables(self, *, resuming: bool) -> None:
+        self._same_names("EmbeddingTables and TTEmbeddingBag", self.trained, self.mine)
+        for name, saved in self.trained.items():
+            mine, kept = self.mine[name].optimizer, saved["row_optimizer"]
+            kinds = None if kept is None else kept["kind"], None if mine is None else mine.kind
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(
+                    f"{self.directory} holds the state of row optimizer {kinds[0]!r}, the model has {kinds[1]!r} in "
+                    f"{name!r}. Build {name!r} with the row optimizer that it was trained with."
+                )
+        entries = {(entry.get("module", "embeddings"), entry["name"]): entry for entry in self.manifest["tables"]}
+        found = {(name, table.name): table for name, each in self.tables.items() for table in each.stored}
+        names = [[f"{name}.{table}".lstrip(".") for name, table in keys] for keys in (entries, found)]
+        self._same_names("tables", *names)
+        for key, entry in entries.items():
+            sizes = [(one["num_embeddings"], one["embedding_dim"], one["dtype"]) for one in (entry, vars(found[key]))]
+            if sizes[0] != sizes[1]:
+                saved_as, given = (f"{rows:,} rows of {dim} columns, {dtype}" for rows, dim, dtype in sizes)
+                raise CheckpointError(
+                    f"table {key[1]!r} has {saved_as} in {self.directory}, but {given} in the module given. {_REBUILD}"
+                )
+            seed, own = self.trained[key[0]].get("seed"), self.tables[key[0]].seed
+            if resuming and entry["dtype"] == "bfloat16" and seed not in (None, own):
+                raise CheckpointError(
+                    f"{key[0]!r} was trained with seed={seed}, by which its bfloat16 rows are rounded, the one given "
+                    f"has seed={own}. Build it with seed={seed}."
+                )
+
+    def _check_dense(self) -> None:
+        if self.first:
+            assert isinstance(self.module, RecModel)
+            for name, _ in self.module.dense_tensors():
+                if name not in self.dense:
+                    raise CheckpointError(f"{self.directory}: the dense part lacks the parameter {name!r}.")
+            return
+        mine = dense_state(self.module)
+        self._same_names("parameters and buffers", [*self.dense, *self.manifest["values"]], mine)
+        for name in self.dense:
+            value, shape = mine[name], self.tensors.shape(f"model.{name}")
+            if isinstance(value, Tensor) and not is_lazy(value) and tuple(value.shape) != shape:
+                raise CheckpointError(
+                    f"{name!r} has shape {shape} in {self.directory}, but {tuple(value.shape)} in the module given. "
+                    f"{_REBUILD}"
+                )
+
+    def _same_names(self, what: str, saved: Collection[str], mine: Collection[str]) -> None:
+        lacking, more = [name for name in saved if name not in mine], [name for name in mine if name not in saved]
+        if lacking or more:
+            sides = (("the module given lacks", lacking), ("the checkpoint lacks", more))
+            parts = [f"{words} {_names(names)}" for words, names in sides if names]
+            raise CheckpointError(
+                f"{self.directory} and the module given have different {what}; {'; '.join(parts)}. {_REBUILD} A table "
+                "that was a TensorTrain must be one again."
+            )
+
+    def _check_extra_state(self, extra_state: Mapping[str, Any]) -> None:
+        if lacking := [name for name in extra_state if name not in self.extras]:
+            raise CheckpointError(
+                f"{self.directory} has no extra state {_names(lacking)}. It has: {_names(self.extras) or 'none'}."
+            )
+        for name, each in extra_state.items():
+            problem = ""
+            if not self.extras[name]["object"]:
+                problem = "it was saved as a value. Leave it out, and take it from the result's extra_state."
+            elif not hasattr(each, "load_state_dict"):
+                problem = f"the {type(each).__name__} given has no load_state_dict()."
+            if problem:
+                raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
+
+    def _other_settings(self) -> Iterator[tuple[str, RowOptimizer]]:
+        """Yield the row optimizers that have other settings in the checkpoint than in the module."""
+        for name, each in self.mine.items():
+            saved = self.trained[name]["row_optimizer"]
+            if each.optimizer is None or canonical_json(each.optimizer.to_dict()) == canonical_json(saved):
+                continue
+            try:
+                yield name, RowOptimizer.from_dict(saved)
+            except (ConfigError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"the row optimizer of {name!r} had other settings when it was saved, {saved}, and cannot be made "
+                    f"from them ({error}). Build {name!r} with these settings."
+                ) from error
+
+    def _load_table(self, entry: Mapping[str, Any]) -> None:
+        tables, name = self.tables[entry.get("module", "embeddings")], entry["name"]
+        done = 0
+        for shard in entry["shards"]:
+            if shard["start"] != done:
+                raise CheckpointError(f"{self.directory}: table {name!r} has no rows {done:,} to {shard['start']:,}.")
+            path = self.directory / shard["file"]
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found = dict(_Tensors(file))
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} cannot be read ({error}).") from error
+            tables.write(name, done, Rows(found.pop("weight"), found))
+            done += int(shard["rows"])
+        if done != entry["num_embeddings"]:
+            raise CheckpointError(
+                f"{self.directory}: table {name!r} has {done:,} rows in its files, the manifest says "
+                f"{entry['num_embeddings']:,}."
+            )
+
+
+def _names(names: Collection[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in islice(names, _SHOWN)) + more

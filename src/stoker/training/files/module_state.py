@@ -17,23 +17,6 @@ from stoker.base.errors import CheckpointError
 from stoker.optim import RowOptimizer
 from stoker.tables import EmbeddingTables, TTEmbeddingBag
 
-__all__ = [
-    "Optimizers",
-    "check_optimizer",
-    "decode",
-    "dense_state",
-    "device_of",
-    "encode",
-    "load_dense_state",
-    "load_optimizer",
-    "named_optimizers",
-    "optimizer_values",
-    "plain_name",
-    "tables_in",
-    "trained_in",
-    "unwrap",
-]
-
 #: What :func:`stoker.save` takes as optimizers of the dense parameters.
 Optimizers: TypeAlias = (
     "torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer] | None"
@@ -58,7 +41,7 @@ def plain_name(name: str) -> str:
 
 def tables_in(module: nn.Module) -> dict[str, EmbeddingTables]:
     """Return all tables by their name in ``module``; tables that are shared have the first of their names."""
-    return {plain_name(name): each for name, each in module.named_modules() if isinstance(each, EmbeddingTables)}
+    return {name: each for name, each in trained_in(module).items() if isinstance(each, EmbeddingTables)}
 
 
 def trained_in(module: nn.Module) -> dict[str, EmbeddingTables | TTEmbeddingBag]:
@@ -220,13 +203,9 @@ def named_optimizers(optimizer: Optimizers) -> dict[str, torch.optim.Optimizer]:
 def optimizer_values(
     optimizer: torch.optim.Optimizer, prefix: str, tensors: dict[str, Tensor], module: nn.Module | None = None
 ) -> dict[str, Any]:
-    """Return what of an optimizer is no tensor; its tensors go into ``tensors``.
+    """Return what of an optimizer is no tensor; its tensors go into ``tensors``, their names after ``prefix``.
 
-    Args:
-        optimizer: the optimizer.
-        prefix: of the names of its tensors.
-        tensors: gets them.
-        module: whose names of the parameters are kept too; None writes format 1, which has none.
+    The names that ``module`` gives the parameters are kept too; None writes format 1, which has none.
     """
     whole = optimizer.state_dict()
     values: dict[str, Any] = {"kind": type(optimizer).__name__, "param_groups": whole["param_groups"], "state": {}}

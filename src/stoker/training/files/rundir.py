@@ -1,4 +1,4 @@
-"""A run directory: where its files are, which checkpoints it holds, which may go.
+"""A run directory: its files, its checkpoints, its log, and its copy at a URL.
 
 ::
 
@@ -17,13 +17,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeAlias
 
 from stoker.base import remote
-from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.errors import CheckpointError, ConfigError, DataError, StokerError
 from stoker.base.files import atomic_file
 from stoker.base.units import quoted
 from stoker.dataset.dataset import Dataset
@@ -31,24 +32,16 @@ from stoker.models import MODELS
 from stoker.training.files import checkpoint as ckpt
 from stoker.training.scores.metrics import merit
 
-__all__ = [
-    "INTERIM",
-    "LOST",
-    "RunDirectory",
-    "find_checkpoint",
-    "find_dataset",
-    "open_dataset",
-    "own_dataset",
-    "settings_around",
-    "unknown_model",
-    "whole_beside",
-]
-
 #: What the manifest of a checkpoint says, in ``extra``, that was written between two that are due by the step.
 INTERIM: dict[str, Any] = {"interim": True}
 _STEP = re.compile(r"step_(\d{9,})")
 #: The remedy where no checkpoint of a run is whole.
 LOST = "Put a checkpoint back from a copy, or train a new run."
+
+Upload: TypeAlias = Callable[[], str | None]  # uploads what is new; returns what went wrong, in words
+_DONE = ".uploaded"  # in the local folder of a run that is whole at its URL
+
+Place: TypeAlias = "str | Path | None"
 
 
 class RunDirectory:
@@ -168,7 +161,7 @@ class RunDirectory:
         return values
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies."""
+        """Where the checkpoint of ``step`` is."""
         return self.checkpoints / f"step_{step:09d}"
 
     def steps(self) -> list[int]:
@@ -179,45 +172,49 @@ class RunDirectory:
         matches = (_STEP.fullmatch(entry.name) for entry in self.checkpoints.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def _is_interim(self, step: int) -> bool:
+    def _extra(self, step: int) -> dict[str, Any] | None:
+        """What training kept in the manifest of a checkpoint; None where that cannot be read."""
         try:
-            return bool(ckpt.read_manifest(self.checkpoint(step))["extra"].get("interim"))
+            return dict(ckpt.read_manifest(self.checkpoint(step))["extra"])
         except CheckpointError:
-            return False
+            return None
+
+    def newest_extra(self) -> dict[str, Any]:
+        """What training kept in the newest manifest that can be read; empty if none can."""
+        found = (self._extra(step) for step in reversed(self.steps()))
+        return next((extra for extra in found if extra is not None), {})
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with a checkpoint; None where all its files match their checksums."""
+        try:
+            ckpt.verify(self.checkpoint(step))
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose files all match their checksums, and what is wrong with newer ones."""
-        problems = []
+        problems: list[str] = []
         for step in reversed(self.steps()):
-            try:
-                ckpt.verify(self.checkpoint(step))
-            except CheckpointError as error:
-                problems.append(str(error))
-            else:
+            problem = self.problem(step)
+            if problem is None:
                 return self.checkpoint(step), problems
+            problems.append(problem)
         return None, problems
 
     def evaluated(self, metric: str) -> list[dict[str, Any]]:
         """The evaluations that the run's checkpoints were written after, best first: ``{"step", "valid"}``."""
-        found = []
-        for step in self.steps():
-            with suppress(CheckpointError):
-                latest = ckpt.read_manifest(self.checkpoint(step))["extra"].get("progress", {}).get("latest")
-                if latest is not None and latest["step"] == step:
-                    found.append(latest)
+        latest = {step: (self._extra(step) or {}).get("progress", {}).get("latest") for step in self.steps()}
+        found = [record for step, record in latest.items() if record is not None and record["step"] == step]
         return sorted(found, key=lambda record: merit(record["valid"], metric), reverse=True)
 
     def best(self) -> Path | None:
         """The run's best checkpoint; where that is gone, the best of the others; None without an evaluated one."""
-        steps = self.steps()
-        for step in reversed(steps):
-            with suppress(CheckpointError):
-                extra = ckpt.read_manifest(self.checkpoint(step))["extra"]
-                best = extra.get("best")
-                if best is not None and best["step"] not in steps:
-                    best = next(iter(self.evaluated(extra.get("settings", {}).get("metric", "auc"))), None)
-                return None if best is None else self.checkpoint(int(best["step"]))
-        return None
+        extra = self.newest_extra()
+        best = extra.get("best")
+        if best is not None and best["step"] not in self.steps():
+            best = next(iter(self.evaluated(extra.get("settings", {}).get("metric", "auc"))), None)
+        return None if best is None else self.checkpoint(int(best["step"]))
 
     def prune(self, keep_last: int, best: int | None) -> None:
         """Delete all but the last ``keep_last`` checkpoints and the best, and the rest of broken writes.
@@ -226,7 +223,7 @@ class RunDirectory:
         interrupted.
         """
         steps = self.steps()
-        interim = [step for step in steps[:-1] if self._is_interim(step)]
+        interim = [step for step in steps[:-1] if (self._extra(step) or {}).get("interim")]
         last = [step for step in steps if step not in interim][-keep_last:]
         for step in steps:
             if step not in last and step != best:
@@ -254,7 +251,7 @@ def find_checkpoint(path: str | Path) -> Path:
             return kept
         raise CheckpointError(f"{path} does not exist.")
     if _STEP.fullmatch(path.name) and (path.parent.parent / "config.json").is_file():
-        raise CheckpointError(f"{path} is damaged: it has no manifest.json. {whole_beside(path)}")
+        raise CheckpointError(f"{path} is damaged: it has no manifest.json. {whole_checkpoints(path)}")
     if not (path / "config.json").is_file() and not run.steps():
         raise CheckpointError(
             f"{path} is neither a checkpoint nor a run directory. Name the directory that stoker train --out made."
@@ -262,13 +259,11 @@ def find_checkpoint(path: str | Path) -> Path:
     if best := run.best():
         return best
     newest, problems = run.newest_whole()
-    if newest is None:
-        if not problems:
-            raise CheckpointError(
-                f"{path} has no checkpoint yet. Continue it with: stoker train --resume {quoted(path)}"
-            )
+    if newest is not None:
+        return newest
+    if problems:
         raise CheckpointError(f"{path} has no whole checkpoint. {' '.join(problems)} {LOST}")
-    return newest
+    raise CheckpointError(f"{path} has no checkpoint yet. Continue it with: stoker train --resume {quoted(path)}")
 
 
 def unknown_model(place: Path, name: str) -> str:
@@ -289,16 +284,12 @@ def unknown_model(place: Path, name: str) -> str:
     )
 
 
-def whole_beside(checkpoint: Path) -> str:
-    """What else of a run can be taken where one of its checkpoints is damaged, for the end of a message."""
+def whole_checkpoints(checkpoint: Path) -> str:
+    """Say which checkpoints of a run can be taken where one of them is damaged, for the end of a message."""
     run = RunDirectory(checkpoint.parent.parent)
     if checkpoint.parent.name != run.checkpoints.name:
         return "Take another checkpoint."
-    whole = []
-    for step in run.steps():
-        with suppress(CheckpointError):
-            ckpt.verify(run.checkpoint(step))
-            whole.append(str(run.checkpoint(step)))
+    whole = [str(run.checkpoint(step)) for step in run.steps() if run.problem(step) is None]
     if not whole:
         return f"No other checkpoint of {run.path} is whole. {LOST}"
     if len(whole) == 1:
@@ -307,10 +298,10 @@ def whole_beside(checkpoint: Path) -> str:
 
 
 def find_dataset(checkpoint: Path) -> Path:
-    """The dataset of the run that a checkpoint lies in.
+    """The dataset of the run that a checkpoint is in.
 
     Raises:
-        ConfigError: the checkpoint lies in no run.
+        ConfigError: the checkpoint is in no run.
         DataError: the dataset is no longer where it was.
     """
     run = _run_around(checkpoint)
@@ -320,7 +311,7 @@ def find_dataset(checkpoint: Path) -> Path:
 
 
 def settings_around(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the run that a checkpoint lies in; none where it lies in no run.
+    """The settings of the run that a checkpoint is in; none where it is in no run.
 
     Raises:
         ConfigError: they are garbled.
@@ -375,3 +366,113 @@ def _what(path: Path) -> str | None:
     except (OSError, ValueError, AttributeError):
         return None
     return f"a {kind}" if kind in ("dataset", "checkpoint") else None
+
+
+class RunLog:
+    """Appends records to a run. Records behind ``step``, left by a run that was killed, are dropped first.
+
+    Args:
+        run: the run.
+        step: that training begins at.
+        tensorboard: whether to write its events, too.
+        again: whether the next training record has the steps of one at ``step``, the end of a shorter run: it goes.
+    """
+
+    def __init__(self, run: RunDirectory, step: int, *, tensorboard: bool, again: bool = False) -> None:
+        if run.metrics.exists():
+            _cut(run.metrics, step, again=again)
+        self._file: TextIO = run.metrics.open("a", encoding="utf-8")
+        self._events: Any = _events(run.tensorboard, step) if tensorboard else None
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One record; ``kind`` and ``step`` are required."""
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and name not in ("step", "seconds"):
+                    self._events.add_scalar(f"{values['kind']}/{name}", value, values["step"])
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _cut(path: Path, step: int, *, again: bool) -> None:
+    with path.open(encoding="utf-8", errors="replace") as lines, atomic_file(path) as kept:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                fits = record["step"] <= step - (again and record.get("kind") == "train")
+            except (ValueError, KeyError, TypeError):
+                continue  # the half line of a killed run
+            if fits:
+                kept.write(line.encode())
+
+
+def _events(path: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        warnings.warn(
+            "no TensorBoard events are written because tensorboard is not installed. Run: pip install tensorboard",
+            stacklevel=4,
+        )
+        return None
+    return SummaryWriter(str(path), purge_step=step + 1 if step else None)
+
+
+@contextmanager
+def local_run(out: Place, resume: Place) -> Iterator[tuple[Place, Place, Upload]]:
+    """Yield local paths for the run to make or to continue, and a function that uploads it; errors name its URL.
+
+    Raises:
+        ConfigError: there is something at the URL of a new run. DataError: the URL cannot be read or written, or has
+            no run to continue.
+    """
+    url = remote.url_of(resume if out is None else out)
+    if url is None or (out is not None and resume is not None):
+        yield out, resume, lambda: None
+        return
+    folder = remote.output_folder(url)
+    if out is not None:
+        if not remote.is_empty(url):
+            raise ConfigError(
+                f"{url} is not empty. Continue the run there with --resume {url}, or choose another --out."
+            )
+        if (folder / _DONE).exists():  # of a run that is no longer at the URL
+            shutil.rmtree(folder)
+    else:
+        _download(url, folder)
+
+    def upload() -> str | None:
+        try:
+            remote.upload_run(folder, url, quiet=True)
+        except StokerError as error:
+            return str(error)
+        return None
+
+    try:
+        yield (folder, None, upload) if out is not None else (None, folder, upload)
+    except BaseException as error:
+        remote.rename_in(error, {str(folder): url})
+        if (folder / "config.json").is_file():
+            with suppress(StokerError):
+                remote.upload_run(folder, url)
+        raise
+    remote.upload_run(folder, url)
+    (folder / _DONE).touch()
+
+
+def _download(url: str, folder: Path) -> None:
+    """Copy the run at a URL to its local folder, which may hold an earlier state of it."""
+    if remote.is_empty(url) and (folder / "config.json").is_file():  # killed before its first upload
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunDirectory(folder).locked():
+        (folder / _DONE).unlink(missing_ok=True)
+        remote.fetch_run(url, folder)

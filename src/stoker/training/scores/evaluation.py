@@ -23,25 +23,13 @@ from stoker.dataset.manifest import canonical_json
 from stoker.models import RecModel
 from stoker.tables import stage
 from stoker.tables.config import Slotted
-from stoker.training.scores.metrics import StreamingMetrics
-from stoker.training.scores.ranking import RankingMetrics
+from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from stoker.dataset.split import Split
 
-__all__ = [
-    "SCORED",
-    "Scores",
-    "check_dataset",
-    "check_scores_file",
-    "dataset_identity",
-    "evaluate",
-    "finite",
-    "predict",
-    "write_scores",
-]
 
 _Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples at a time
@@ -118,7 +106,7 @@ def evaluate(
     k: int = 10,
 ) -> dict[str, float]:
     """AUC, log loss, normalized entropy, accuracy, calibration (:class:`StreamingMetrics`); where the split has groups,
-    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.ranking.RankingMetrics`). Rows without
+    also MRR, nDCG@k, hit rate@k and group AUC (:class:`stoker.training.scores.metrics.RankingMetrics`). Rows without
     label are left out, also of their lists; ``rows`` of the result counts those that have one.
 
     Args:
@@ -167,6 +155,16 @@ def _batches(
     ahead = lookahead is not None and any(isinstance(group.strategy, Slotted) for group in model.embeddings.groups)
     stream = split.batches(batch_size, limit=rows, reuse=reuse and not ahead)
     yield from stage(stream, model, lookahead=lookahead or 0) if ahead else stream
+
+
+def _scored(
+    model: RecModel, split: Split, batch_size: int, rows: int | None, lookahead: int | None
+) -> Generator[_Piece, None, None]:
+    """Labels and scores of each batch."""
+    with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
+        for batch in batches:
+            # The labels of a staged batch are on the model's device.
+            yield None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -227,8 +225,8 @@ def predict(
     if out is not None:
         write_scores(model, split, out, batch_size=batch_size, rows=rows, lookahead=lookahead, keep=kept.append)
     else:
-        with _scoring(model), closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches:
-            kept += (_score(model, batch) for batch in batches)
+        with closing(_scored(model, split, batch_size, rows, lookahead)) as scored:
+            kept += scored
     labels = [label for label, _ in kept if label is not None]
     found = torch.cat([score for _, score in kept]).numpy() if kept else np.empty(0, np.float32)
     return Scores(
@@ -291,16 +289,15 @@ def write_scores(
     with (
         atomic_file(out) as file,
         _writer(file, out.suffix, schema) as writer,
-        _scoring(model),
-        closing(_batches(model, split, batch_size, rows, lookahead, reuse=False)) as batches,
+        closing(_scored(model, split, batch_size, rows, lookahead)) as scored,
     ):
         pending: list[_Piece] = []
         held = 0
-        for batch in batches:
-            pending.append(_score(model, batch))
+        for piece in scored:
+            pending.append(piece)
             if keep is not None:
-                keep(pending[-1])
-            held += len(batch)
+                keep(piece)
+            held += len(piece[1])
             if held >= 2**17:  # one row group
                 writer.write_table(table(pending, done))
                 done, held, pending = done + held, 0, []
@@ -343,8 +340,3 @@ def _writer(file: Any, suffix: str, schema: Any) -> Any:
     if suffix == ".csv":
         return pyarrow.csv.CSVWriter(file, schema)
     return pyarrow.parquet.ParquetWriter(file, schema, compression="zstd")
-
-
-def _score(model: RecModel, batch: Batch) -> _Piece:
-    # The labels of a staged batch are on the model's device.
-    return None if batch.labels is None else batch.labels.cpu(), model.predict(batch).cpu()

@@ -8,20 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.base.errors import CheckpointError, ConfigError, DataError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.base.remote import local_run
 from stoker.base.units import plural
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
-from stoker.training.files import checkpoint
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.scores.evaluation import dataset_identity
 from stoker.training.scores.metrics import DECIDING, merit
@@ -29,17 +28,6 @@ from stoker.training.scores.metrics import DECIDING, merit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "MARKS",
-    "Comparison",
-    "DatasetFacts",
-    "RunFacts",
-    "compare",
-    "curves",
-    "draw_comparison",
-    "plot_comparison",
-    "text_plot",
-]
 
 Metrics = Mapping[str, float | None]
 
@@ -102,7 +90,8 @@ class Comparison:
             ConfigError: the name does not end in .png. DependencyError: matplotlib is not installed.
             DataError: the disk has no room.
         """
-        plot_comparison(self, Path(path))
+        check_plot(Path(path))
+        write_png(draw_comparison(self), Path(path))
 
 
 def compare(*runs: str | Path, metric: str | None = None) -> Comparison:
@@ -149,8 +138,8 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
     options = settings.pop("model_options") or {}
     settings |= {f"model_options.{key}": value for key, value in options.items()}
     records = _records(directory)
-    of_kind: Callable[[str], list[dict[str, Any]]] = lambda kind: [r for r in records if r["kind"] == kind]  # noqa: E731
-    valid, metric = of_kind("valid"), str(settings["metric"])
+    valid, train = ([record for record in records if record["kind"] == kind] for kind in ("valid", "train"))
+    metric = str(settings["metric"])
     step = max((int(record["step"]) for record in records if record["kind"] != "test"), default=None)
     report = directory.read("report.json") if (directory.path / "report.json").is_file() else None
     if report is not None and not {"step", "best_step", "valid", "test"} <= report.keys():
@@ -175,7 +164,7 @@ def _read(path: Path, name: str, notes: list[str]) -> RunFacts:
         path=path, name=name, settings=settings, metric=metric, finished=finished, step=step,
         best_step=None if best is None else int(best["step"]), valid=_metrics(best or {}),
         test=_metrics(report["test"] if report is not None else {}),
-        samples_per_second=_rate(report, of_kind("train")), curve=tuple(valid), losses=tuple(of_kind("train")),
+        samples_per_second=_rate(report, train), curve=tuple(valid), losses=tuple(train),
         dataset=_dataset(directory, str(config["dataset"]), name, notes),
     )  # fmt: skip
 
@@ -210,14 +199,8 @@ def _dataset(directory: RunDirectory, path: str, name: str, notes: list[str]) ->
     except DataError as error:
         notes.append(f"the dataset of {name} cannot be read, so its columns are not compared: {error}")
         return None
-    for step in reversed(directory.steps()):
-        with suppress(CheckpointError):
-            trained_on = checkpoint.read_manifest(directory.checkpoint(step))["extra"].get("dataset")
-            if trained_on is not None and trained_on != identity:
-                notes.append(
-                    f"{path} was prepared otherwise when {name} was trained: what is told of its data is of now"
-                )
-            break
+    if directory.newest_extra().get("dataset", identity) != identity:
+        notes.append(f"{path} was prepared otherwise when {name} was trained: what is told of its data is of now")
     groups = data.groups
     return DatasetFacts(
         path=path,
@@ -343,14 +326,7 @@ def curves(comparison: Comparison) -> dict[str, Points]:
 
 
 def text_plot(points: Mapping[str, Points], marks: Mapping[str, str], *, width: int = 60, height: int = 12) -> str:
-    """Curves in characters, a mark for each; "*" where several meet.
-
-    Args:
-        points: name -> its points; at least one in all.
-        marks: name -> the character that stands for it.
-        width: columns between the axis and the right edge.
-        height: lines above the axis.
-    """
+    """Curves (at least one point in all) in characters, a mark for each; "*" where several meet."""
     every = [point for each in points.values() for point in each]
     left, right = min(x for x, _ in every), max(x for x, _ in every)
     low, high = min(y for _, y in every), max(y for _, y in every)
@@ -382,17 +358,6 @@ def _filled(points: Points, step: float) -> Points:
         parts = max(1, math.ceil((to - x) / step)) if step > 0 else 1
         made += [(x + (to - x) * k / parts, y + (value - y) * k / parts) for k in range(1, parts + 1)]
     return made
-
-
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Write the curves as a PNG.
-
-    Raises:
-        ConfigError: the name does not end in .png. DependencyError: matplotlib is not installed.
-        DataError: the disk has no room.
-    """
-    check_plot(path)
-    write_png(draw_comparison(comparison), path)
 
 
 def draw_comparison(comparison: Comparison) -> Figure:

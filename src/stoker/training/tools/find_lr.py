@@ -10,26 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from stoker.base.errors import ConfigError
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.dataset.dataset import Dataset
-from stoker.optim import Constant, Schedule
-from stoker.training.config import TrainConfig
+from stoker.optim import Schedule
+from stoker.training.config import TrainConfig, TrainSettings
 from stoker.training.files.rundir import open_dataset
+from stoker.training.replica import throwaway
 from stoker.training.scores.evaluation import predict
-from stoker.training.settings import TrainSettings
-from stoker.training.sizing.throwaway import throwaway
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Finding", "Trial", "draw_finding", "find_lr", "plot_finding"]
 
 Which = Literal["both", "rows", "dense"]
 _DIVERGED = 4.0  # times the least smoothed loss: no use in going on
@@ -161,8 +161,10 @@ class Finding:
         Raises:
             ConfigError: the name does not end in .png.
             DependencyError: matplotlib is not installed.
+            DataError: the disk has no room.
         """
-        plot_finding(self, Path(path))
+        check_plot(Path(path))
+        write_png(_draw(self), Path(path))
 
 
 def find_lr(
@@ -220,13 +222,12 @@ def find_lr(
     losses: list[float] = []
     smoothed: list[float] = []
     average, diverged = 0.0, False
-    rows = Constant() if which == "dense" else rising
-    with throwaway(data, config, lr_steps, rising, rows) as model:
-        row_lr, dense_lr = model.model.embeddings.optimizer.lr, float(model.dense.param_groups[0]["lr"])
+    with throwaway(data, config, lr_steps, *_schedules(rising, which)) as (replica, batches):
+        row_lr, dense_lr = replica.model.embeddings.optimizer.lr, float(replica.dense.param_groups[0]["lr"])
         if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
             raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
         while len(losses) < lr_steps:
-            loss = float(model.step(vary_dense=which != "rows"))
+            loss = float(replica.step(next(batches)))
             if not math.isfinite(loss):
                 diverged = True
                 break
@@ -264,6 +265,11 @@ def find_lr(
     return replace(found, trials=trials, trial_steps=trial_steps, held_out=len(held_out[0]))
 
 
+def _schedules(varied: Schedule, which: Which) -> tuple[Schedule | None, Schedule | None]:
+    """The schedules of the dense rate and of the rows' rate; None: constant."""
+    return None if which == "rows" else varied, None if which == "dense" else varied
+
+
 def _try(
     data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[int], None]
 ) -> npt.NDArray[np.float64]:
@@ -271,35 +277,27 @@ def _try(
     fixed = _Rising(low=factor, high=factor, steps=2)
     valid = data.splits.get("valid")
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
-    with throwaway(data, config, steps + more, fixed, Constant() if which == "dense" else fixed) as model:
+    with throwaway(data, config, steps + more, *_schedules(fixed, which)) as (replica, batches):
         for step in range(steps):
-            if not math.isfinite(float(model.step(vary_dense=which != "rows"))):
+            if not math.isfinite(float(replica.step(next(batches)))):
                 break
             report(step + 1)
         if valid:
-            found = predict(model.model, valid, rows=min(_HELD_OUT, len(valid)))
+            found = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
+            assert found.labels is not None
             labels, scores = found.labels, found.scores
-        else:
-            labels, scores = model.score(more)
-    assert labels is not None
+        else:  # the rows of the next batches, on which it does not train
+            replica.model.eval()
+            pairs = []
+            for batch in islice(batches, more):
+                assert batch.labels is not None
+                pairs.append((batch.labels.clone(), replica.model.predict(batch)))
+            labels, scores = (torch.cat(each).cpu().numpy() for each in zip(*pairs, strict=True))  # [n] each
     right = np.where(labels > 0.5, scores, 1 - scores).astype(np.float64)
     return -np.log(np.maximum(np.nan_to_num(right), _LEAST))  # of a model that diverged every row is wrong
 
 
-def plot_finding(finding: Finding, path: Path) -> None:
-    """Write the picture as a PNG.
-
-    Raises:
-        ConfigError: the name does not end in .png.
-        DependencyError: matplotlib is not installed.
-        DataError: the disk has no room.
-    """
-    check_plot(path)
-    write_png(draw_finding(finding), path)
-
-
-def draw_finding(finding: Finding) -> Figure:
-    """The picture itself."""
+def _draw(finding: Finding) -> Figure:
     figure = blank(7, 4)
     axes = figure.subplots()
     name = "row_lr" if finding.which == "rows" else "dense_lr"

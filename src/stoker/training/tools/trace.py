@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,15 +19,12 @@ from typing import Any, Literal, NamedTuple, Unpack
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
 from stoker.base.timeline import Recorder, Span, span
+from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
-from stoker.training.placing import place_run, slotted
-from stoker.training.process import process_settings
-from stoker.training.settings import MachineSettings
-from stoker.training.tools.rerun import Rerun, find_section
-from stoker.training.totals import STAGES
-
-__all__ = ["StageTime", "Trace", "trace"]
+from stoker.training.config import MachineSettings
+from stoker.training.placing import STAGES, iterate, place_run, slotted
+from stoker.training.replica import Rerun, find_section, process_settings
 
 _WARM = 5  # steps before the recording: kernels compile, batches are staged
 _STAGING = "stoker-stage"  # the thread that training waits for
@@ -111,7 +108,7 @@ def trace(
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
         rerun = Rerun(section, placement, wait=True, endless=True)
         try:
-            with closing(_each(rerun)) as batches:
+            with closing((iterate if slotted(rerun.model) else _waited_for)(rerun.feed)) as batches:
                 for _ in range(warm):
                     rerun.step(next(batches))
                 start = time.perf_counter_ns()
@@ -153,12 +150,9 @@ def _check_writable(out: Path) -> None:
         ) from error
 
 
-def _each(rerun: Rerun) -> Any:
-    """The batches; where nobody stages them, training waits until each is read."""
-    if slotted(rerun.model):
-        yield from rerun.feed
-        return
-    source = iter(rerun.feed)
+def _waited_for(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """Batches that nobody stages: training waits until each is read."""
+    source = iter(batches)
     while True:
         with span("stall"), span("read"):
             batch = next(source, None)
@@ -227,13 +221,8 @@ def stage_times(
 ) -> tuple[tuple[StageTime, ...], float]:
     """Seconds by stage, and those that training waited.
 
-    What training waited for is what it did itself inside a stall, or what the staging thread did meanwhile.
-
-    Args:
-        spans: of all threads.
-        threads: their names.
-        main: the training thread.
-        wall: nanoseconds on the clock.
+    What training (thread ``main``) waited for is what it did itself inside a stall, or what the staging thread did
+    meanwhile; ``wall`` is in nanoseconds.
     """
     pieces = {thread: list(_pieces(one for one in spans if one.thread == thread)) for thread in range(len(threads))}
     seconds: dict[str, int] = defaultdict(int)

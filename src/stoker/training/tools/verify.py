@@ -30,12 +30,9 @@ from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
-from stoker.training.placing import place_run, slotted
-from stoker.training.process import process_settings
-from stoker.training.settings import MachineSettings
-from stoker.training.tools.rerun import Rerun, Section, find_section
-
-__all__ = ["Difference", "Verification", "verify"]
+from stoker.training.config import MachineSettings
+from stoker.training.placing import iterate, place_run, rows_bytes, slotted
+from stoker.training.replica import Rerun, Section, find_section, process_settings
 
 _SHARE = 0.1  # of the rows' bytes, where a run has no budget of its own
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -152,23 +149,14 @@ def _quiet(what: str, done: int, total: int) -> None: ...
 def _rows_bytes(section: Section, *, movable: bool = False) -> int:
     """Of all rows with their optimizer state, cores of tensor trains included, or of those only that can move."""
     config, spec = section.config, section.data.schema
-    state = config.make_row_optimizer(Constant()).state
-    names, trains = set(spec.num_embeddings), config.tensor_trains(spec)
-    return sum(
-        table.num_embeddings * row_bytes(table, state)
-        for table in config.stored_tables(spec)
-        if not movable or (table.name in names and table.name not in trains)
-    )
+    whole = set(spec.num_embeddings) - set(config.tensor_trains(spec))
+    tables = (table for table in config.stored_tables(spec) if not movable or table.name in whole)
+    return rows_bytes(tables, config.make_row_optimizer(Constant()).state)
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
-    """The section with a budget that does not hold all rows, and its placement.
-
-    Args:
-        section: the steps.
-        given: whether the budget was asked for.
-        chosen: whether the strategy was.
-    """
+    """The section with a budget that does not hold all rows, and its placement; ``given``: the budget was asked for,
+    ``chosen``: the strategy was."""
     optimizer = section.config.make_row_optimizer(Constant())
     placement = place_run(section.config, section.data, optimizer)
     if placement is not None and not placement.resident:
@@ -230,7 +218,7 @@ def _replay(
 ) -> tuple[Difference | None, int]:
     """The first difference, and the steps that were done."""
     done = 0
-    with closing(_each(placed)) as ones, closing(_each(resident)) as others:
+    with closing(iterate(placed.feed)) as ones, closing(iterate(resident.feed)) as others:
         while done < section.steps:
             batch, other = next(ones), next(others)
             if difference := comparison.rows(batch, "before"):
@@ -243,10 +231,6 @@ def _replay(
                 return difference, done
             progress("steps", done, section.steps)
     return comparison.tables(section.begin + done - 1, progress), done
-
-
-def _each(rerun: Rerun) -> Any:
-    yield from rerun.feed
 
 
 class _Comparison:
@@ -316,21 +300,19 @@ class _Comparison:
     def _compare(
         self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: Literal["before", "after", "end"]
     ) -> Difference | None:
-        first: tuple[int, str, int] | None = None
+        found: list[tuple[int, str, int, float, float]] = []  # row, name, column and both values
         for name, one, two in _pairs(mine, other):
-            if self._same(one, two):
-                continue
-            differ = (_bits(one) != _bits(two.to(one.device))).reshape(len(one), -1).nonzero()
-            row, column = differ[0].tolist()
-            if first is None or row < first[0]:
-                first = (row, name, column)
-        if first is None:
+            if not self._same(one, two):
+                differ = (_bits(one) != _bits(two.to(one.device))).reshape(len(one), -1).nonzero()
+                row, column = differ[0].tolist()
+                placed, resident = (float(each[row].reshape(-1)[column]) for each in (one, two))
+                found.append((row, name, column, placed, resident))
+        if not found:
             return None
-        row, name, column = first
-        one, two = next((one, two) for key, one, two in _pairs(mine, other) if key == name)
+        row, name, column, placed, resident = min(found, key=lambda each: each[0])
         return Difference(
-            step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column,
-            placed=float(one[row].reshape(-1)[column]), resident=float(two[row].reshape(-1)[column]),
+            step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column, placed=placed,
+            resident=resident,
         )  # fmt: skip
 
 

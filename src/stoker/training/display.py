@@ -6,12 +6,9 @@ import json
 import math
 import sys
 import time
-from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from stoker.base.units import format_count, format_duration, format_size, plural
-
-__all__ = ["Display", "JsonLines", "PlainLines", "ProgressBar", "make_display"]
 
 _REFRESH = 0.1  # seconds between two movements of the bar
 _LONG = 2.0  # seconds of work before the steps that nobody need be told of
@@ -28,9 +25,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def start(self, step: int, total: int, facts: str) -> None:
@@ -83,15 +78,10 @@ def _decided(values: dict[str, Any]) -> str:
 
 
 def _metrics(values: dict[str, Any]) -> str:
-    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration")
-    k = values.get("ranking_k")
-    words = {name: name for name in names} | {
-        "mrr": "mrr",
-        "ndcg": f"ndcg@{k}",
-        "hr": f"hr@{k}",
-        "group_auc": "group_auc",
-    }
-    return "  ".join(f"{word} {values[name]:.4f}" for name, word in words.items() if values.get(name) is not None)
+    names = ("auc", "log_loss", "normalized_entropy", "accuracy", "calibration", "mrr", "ndcg", "hr", "group_auc")
+    words = {name: f"{name}@{values.get('ranking_k')}" for name in ("ndcg", "hr")}
+    shown = (name for name in names if values.get(name) is not None)
+    return "  ".join(f"{words.get(name, name)} {values[name]:.4f}" for name in shown)
 
 
 class JsonLines(Display):
@@ -173,9 +163,7 @@ class ProgressBar(Display):
         self._status = ""
         self._seconds_per_step = 0.0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def start(self, step: int, total: int, facts: str) -> None:

@@ -1,24 +1,23 @@
-"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time."""
+"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time, and signals."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.base.errors import StokerError
-from stoker.models import RecModel
-from stoker.optim import Schedule
-from stoker.training.config import TrainConfig
-from stoker.training.files.rundir import RunDirectory
+from stoker.base.units import quoted
 from stoker.training.scores.metrics import merit
-
-__all__ = ["Clock", "Diverged", "Progress", "SaveTimer", "explain"]
 
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
 
@@ -67,10 +66,7 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; the losses must have been read."""
-        return {name: getattr(self, name) for name in _KEPT}
-
-
-_KEPT = ("step", "evaluated", "latest", "best", "stale", "loss_sum", "loss_count")
+        return {name: value for name, value in vars(self).items() if name != "unread"}
 
 
 class Diverged(Exception):
@@ -83,9 +79,10 @@ class Diverged(Exception):
 
 @dataclass
 class Clock:
-    """Seconds and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
+    """Seconds, steps and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
 
     seconds: float = 0.0
+    steps: int = 0
     examples: int = 0
     meter: Callable[[], dict[str, float]] = dict  # readings that only rise
     counted: dict[str, float] = field(default_factory=dict)
@@ -95,22 +92,22 @@ class Clock:
     def __post_init__(self) -> None:
         self._read = self.meter()
 
-    def go(self) -> None:
-        """Training goes on."""
-        self._started = time.perf_counter()
-        self._read = self.meter()
-
-    def since(self, before: Clock) -> Clock:
-        """What was added to ``before``, a copy of this clock."""
-        counted = {name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()}
-        return Clock(seconds=self.seconds - before.seconds, examples=self.examples - before.examples, counted=counted)
-
-    def pause(self) -> None:
-        """Training waits; what was trained so far is in ``seconds`` and ``counted``."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Training waits within the block; before it, ``seconds`` and ``counted`` are brought up to date."""
         now, read = time.perf_counter(), self.meter()
         self.seconds, self._started = self.seconds + now - self._started, now
         self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
-        self._read = read
+        yield
+        self._started, self._read = time.perf_counter(), self.meter()
+
+    def since(self, before: Clock) -> Clock:
+        """What was added to ``before``, a copy of this clock."""
+        return Clock(
+            seconds=self.seconds - before.seconds, steps=self.steps - before.steps,
+            examples=self.examples - before.examples,
+            counted={name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()},
+        )  # fmt: skip
 
 
 @dataclass
@@ -141,22 +138,55 @@ class SaveTimer:
         self._next = self.now() + max(60.0 * self.minutes, seconds / _SAVING)
 
 
-def explain(
-    what: str,
-    step: int,
-    model: RecModel,
-    dense: torch.optim.Optimizer,
-    schedule: Schedule,
-    config: TrainConfig,
-    run: RunDirectory,
-) -> StokerError:
-    """The error for the user: where, with which learning rates, what is left, what to do."""
-    steps = run.steps()
-    kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
-    row_lr = model.embeddings.optimizer.lr * schedule.factor(step)
-    dense_lr = dense.param_groups[0]["initial_lr"] * config.dense_factor(schedule, step)
-    return StokerError(
-        f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
-        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
-        "infinite values in the dense columns."
-    )
+class Interrupted(KeyboardInterrupt):
+    """A run was asked to stop, wrote a checkpoint and did. ``exit_code`` is 128 plus the signal's number.
+
+    Args:
+        number: of the signal.
+        checkpoint: the newest one.
+        run: the run directory.
+        at_once: it was asked twice, or not in the loop, and wrote none.
+    """
+
+    def __init__(self, number: int, checkpoint: Path | None, run: Path, *, at_once: bool = False) -> None:
+        self.signal = signal.Signals(number)
+        self.checkpoint = checkpoint
+        self.run = run
+        self.exit_code = 128 + number
+        saved = f"{checkpoint.name} is written" if checkpoint else "before its first step, nothing to keep"
+        if at_once:
+            saved = f"{checkpoint.name} is the newest checkpoint" if checkpoint else "there is no checkpoint yet"
+        super().__init__(f"stopped by {self.signal.name}; {saved}. Continue with: stoker train --resume {quoted(run)}")
+
+
+class StopSignals:
+    """While entered, the first SIGINT or SIGTERM only sets :attr:`number`; a second one acts as usual.
+
+    Outside the main thread, where Python allows no handlers, it never sets anything.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def asked(self) -> bool:
+        """Return True once a signal came."""
+        return self.number is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def __exit__(self, *args: object) -> None:
+        self._restore()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
@@ -20,12 +21,11 @@ from stoker.models import MODELS
 from stoker.ops.reference import bag_lengths
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
-from stoker.tables import HotCold, Strategy, TableConfig
+from stoker.tables import HotCold, Strategy
 from stoker.tables.config import Slotted
-from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
-
-__all__ = ["StepTime", "measure_step"]
+from stoker.training.placing import slotted
+from stoker.training.replica import Replica
 
 _ROWS = 128 * 2**20  # bytes of the rows that are made for it
 _IDS = 2**22  # ids in all batches that are trained on, about
@@ -72,7 +72,9 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
         placement: in which groups its tables lie; None: all together, on the device.
     """
     tables = config.tables(data.schema)
-    spec = _cut(data.schema, _row_bytes(config, tables), frozenset(config.tensor_trains(data.schema)))
+    state = config.make_row_optimizer(Constant()).state
+    widest = max(row_bytes(table, state) for table in tables)
+    spec = _cut(data.schema, widest, frozenset(config.tensor_trains(data.schema)))
     whole = replace(config, device_memory=None)
     if MODELS[config.model].mixed_dims:  # a table that is cut keeps its columns
         dims = {table.name: table.embedding_dim for table in tables}
@@ -107,35 +109,28 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
     return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
 
 
-class _Trained:
+class _Trained(Replica):
     """A model and how long its steps take, less planning and moving rows."""
 
     def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
-        self.model = config.make_model(spec, config.make_row_optimizer(Constant()), strategies)
-        self.dense = config.make_dense_optimizer(self.model)
-        if config.compile:
-            self.model.compile_dense()
-        self.model.train()
+        super().__init__(config, spec, config.make_row_optimizer(Constant()), strategies)
         self.seconds: list[float] = []
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> Tensor:
         moved, begin = self._moved(), time.perf_counter()
-        loss = self.model.loss(batch)
-        loss.backward()
-        self.dense.step()
-        self.dense.zero_grad()
+        loss = super().step(batch)
         loss.item()  # waits for the GPU
         self.seconds.append(time.perf_counter() - begin - (self._moved() - moved))
+        return loss
 
     def _moved(self) -> float:
         """Seconds of planning and moving so far."""
-        storages = [group.storage for group in self.model.embeddings.groups]
-        stats = [each.stats for each in storages if isinstance(each, SlottedRows)]
+        stats = [storage.stats for storage in slotted(self.model)]
         return sum(each.plan_seconds + each.fetch_seconds + each.write_seconds for each in stats)
 
 
 def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
-    """The same groups with a slot for every row, at home in memory."""
+    """The same groups with a slot for every row, backed by memory."""
     found: dict[str, Strategy] = {}
     for name, strategy in placement.items():
         if isinstance(strategy, HotCold):
@@ -147,12 +142,6 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
             )  # fmt: skip
         found[name] = strategy
     return found
-
-
-def _row_bytes(config: TrainConfig, tables: Sequence[TableConfig]) -> int:
-    """Bytes of the widest row with its state."""
-    state = config.make_row_optimizer(Constant()).state
-    return max(row_bytes(table, state) for table in tables)
 
 
 def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from stoker.base.errors import ConfigError, StokerError
 from stoker.base.units import format_count, format_size
 from stoker.dataset.dataset import Dataset
 from stoker.training.config import TrainConfig
-from stoker.training.sizing.throwaway import throwaway
-
-__all__ = ["BatchChoice", "choose_batch_size"]
+from stoker.training.replica import throwaway
 
 _GAIN = 1.05  # of throughput that a doubling must bring
 _WARM = 2  # steps before times count: kernels compile, memory is taken
@@ -42,9 +39,7 @@ class BatchChoice:
         return asdict(self)
 
 
-def choose_batch_size(
-    data: Dataset, config: TrainConfig, progress: Callable[[str], None] = lambda text: None
-) -> BatchChoice:
+def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
     """Measure whole training steps of a model to throw away, from ``config.base_batch_size`` on.
 
     Twice the batch is taken as long as it trains over 5 % more examples a second, its memory is there, and an epoch
@@ -53,14 +48,12 @@ def choose_batch_size(
     Args:
         data: the dataset.
         config: the run's settings; their ``batch_size`` does not count.
-        progress: told what is measured.
 
     Raises:
         ConfigError: not even ``base_batch_size`` can be trained with.
     """
     size = min(config.base_batch_size, max(1, len(data.train) // _BATCHES))
     rates: dict[int, float] = {}
-    progress(f"measuring batches of {size:,}")
     rates[size], grown = _measure(data, config.replace(batch_size=size))
     while True:
         double = 2 * size
@@ -71,11 +64,10 @@ def choose_batch_size(
         if free and 2 * grown > free:
             reason = f"twice that would take about {format_size(2 * grown)}, {format_size(free)} are free"
             break
-        progress(f"measuring batches of {double:,}")
         try:
             rates[double], more = _measure(data, config.replace(batch_size=double))
         except (StokerError, RuntimeError, MemoryError) as error:
-            if not _of_memory(error):
+            if not _lacks_memory(error):
                 raise
             reason = f"twice that does not fit ({str(error).splitlines()[0].split('. ')[0].rstrip('.')})"
             break
@@ -87,7 +79,7 @@ def choose_batch_size(
     return BatchChoice(batch_size=size, reason=reason, throughput=rates)
 
 
-def _of_memory(error: Exception) -> bool:
+def _lacks_memory(error: Exception) -> bool:
     """Whether a step failed for want of memory: on the device, of the machine, or of slots."""
     text = str(error).lower()
     return isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError) or any(
@@ -97,25 +89,19 @@ def _of_memory(error: Exception) -> bool:
 
 def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
     """Examples a second of a step, the median, and bytes that stepping took at most beyond the model."""
-    with throwaway(data, config, _WARM + _MOST) as model:
-        gpu = model.model.device.type == "cuda"
-        before = _peak(model.model.device, begin=True)
-
-        def step() -> float:
-            begin = time.perf_counter()
-            model.step()
-            if gpu:
-                torch.cuda.synchronize(model.model.device)
-            return time.perf_counter() - begin
-
-        for _ in range(_WARM):
-            step()
+    with throwaway(data, config, _WARM + _MOST) as (replica, batches):
+        device = replica.model.device
+        before = _peak(device, begin=True)
         times: list[float] = []
-        while len(times) < _MOST and (len(times) < _FEWEST or sum(times) < _SECONDS):
-            times.append(step())
-        grown = _peak(model.model.device) - before
+        while len(times) < _WARM + _FEWEST or (len(times) < _WARM + _MOST and sum(times[_WARM:]) < _SECONDS):
+            begin = time.perf_counter()
+            replica.step(next(batches))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - begin)
+        grown = _peak(device) - before
     # The last batch of an epoch may be short, so the median; a whole one counts all its examples.
-    return config.batch_size / statistics.median(times), max(0, grown)
+    return config.batch_size / statistics.median(times[_WARM:]), max(0, grown)
 
 
 def _peak(device: torch.device, *, begin: bool = False) -> int:

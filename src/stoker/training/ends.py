@@ -1,0 +1,237 @@
+"""The two ends of a run: what it starts or continues with, and what it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.units import plural, quoted
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
+from stoker.models import RecModel
+from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.display import Display
+from stoker.training.files import checkpoint, loading
+from stoker.training.files.rundir import LOST, RunDirectory, RunLog, open_dataset, own_dataset
+from stoker.training.notes import ending
+from stoker.training.progress import Clock, Progress
+from stoker.training.scheduled import HotColdStream, batch_order
+from stoker.training.scores.evaluation import check_dataset, evaluate, finite
+from stoker.training.scores.metrics import RANKING
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a finished run leaves. ``model`` holds the rows of the best checkpoint.
+
+    Where rows are in a file, ``model.embeddings.close()`` removes it; so does the end of the process.
+    """
+
+    run: Path
+    model: RecModel
+    step: int  # batches trained
+    epochs: float  # and passes over the training rows
+    stopped_early: bool  # by patience
+    best_step: int | None  # None where there are no validation rows
+    valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
+    test: dict[str, float | None]  # and on the test rows
+    samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
+
+
+def open_run(
+    dataset: Dataset | str | Path | None,
+    config: TrainConfig | None,
+    out: str | Path | None,
+    resume: str | Path | None,
+    settings: dict[str, Any],
+) -> tuple[Dataset, TrainConfig]:
+    """The dataset and all settings, checked against each other before anything is written."""
+    if (out is None) == (resume is None):
+        raise ConfigError(
+            "give either out, the run directory to make, or resume, the one to continue.", settings=("out", "resume")
+        )
+    if settings.get("epochs") is not None and settings.get("steps") is not None:
+        raise ConfigError("give epochs or steps, not both: each says how long to train.", settings=("epochs", "steps"))
+    if resume is None:
+        if dataset is None:
+            raise ConfigError("a new run needs a dataset. Make one with stoker prepare.")
+        config = (config or TrainConfig()).replace(**settings)
+        RunDirectory(str(out)).check_new()
+        data = open_dataset(dataset)
+        config = config.replace(batch_order=batch_order(config, data))
+    else:
+        data, config = _reopen(resume, dataset, config, settings)
+    data.check_labelled("trained on")
+    if not len(data.train):
+        raise ConfigError(f"{data.path} has no training rows.")
+    if config.patience is not None and not data.splits.get("valid"):
+        raise ConfigError(
+            f"{data.path} has no validation rows, by which patience could stop. Leave patience out, or prepare the "
+            "data with a split that has some.",
+            settings=("patience",),
+        )
+    valid = data.splits.get("valid")
+    if config.metric in RANKING and valid and valid.groups is None:
+        raise ConfigError(
+            f"metric {config.metric!r} is over lists of rows, but {data.path} was prepared without group, so it has no "
+            'lists. Choose auc or log_loss, or name the column in the schema (group = "session") and prepare it again.',
+            settings=("metric",),
+        )
+    return data, config
+
+
+def _reopen(
+    resume: str | Path,
+    dataset: Dataset | str | Path | None,
+    config: TrainConfig | None,
+    settings: dict[str, Any],
+) -> tuple[Dataset, TrainConfig]:
+    """The dataset and settings of a run that is to continue."""
+    values = RunDirectory(resume).config()
+    before = TrainConfig.from_dict(values["settings"])
+    if config is not None:
+        settings = {**config.to_dict(), **settings}
+    elif settings.get("epochs") is not None:
+        settings = {"steps": None, **settings}  # a run that was given in steps goes on in epochs
+    if settings.get("batch_order") == "auto":  # what it stood for was settled when the run began
+        settings = {**settings, "batch_order": before.batch_order}
+    wanted = before.replace(**settings)
+    old, new = before.to_dict(), wanted.to_dict()
+    changed = [name for name in old if old[name] != new[name] and name not in RESUMABLE]
+    if changed:
+        raise ConfigError(
+            f"{resume} was started with {', '.join(f'{name}={old[name]!r}' for name in changed)}; a resumed "
+            "run cannot change that. Start a new run, or leave it out. What may change: "
+            f"{', '.join(sorted(RESUMABLE))}.",
+            settings=(*changed, *RESUMABLE),
+        )
+    own = dataset or own_dataset(values, f"stoker train DATASET --resume {quoted(resume)}")
+    return open_dataset(own), wanted
+
+
+def restore(
+    run: RunDirectory,
+    data: Dataset,
+    model: RecModel,
+    dense: torch.optim.Optimizer,
+    stream: BatchStream | HotColdStream,
+    config: TrainConfig,
+    shown: Display,
+) -> Progress:
+    """Take up the newest whole checkpoint; a run killed before its first one starts over.
+
+    Raises:
+        ConfigError: the run has trained more steps than it is asked for, or the dataset is another one.
+        CheckpointError: no checkpoint is whole.
+    """
+    newest, problems = run.newest_whole()
+    if newest is None:
+        if problems:
+            raise CheckpointError(f"{run.path} has no whole checkpoint to resume from. {' '.join(problems)} {LOST}")
+        shown.note(f"{run.path} has no checkpoint yet; starting from the beginning.")
+        return Progress()
+    for problem in problems:
+        shown.note(f"warning: {problem} What it had is trained again.")
+    manifest = checkpoint.read_manifest(newest)
+    check_dataset(data, model, manifest["extra"].get("dataset"))
+    _check_length(run, int(manifest["step"]), config, len(stream))
+    loaded = loading.load(newest, model, dense, stream)
+    shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
+    for step in run.steps():
+        if step > loaded.step:  # damaged, or it would not have been passed over
+            aside = checkpoint.set_aside(run.checkpoint(step))
+            shown.note(f"the damaged checkpoint is kept as {aside}; delete it when it is of no use to you")
+    progress = Progress(**loaded.manifest["extra"]["progress"])
+    if progress.best is not None and progress.best["step"] not in run.steps():
+        progress.best = next(iter(run.evaluated(config.metric)), None)
+    run.prune(
+        config.keep_last, None if progress.best is None else int(progress.best["step"])
+    )  # a kill may have come before
+    return progress
+
+
+def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int) -> None:
+    if step <= config.total_steps(epoch):
+        return
+    asked = f"epochs={config.epochs}" if config.steps is None else f"steps={config.steps}"
+    more = f"epochs={step // epoch + 1}" if config.steps is None else f"steps={2 * step}"
+    raise ConfigError(
+        f"{run.path} has trained {plural(step, 'step')} ({_epochs(step / epoch)}), so {asked} leaves nothing to do. "
+        f"Give more, such as {more}.",
+        settings=("epochs", "steps"),
+    )
+
+
+def _epochs(count: float) -> str:
+    return "1 epoch" if count == 1 else f"{count:g} epochs"
+
+
+def finish(
+    model: RecModel,
+    data: Dataset,
+    config: TrainConfig,
+    progress: Progress,
+    clock: Clock,
+    total: int,
+    epoch: int,
+    run: RunDirectory,
+    log: RunLog,
+    shown: Display,
+) -> TrainResult:
+    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report.
+
+    ``total`` steps were asked for; a pass over the training rows has ``epoch`` of them.
+    """
+    if said := ending(progress, config, total, trained=clock.examples > 0):
+        shown.note(said)
+    best = _go_to_best(model, data, config, progress, run, shown)
+    test: dict[str, float | None] = {}
+    if split := data.splits.get("test"):
+        test = finite(evaluate(model, split, lookahead=config.lookahead, k=config.ranking_k))
+        record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
+        log.write(record)
+        shown.record(record)
+    result = TrainResult(
+        run=run.path,
+        model=model,
+        step=progress.step,
+        epochs=progress.step / epoch,
+        stopped_early=progress.step < total,
+        best_step=None if best is None else int(best["step"]),
+        valid={} if best is None else best["valid"],
+        test=test,
+        samples_per_second=clock.examples / clock.seconds if clock.examples else None,
+    )
+    run.write("report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")})
+    return result
+
+
+def _go_to_best(
+    model: RecModel, data: Dataset, config: TrainConfig, progress: Progress, run: RunDirectory, shown: Display
+) -> dict[str, Any] | None:
+    """Load the best checkpoint that is whole; damaged ones are named and set aside.
+
+    Returns:
+        Its evaluation, ``{"step", "valid"}``; None if nothing was ever evaluated.
+    """
+    best = progress.best
+    while best is not None and best["step"] != progress.step:
+        path = run.checkpoint(int(best["step"]))
+        try:
+            loading.load(path, model)
+        except CheckpointError as error:
+            kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
+            shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}")
+            best = next(iter(run.evaluated(config.metric)), None) or {
+                "step": progress.step,
+                "valid": finite(
+                    evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead, k=config.ranking_k)
+                ),
+            }
+        else:
+            break
+    return best

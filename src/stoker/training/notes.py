@@ -1,0 +1,153 @@
+"""What a run says: at its start about its settings, in between, and when it ends or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from stoker.base.errors import StokerError
+from stoker.base.units import format_count, format_size, plural
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
+from stoker.models import MODELS, RecModel
+from stoker.optim import Schedule
+from stoker.placement.placement import Placement
+from stoker.training.auto_batch import BatchChoice
+from stoker.training.config import ROW_OPTIONS, TrainConfig
+from stoker.training.files.rundir import RunDirectory
+from stoker.training.placing import rows_bytes
+from stoker.training.progress import Progress
+from stoker.training.scheduled import HotColdStream
+from stoker.training.scores.metrics import deciding
+
+
+def facts(
+    model: RecModel,
+    data: Dataset,
+    config: TrainConfig,
+    total: int,
+    placement: Placement | None,
+    stream: BatchStream | HotColdStream,
+) -> str:
+    """What is about to be trained, for the first line on the screen."""
+    rows = sum(table.num_embeddings for table in model.tables)
+    size = rows_bytes(model.embeddings.stored, model.embeddings.optimizer.state)
+    trains = f", {plural(len(model.tensor_train), 'tensor train')} among them" if model.tensor_train else ""
+    dense = sum(parameter.numel() for parameter in model.dense_parameters())
+    return (
+        f"{model.name}: {plural(len(model.tables), 'table')}{trains}, {format_count(rows)} rows, {format_size(size)} "
+        f"with optimizer state; {format_count(dense)} dense parameters; {format_count(len(data.train))} training "
+        f"rows{' held in memory' if stream.held else ''}, {plural(total, 'step')} of {config.batch_size:,} on "
+        f"{model.device}"
+        + (f"\n{stream}" if isinstance(stream, HotColdStream) else "")
+        + ("" if placement is None else f"\n{placement.summary()}")
+    )
+
+
+def chosen(choice: BatchChoice | None, config: TrainConfig) -> Iterator[str]:
+    """How the batch size came, and what it means for the learning rates."""
+    if choice is not None:
+        yield str(choice)
+        if config.lr_scaling == "none" and choice.batch_size != config.base_batch_size:
+            yield (
+                f"the learning rates are those meant for batches of {config.base_batch_size:,}: "
+                "with lr scaling they would follow the batch size"
+            )
+    elif config.lr_scaling == "none" and (said := ignored(config, "base_batch_size")):
+        yield f"{said}: without lr scaling the learning rates do not follow the batch size"
+
+
+def without_effect(
+    config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
+) -> Iterator[str]:
+    """Name the settings that were given and change nothing: ``total`` steps, ``trains`` tables as tensor trains."""
+    used = ROW_OPTIONS.get(config.row_optimizer, {}).values()
+    own = {name for options in ROW_OPTIONS.values() for name in options.values() if name.startswith("row_")}
+    lamb = "lamb" in (config.row_optimizer, config.dense_optimizer)
+    moving = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
+    rules: tuple[tuple[bool, tuple[str, ...], str], ...] = (  # settings and why they have no effect, where that holds
+        (config.batch_order == "shuffled", ("swap_rate", "schedule_rows"),
+         "batches are shuffled, not hot and cold by the schedule"),
+        (config.tt_rank is None, ("tt_rows", "tt_cores"), "without a tt rank no table is a tensor train"),
+        (MODELS[config.model].mixed_dims, ("embedding_dim",),
+         f"model {config.model!r} has tables of different widths (option dims)"),
+        (not grouped, ("ranking_k",), "the dataset was prepared without group, so it has no lists"),
+        (placement is None, moving, "without a limit on device memory all rows are there"),
+        (config.schedule != "one-cycle", ("cycle_rise",), "only the schedule one-cycle has a rise"),
+        (not lamb, ("min_trust", "max_trust"), "only lamb has a trust ratio"),
+        (True, tuple(sorted(own.difference(used))), f"row optimizer {config.row_optimizer} does not have that"),
+    )  # fmt: skip
+    for useless, names, why in rules:
+        if useless and (said := ignored(config, *names)):
+            yield f"{said}: {why}"
+    if config.tt_rank is not None and trains == len(config.tt_own):
+        yield (
+            f"tt rank is ignored: no table of {config.tt_rows:,} rows or more gets smaller by rank {config.tt_rank}. "
+            "Give fewer tt rows to compress smaller tables, or a smaller rank"
+        )
+    if placement is not None and config.lookahead == 0 and not config.foresight:
+        yield "without a lookahead a row leaves without knowing its next use, so more of them have to travel"
+    if (warmup := max(config.warmup, config.dense_warmup)) >= total:
+        yield (
+            f"the warm-up of {plural(warmup, 'step')} is no shorter than the run of {plural(total, 'step')}: "
+            "the learning rates never reach their full value"
+        )
+    elif (
+        config.schedule in ("linear", "cosine", "polynomial", "one-cycle")
+        and config.warmup + (config.decay_steps or 0) > total
+    ):
+        yield (
+            f"warm-up and decay take {plural(config.warmup + (config.decay_steps or 0), 'step')}, the run has "
+            f"{total:,}: the decay does not come to its end"
+        )
+
+
+def ignored(config: TrainConfig, *names: str) -> str:
+    """Name those of the settings that were given, such as "tt rows and tt cores are ignored"; empty if none was."""
+    plain = TrainConfig()
+    given = [name for name in names if getattr(config, name) != getattr(plain, name)]
+    words = [{"home_path": "home", "embedding_dim": "dim"}.get(name, name.replace("_", " ")) for name in given]
+    listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
+    return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if given else ""
+
+
+def undefined(metric: str) -> str:
+    """Say by what the best checkpoint is chosen where a metric is not defined."""
+    if metric == "group_auc":
+        return "no list of validation rows has both labels: without a group AUC, log loss says what is best"
+    name = "an AUC" if metric == "auc" else f"an {metric}" if metric == "mrr" else f"a {metric}"
+    return f"all validation labels are the same: without {name}, log loss says what is best"
+
+
+def ending(progress: Progress, config: TrainConfig, total: int, *, trained: bool) -> str | None:
+    """What is to be said at the end of training, if anything."""
+    if progress.step < total:
+        name = deciding({} if progress.latest is None else progress.latest["valid"], config.metric).replace("_", " ")
+        best = "" if progress.best is None else f"; best at step {progress.best['step']:,}"
+        return (
+            f"stopped early at step {progress.step:,} of {total:,}: {name} on the validation rows has not improved for "
+            f"{plural(progress.stale, 'evaluation')} (patience){best}"
+        )
+    return None if trained else f"nothing is left to do: {plural(progress.step, 'step')} of {total:,} are done"
+
+
+def explain(
+    what: str,
+    step: int,
+    model: RecModel,
+    dense: torch.optim.Optimizer,
+    schedule: Schedule,
+    config: TrainConfig,
+    run: RunDirectory,
+) -> StokerError:
+    """The error for the user: where, with which learning rates, what is left, what to do."""
+    steps = run.steps()
+    kept = f"The last good checkpoint is {run.checkpoint(steps[-1])}" if steps else "There is no checkpoint yet"
+    row_lr = model.embeddings.optimizer.lr * schedule.factor(step)
+    dense_lr = dense.param_groups[0]["initial_lr"] * config.dense_factor(schedule, step)
+    return StokerError(
+        f"{what} at step {step:,}, with row_lr {row_lr:g} and dense_lr {dense_lr:g}. {kept}. Lower the "
+        "learning rates, or clip gradients (row_clip_norm, dense_clip_norm); should it be step 0, look for "
+        "infinite values in the dense columns."
+    )

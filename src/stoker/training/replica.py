@@ -1,0 +1,292 @@
+"""Models that nobody keeps, on the steps of a run: for replays, for finding rates and sizes, for measuring time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stoker.base.device import kept_memory, resolve_device
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.remote import local_run
+from stoker.base.timeline import span
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.spec import FeatureSpec
+from stoker.models import RecModel
+from stoker.optim import Constant, RowOptimizer, Schedule
+from stoker.placement.placement import Placement
+from stoker.tables import Strategy
+from stoker.training.config import MACHINE, TrainConfig
+from stoker.training.files import checkpoint, loading
+from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
+from stoker.training.placing import batch_options, iterate, place_run, slotted
+from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
+from stoker.training.scores.evaluation import check_dataset
+
+
+@contextlib.contextmanager
+def process_settings(config: TrainConfig) -> Iterator[None]:
+    """Set the run's number of threads, seed torch's generators, and let glibc keep freed memory; restore all on exit.
+
+    Generators of the CPU and of the run's device are seeded; no other is touched.
+    """
+    device = resolve_device(config.device)
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), kept_memory():
+        seed_generators(config)
+        try:
+            if config.threads is not None:
+                torch.set_num_threads(config.threads)
+            yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def seed_generators(config: TrainConfig) -> None:
+    """Seed torch's generators of the CPU and of the run's device, for models that draw while they train."""
+    torch.default_generator.manual_seed(config.seed)
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(config.seed)
+
+
+@contextlib.contextmanager
+def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
+    """If the block fails, close the spill files of the models in the list that it gets, and remove the empty
+    directories that were made for them."""
+    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
+    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
+    models: list[RecModel] = []
+    try:
+        yield models
+    except BaseException:
+        for storage in (storage for model in models for storage in slotted(model)):
+            with contextlib.suppress(Exception):  # what its rows were does not matter any more
+                storage.close()
+        for one in missing:
+            with contextlib.suppress(OSError):  # not empty, or never made
+                one.rmdir()
+        raise
+
+
+def open_stream(
+    config: TrainConfig, data: Dataset, optimizer: RowOptimizer, placement: Placement | None
+) -> BatchStream | HotColdStream:
+    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow."""
+    placed = placement is not None and not placement.resident
+    tables = config.stored_tables(data.schema)
+    return run_stream(config, data, **batch_options(config, tables, optimizer.state, placed=placed))
+
+
+class Replica:
+    """A model with its optimizers as a run makes them.
+
+    Args:
+        config: settings of the run.
+        spec: columns of its dataset.
+        optimizer: of the rows.
+        placement: where the rows are; None: on the device.
+        dense_factor: the factor on the dense rate at a step, counted from 0.
+        wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: FeatureSpec,
+        optimizer: RowOptimizer,
+        placement: Mapping[str, Strategy] | None,
+        dense_factor: Callable[[int], float] = lambda step: 1.0,
+        *,
+        wait: bool = False,
+    ) -> None:
+        self.config, self.dense_factor = config, dense_factor
+        self.model = config.make_model(spec, optimizer, placement)
+        self.dense = config.make_dense_optimizer(self.model)
+        if config.compile:
+            self.model.compile_dense()
+        self.model.train()
+        self._parameters = self.model.dense_parameters()
+        self._wait = wait and self.model.device.type == "cuda"
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on a batch; its loss."""
+        for group in self.dense.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.dense_factor(batch.step)
+        with span("forward"):
+            loss = self.model.loss(batch)
+            self.synchronize()
+        with span("backward"):
+            loss.backward()  # rows are updated here, in place
+            self.synchronize()
+        with span("dense"):
+            if self.config.dense_clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._parameters, self.config.dense_clip_norm)
+            self.dense.step()
+            self.dense.zero_grad()
+            self.synchronize()
+        return loss.detach()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, where parts of a step are to end with that."""
+        if self._wait:
+            torch.cuda.synchronize(self.model.device)
+
+
+@contextlib.contextmanager
+def throwaway(
+    data: Dataset, config: TrainConfig, steps: int, dense: Schedule | None = None, rows: Schedule | None = None
+) -> Iterator[tuple[Replica, Iterator[Batch]]]:
+    """A replica at the beginning of a run, its rows placed as the settings say, and its batches, shuffled, epoch after
+    epoch. Generators and threads are afterwards as they were before.
+
+    Args:
+        data: the dataset.
+        config: settings of the run that is to come; their schedule does not count.
+        steps: batches that will be asked for at most.
+        dense: schedule of the dense rate; None: constant.
+        rows: schedule of the rows' rate; None: constant.
+
+    Raises:
+        ConfigError: a budget that cannot work.
+    """
+    config = config.replace(batch_order="shuffled")
+    with process_settings(config), tidy(config) as models:
+        optimizer = config.make_row_optimizer(rows or Constant())
+        placement = place_run(config, data, optimizer)
+        stream = open_stream(config, data, optimizer, placement)  # where rows are held decides how long a step takes
+        replica = Replica(config, data.schema, optimizer, placement, (dense or Constant()).factor)
+        models.append(replica.model)
+        with contextlib.closing(iterate(run_feed(stream, steps, replica.model, config))) as batches:
+            yield replica, batches
+        replica.model.embeddings.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Some steps of a run."""
+
+    run: RunDirectory
+    data: Dataset
+    config: TrainConfig
+    checkpoint: Path | None  # to begin from; None: the model as it was made
+    begin: int  # step of the first batch, counted from 0
+    steps: int  # batches
+    total: int  # of the whole run
+
+
+def find_section(
+    run: str | Path,
+    *,
+    steps: int,
+    begin: int | Literal["start"] | None = None,
+    data: Dataset | str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Section:
+    """The steps of a run to go over, and the settings to do it with.
+
+    Args:
+        run: the run directory.
+        steps: how many; fewer where the run has fewer.
+        begin: a step that has a checkpoint, or "start"; None takes the newest whole checkpoint that has so many steps
+            before it, else the start.
+        data: the dataset; None means the run's own.
+        settings: fields of :class:`TrainConfig` among :data:`MACHINE`, instead of the run's.
+
+    Raises:
+        ConfigError: no run there, or settings that would change its numbers.
+        CheckpointError: no whole checkpoint at ``begin``.
+    """
+    if steps < 1:
+        raise ConfigError(f"steps is {steps}; give at least 1.")
+    if forbidden := sorted(set(settings or {}) - MACHINE):
+        raise ConfigError(f"settings {forbidden} would change the run. What may change: {', '.join(sorted(MACHINE))}.")
+    directory = RunDirectory(local_run(run))
+    values = directory.config()
+    config = TrainConfig.from_dict(values["settings"]).replace(**(settings or {}))
+    dataset = open_dataset(data or own_dataset(values, "Name it with --data DATASET."))
+    total = config.steps or config.epochs * len(run_stream(config, dataset))
+    found = None
+    if begin is None:
+        early = (step for step in reversed(directory.steps()) if total - step >= steps)
+        found = next((step for step in early if directory.problem(step) is None), None)
+    elif begin not in ("start", 0):
+        if begin not in directory.steps():
+            known = ", ".join(f"{step:,}" for step in directory.steps()) or "none"
+            raise CheckpointError(f"{run} has no checkpoint at step {begin:,}. It has: {known}. Or begin at the start.")
+        checkpoint.verify(directory.checkpoint(int(begin)))
+        found = int(begin)
+    first = found or 0
+    if first >= total:
+        raise ConfigError(f"the run ends at step {total:,}, so none is left after step {first:,}. Begin earlier.")
+    return Section(
+        run=directory, data=dataset, config=config, checkpoint=None if found is None else directory.checkpoint(found),
+        begin=first, steps=min(steps, total - first), total=total,
+    )  # fmt: skip
+
+
+class Rerun(Replica):
+    """A run at the beginning of a section: model, dense optimizer and batches.
+
+    Args:
+        section: the steps.
+        placement: where the rows are; None: on the device.
+        wait: as for :class:`Replica`.
+        endless: look ahead beyond the end of the run too, so that its last steps take as long as others.
+    """
+
+    def __init__(
+        self, section: Section, placement: Placement | None, *, wait: bool = False, endless: bool = False
+    ) -> None:
+        config, data = section.config, section.data
+        seed_generators(config)
+        stream = run_stream(config, data)
+        schedule = config.make_schedule(section.total)
+        optimizer = config.make_row_optimizer(schedule)
+        super().__init__(config, data.schema, optimizer, placement, partial(config.dense_factor, schedule), wait=wait)
+        self.data = data
+        if section.checkpoint is not None:
+            manifest = checkpoint.read_manifest(section.checkpoint)
+            check_dataset(data, self.model, manifest["extra"].get("dataset"))
+            loading.load(section.checkpoint, self.model, self.dense, stream)
+        end = section.total + (config.lookahead + 1 if endless else 0)
+        # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
+        foreseen = section.begin + section.steps
+        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen)
+        self._drawn = _generators(self.model.device)
+        self._swap()
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one batch of :attr:`feed`; its loss."""
+        torch.set_rng_state(self._drawn[0])
+        if self._drawn[1] is not None:
+            torch.cuda.set_rng_state(self._drawn[1], self.model.device)
+        loss = super().step(batch)
+        self._drawn = _generators(self.model.device)  # two reruns that take turns draw the same numbers
+        self._swap()
+        return loss
+
+    def _swap(self) -> None:
+        """Decide as the run did what follows a segment of hot or cold batches."""
+        if isinstance(self.feed, ScheduledFeed) and self.feed.swapping:
+            with span("swap"):
+                self.feed.swap(swap_loss(self.model, self.data, self.config))
+                self.synchronize()
+
+    def close(self) -> None:
+        """Close threads and files."""
+        self.model.embeddings.close()
+
+
+def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None

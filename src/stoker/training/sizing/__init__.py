@@ -1,1 +1,0 @@
-"""How large batches and tables may be."""

@@ -1,1 +1,0 @@
-"""What a run shows in the terminal."""
