@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
-from stoker.prep.draft.look import Sample
+from stoker.prep.look import Sample
 from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
 
 __all__ = ["Guess", "Outcome", "guess_columns", "null_texts"]
@@ -46,8 +46,7 @@ _EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseco
 _FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A way to make a label of a column; the candidate of least ``order`` is the best."""
 
     order: int
@@ -57,47 +56,32 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Guess:
-    """What a column seems to be.
+    """What a column seems to be."""
 
-    Args:
-        name: of the column in the file.
-        kind: dense, categorical, sequence, time (a candidate for ``[timestamp]``) or left out.
-        distinct: different values seen, without missing ones.
-        missing: share of missing values.
-        example: a value, shortened.
-        settings: keys of its table in the schema besides its name.
-        reason: of a column that is left out.
-        doubts: what is not certain.
-        notes: what a person may want to know.
-        outcome: how it could be the label; None: it could not.
-        code: whether its values name something: users, items.
-        repeats: rows with a value, by the number of different ones.
-    """
+    name: str  # in the file
+    distinct: int  # different values seen, without missing ones
+    missing: float  # share of missing values
+    example: str  # a value, shortened
+    repeats: float  # rows with a value, by the number of different ones
+    kind: Kind = "categorical"  # time: a candidate for [timestamp]
+    settings: dict[str, Any] = field(default_factory=dict)  # keys of its table in the schema besides its name
+    reason: str = ""  # why it is left out
+    doubts: list[str] = field(default_factory=list)  # what is not certain
+    notes: list[str] = field(default_factory=list)  # what a person may want to know
+    outcome: Outcome | None = None  # how it could be the label; None: it could not
+    code: bool = False  # whether its values name something: users, items
 
-    name: str
-    kind: Kind
-    distinct: int
-    missing: float
-    example: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    doubts: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    outcome: Outcome | None = None
-    code: bool = False
-    repeats: float = 0.0
+    def leave_out(self, reason: str) -> None:
+        """Settle that the column is not used."""
+        self.kind, self.reason = "left out", reason
 
 
 def null_texts(frame: pl.DataFrame) -> list[str]:
     """Return texts such as NULL that stand for missing values in a frame of texts."""
     found: set[str] = set()
-    for column in frame.iter_columns():
-        if column.dtype != pl.String:
-            continue
-        seen = set(column.filter(column.is_in(NULLS)).unique().to_list())
-        if not seen:
-            continue
-        rest = column.filter(~column.is_in(NULLS)).drop_nulls()
+    for column in frame.select(pl.col(pl.String)).iter_columns():
+        seen = set(column.filter(column.is_in(NULLS)).unique())
+        rest = column.filter(~column.is_in(NULLS))
         numeric = len(rest) and rest.cast(pl.Float64, strict=False).count() >= _NUMERIC * len(rest)
         found |= seen if numeric else seen & set(_PLAIN_NULLS)
     return [text for text in NULLS if text in found]
@@ -105,83 +89,74 @@ def null_texts(frame: pl.DataFrame) -> list[str]:
 
 def guess_columns(sample: Sample) -> list[Guess]:
     """Return a guess for each column of the first rows; texts in ``source.null_values`` are taken as missing."""
-    nulls = sample.source.null_values
-    found = []
-    for column in sample.frame.iter_columns():
-        if nulls and column.dtype == pl.String:
-            column = column.set(column.is_in(nulls), None)
-        found.append(_guess(column, named=sample.header))
-    return found
+    nulls = pl.col(pl.String).is_in(sample.source.null_values)
+    frame = sample.frame.with_columns(pl.when(~nulls).then(pl.col(pl.String)))
+    return [_guess(column, named=sample.header) for column in frame.iter_columns()]
 
 
 def _guess(column: pl.Series, *, named: bool) -> Guess:
-    name, rows, values = column.name, len(column), column.drop_nulls()
-    nested = isinstance(column.dtype, pl.List | pl.Array)
+    rows, values = len(column), column.drop_nulls()
     if values.dtype.is_float():
         values = values.drop_nans()
-    plain = not nested and not isinstance(column.dtype, pl.Struct)
+    plain = not values.dtype.is_nested()
     distinct = values.n_unique() if plain else len(set(map(str, values.to_list())))
     guess = Guess(
-        name=name, kind="categorical", distinct=distinct, missing=1 - len(values) / rows, example=_example(values),
+        name=column.name, distinct=distinct, missing=1 - len(values) / rows, example=_example(values),
         repeats=len(values) / max(distinct, 1),
     )  # fmt: skip
-    known = name if named else ""  # c1, c2, ... say nothing
     if not len(values):
-        return _leave_out(guess, "no row read has a value")
-    if not plain or values.dtype in (pl.Binary, pl.Object):
-        return _nested(guess, values)
+        guess.leave_out("no row read has a value")
+    elif not plain or values.dtype in (pl.Binary, pl.Object):
+        _nested(guess, values)
+    elif values.dtype in (pl.Time, pl.Duration):
+        guess.leave_out("a time of day or a duration: write it as a number")
+    elif values.dtype.is_temporal():
+        guess.kind, guess.settings = "time", {"type": "datetime"}
+    else:
+        _scalar(guess, values, rows, named=named)
+        if distinct == 1 and guess.missing == 0 and rows > 1:
+            guess.leave_out(f"the same value in every row read: {guess.example}")
+    return guess
+
+
+def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
+    """Settle what a column of numbers or texts is."""
     if values.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
         values = values.cast(pl.String)
-    if values.dtype in (pl.Time, pl.Duration):
-        return _leave_out(guess, "a time of day or a duration: write it as a number")
-    if values.dtype.is_temporal():
-        guess.kind, guess.settings = "time", {"type": "datetime"}
-        return guess
-    if values.dtype.is_decimal():
+    elif values.dtype.is_decimal():
         values = values.cast(pl.Float64)
-    numbers, whole = _numbers(values)
-    if values.dtype != pl.String or numbers.count() >= _NUMERIC * len(values):
-        if wrong := len(values) - numbers.count():
-            bad = values.filter(numbers.is_null())[0]
-            guess.doubts.append(
-                f"{wrong:,} of {len(values):,} values are no numbers, such as {str(bad)[:30]!r}: bad lines"
-            )
-        guess.outcome = _number_outcome(known, numbers.drop_nulls(), named=named)
-        _number(guess, known, values, numbers.drop_nulls(), whole=whole, rows=rows)
-    else:
-        guess.outcome = _text_outcome(known, values)
-        _text(guess, known, values, rows)
-    if distinct == 1 and guess.missing == 0 and rows > 1:
-        guess.kind = "left out"
-        guess.reason = f"the same value in every row read: {guess.example}"
-    return guess
-
-
-def _leave_out(guess: Guess, reason: str) -> Guess:
-    guess.kind, guess.reason = "left out", reason
-    return guess
+    name = guess.name if named else ""  # c1, c2, ... say nothing
+    found, whole = _numbers(values)
+    if values.dtype == pl.String and found.count() < _NUMERIC * len(values):
+        guess.outcome = _text_outcome(name, values)
+        _text(guess, name, values, rows)
+        return
+    numbers = found.drop_nulls()
+    if wrong := len(values) - len(numbers):
+        bad = str(values.filter(found.is_null())[0])[:30]
+        guess.doubts.append(f"{wrong:,} of {len(values):,} values are no numbers, such as {bad!r}: bad lines")
+    guess.outcome = _number_outcome(name, numbers, named=named)
+    _number(guess, name, values, numbers, whole=whole, rows=rows)
 
 
 def _example(values: pl.Series) -> str:
     if not len(values):
         return ""
-    value = values[0]
-    text = str(value.to_list() if isinstance(value, pl.Series) else value)
+    text = str(values[0].to_list() if isinstance(values[0], pl.Series) else values[0])
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _nested(guess: Guess, values: pl.Series) -> Guess:
+def _nested(guess: Guess, values: pl.Series) -> None:
     if not isinstance(values.dtype, pl.List | pl.Array):
-        return _leave_out(guess, "an object in each row: give its parts columns of their own")
+        return guess.leave_out("an object in each row: give its parts columns of their own")
     lists = values.arr.to_list() if isinstance(values.dtype, pl.Array) else values
     items = lists.explode().drop_nulls()
     if items.dtype.is_nested() or items.dtype in (pl.Binary, pl.Object):
-        return _leave_out(guess, "lists of lists or objects")
-    lengths = lists.list.len()
+        return guess.leave_out("lists of lists or objects")
     if items.dtype.is_float():
-        return _leave_out(guess, "lists of numbers, such as embeddings, are no ids")
-    _sequence(guess, items, {"type": "int"} if items.dtype.is_integer() else {}, int(lengths.max() or 1))  # type: ignore[arg-type]
-    return guess
+        return guess.leave_out("lists of numbers, such as embeddings, are no ids")
+    settings = {"type": "int"} if items.dtype.is_integer() else {}
+    return _sequence(guess, items, settings, int(lists.list.len().max() or 1))  # type: ignore[arg-type]
 
 
 def _sequence(guess: Guess, items: pl.Series, settings: dict[str, Any], longest: int) -> None:
@@ -206,13 +181,16 @@ def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
     return found.set(found.is_nan() | found.is_infinite(), None), bool(whole.filter(found.is_not_null()).all())
 
 
+def _spread(numbers: pl.Series) -> tuple[float, float, float]:
+    """Return the least, the median and the greatest number."""
+    return float(numbers.min()), float(numbers.median()), float(numbers.max())  # type: ignore[arg-type]
+
+
 def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, whole: bool, rows: int) -> None:
     """Settle whether numbers are moments, codes, row ids or quantities."""
-    code, quantity = bool(_CODE_NAME.search(name)), bool(_NUMBER_NAME.search(name))
-    low, high = float(numbers.min()), float(numbers.max())  # type: ignore[arg-type]
-    if _epoch(guess, name, low, high, whole=whole):
-        return
-    if _day_number(guess, name, values):
+    quantity, code = bool(_NUMBER_NAME.search(name)), bool(_CODE_NAME.search(name))
+    low, middle, high = _spread(numbers)
+    if _epoch(guess, name, low, high, whole=whole) or _day_number(guess, name, values):
         return
     padded = values.dtype == pl.String and bool(values.str.contains(r"^0[0-9]").any())
     guess.settings = {"type": "int"}
@@ -221,19 +199,17 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
         return
     different = guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code)
     if different and (code or rows >= 1000 or bool((numbers.diff().drop_nulls() == 1).all())):
-        _leave_out(guess, "a different whole number in every row read: a row id, which teaches nothing")
-        return
+        return guess.leave_out("a different whole number in every row read: a row id, which teaches nothing")
+    counts = guess.missing > 0 and low <= 1 and high > 20 * middle  # small in most rows, large in a few
     if not whole and code and not quantity and bool((numbers == numbers.round()).all()):
         guess.settings, guess.code = {"type": "float"}, True
         guess.doubts.append("whole numbers written as floats; taken for codes because of the name")
     elif not whole or (quantity and not code and guess.distinct > 2):
-        _dense(guess, numbers)
+        _dense(guess, low, middle, high)
     elif code and not quantity:
         guess.code = True
-    elif guess.distinct > _CODES and (
-        low < 0 or guess.repeats < 1.5 or (high < 1000 and name) or _are_counts(guess, low, numbers, high)
-    ):
-        _dense(guess, numbers)
+    elif guess.distinct > _CODES and (low < 0 or guess.repeats < 1.5 or (high < 1000 and name) or counts):
+        _dense(guess, low, middle, high)
         guess.doubts.append('numbers or codes? Taken for numbers; codes want [[categorical]] with type = "int"')
     else:
         guess.code = guess.distinct > _CODES
@@ -241,22 +217,14 @@ def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, w
             guess.doubts.append("numbers or codes? Taken for codes; numbers want [[dense]]")
     if guess.kind == "categorical" and whole and max(-low, high) >= 2**63:
         guess.settings = {}  # type int has 64 bits
-    if guess.kind == "categorical" and values.dtype == pl.String and numbers.count() < len(values):
+    if guess.kind == "categorical" and values.dtype == pl.String and len(numbers) < len(values):
         guess.settings = {}
         guess.doubts = ["most values are whole numbers, some are not: taken for texts"]
 
 
-def _are_counts(guess: Guess, low: float, numbers: pl.Series, high: float) -> bool:
-    """Return whether numbers look like counts: missing in some rows, small in most, large in a few."""
-    return guess.missing > 0 and low <= 1 and high > 20 * float(numbers.median())  # type: ignore[arg-type]
-
-
-def _dense(guess: Guess, numbers: pl.Series) -> None:
-    guess.kind, guess.settings = "dense", {}
-    low, middle, high = (float(found) for found in (numbers.min(), numbers.median(), numbers.max()))  # type: ignore[arg-type]
-    if guess.missing:
-        guess.settings["fill"] = "median"
+def _dense(guess: Guess, low: float, middle: float, high: float) -> None:
     skewed = low >= 0 and high > 50 * max(middle, 0.02)
+    guess.kind, guess.settings = "dense", {"fill": "median"} if guess.missing else {}
     guess.settings["transforms"] = ["log1p", "zscore"] if skewed else ["zscore"]
     guess.notes.append(f"{low:g} to {high:g}, median {middle:g}")
 
@@ -293,18 +261,16 @@ def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
     if _moments(guess, values):
         return
     if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
-        _leave_out(guess, "lists or objects written as text: write them as 1|2|3, or as JSON lines")
-        return
+        return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
     if _list_text(guess, values):
         return
     lengths = values.str.len_chars()
-    width = int(lengths[0])
     if guess.distinct == rows and rows >= 10:
         what = "a row id" if int(lengths.max()) <= 40 else "free text"  # type: ignore[arg-type]
-        _leave_out(guess, f"a different text in every row read: {what}, which teaches nothing as it is")
-        return
+        return guess.leave_out(f"a different text in every row read: {what}, which teaches nothing as it is")
     if float(lengths.mean()) > 60:  # type: ignore[arg-type]
         guess.doubts.append("long texts: every different one gets an id. Leave it out if it is free text")
+    width = int(lengths[0])
     if guess.distinct >= _CODES and width in (8, 16) and values.str.contains(rf"^[0-9a-fA-F]{{{width}}}$").all():
         guess.settings = {"type": "hex"}
     guess.code = guess.distinct > 2
@@ -360,29 +326,28 @@ def _number_outcome(name: str, numbers: pl.Series, *, named: bool) -> Outcome | 
     values = numbers.unique().sort().to_list() if numbers.n_unique() <= 11 else []
     strong = bool(_OUTCOME_NAME.match(name))
     if values and set(values) <= {0, 1}:
-        doubt = "" if len(values) == 2 else f"only {values[0]:g} was seen"
         if strong:
-            return Outcome(order=0, doubt=doubt)
+            return Outcome(0, doubt="" if len(values) == 2 else f"only {values[0]:g} was seen")
         if len(values) == 2 and _IS_NAME.match(name):
-            return Outcome(order=4, doubt="chosen because its values are 0 and 1 and its name begins with is or has")
-        return Outcome(order=6, doubt="chosen because its values are 0 and 1") if len(values) == 2 else None
+            return Outcome(4, doubt="chosen because its values are 0 and 1 and its name begins with is or has")
+        return Outcome(6, doubt="chosen because its values are 0 and 1") if len(values) == 2 else None
     if len(values) == 2:
-        rule = f"== {values[1]:g}" if strong else f"> {values[0]:g}"
         if strong:
-            return Outcome(order=1, rule=rule)
-        return Outcome(order=7, rule=rule, doubt="chosen because it has two values") if values == [-1, 1] else None
+            return Outcome(1, f"== {values[1]:g}")
+        return Outcome(7, "> -1", "chosen because it has two values") if values == [-1, 1] else None
     halves = all(value * 2 == round(value * 2) and 0 <= value <= 10 for value in values)
     rating = bool(_RATING_NAME.search(name))
     if len(values) >= 3 and halves and (rating or not named):
         top = max(values)
         rule = f">= {'4' if top == 5 else '7' if top == 10 else f'{top:g}'}"
-        doubt = "" if rating and top in (5, 10) else "a rating? Say from which value on a row counts as liked"
-        return Outcome(order=2 if rating else 8, rule=rule, doubt=doubt)
-    if strong:
-        low, middle = float(numbers.min()), float(numbers.median())  # type: ignore[arg-type]
-        rule = "> 0" if low == 0 else f">= {middle:g}"
-        return Outcome(order=3, rule=rule, doubt="many values. Say which of them count as 1")
-    return None
+        sure = rating and top in (5, 10)
+        return Outcome(
+            2 if rating else 8, rule, "" if sure else "a rating? Say from which value on a row counts as liked"
+        )
+    if not strong:
+        return None
+    low, middle, _ = _spread(numbers)
+    return Outcome(3, "> 0" if low == 0 else f">= {middle:g}", "many values. Say which of them count as 1")
 
 
 def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
@@ -391,12 +356,11 @@ def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
     strong = bool(_OUTCOME_NAME.match(name))
     lower = {text.lower(): text for text in reversed(found)}  # the first of those that differ in capitals
     yes, no = (next((lower[one] for one in words if one in lower), None) for words in (_YES, _NO))
-    order = 1 if strong else 5
     if len(found) == 2 and yes and no:
-        return Outcome(order=order, rule=f"== '{yes}'", doubt="" if strong else "chosen because of its values")
+        return Outcome(1 if strong else 5, f"== '{yes}'", "" if strong else "chosen because of its values")
     event = next((lower[one] for one in _EVENTS if one in lower), None)
     if len(found) > 1 and event:
-        return Outcome(order=order, rule=f"== '{event}'", doubt="say which of the events count as 1")
+        return Outcome(1 if strong else 5, f"== '{event}'", "say which of the events count as 1")
     if strong and len(found) == 2 and "'" not in found[1]:
-        return Outcome(order=2, rule=f"== '{found[1]}'", doubt=f"say which of {found} counts as 1")
+        return Outcome(2, f"== '{found[1]}'", f"say which of {found} counts as 1")
     return None

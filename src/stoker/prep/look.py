@@ -32,23 +32,14 @@ _WORD = re.compile(r"[^\W\d][\w .\-/#%()\[\]:]{0,63}")
 
 @dataclass(kw_only=True)
 class Sample:
-    """The first rows of a log.
+    """The first rows of a log."""
 
-    Args:
-        frame: its columns: texts where the file is text, typed where it is typed.
-        source: how the files are written; keys that the file names settle are left out.
-        header: whether columns have names of their own.
-        whole: whether these are all rows.
-        bad: lines that do not have the fields of the others.
-        unsure: doubts about the format.
-    """
-
-    frame: pl.DataFrame
-    source: SourceFormat
-    header: bool = True
-    whole: bool = True
-    bad: int = 0
-    unsure: list[str] = field(default_factory=list)
+    frame: pl.DataFrame  # texts where the file is text, typed where it is typed
+    source: SourceFormat  # how the files are written; keys that the file names settle are left out
+    header: bool = True  # whether columns have names of their own
+    whole: bool = True  # whether these are all rows
+    bad: int = 0  # lines that do not have the fields of the others
+    unsure: list[str] = field(default_factory=list)  # doubts about the format
 
 
 def look(files: Sequence[Path], rows: int) -> Sample:
