@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,7 @@ class NumberColumn:
     negative: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClickBlock:
+class ClickBlock(NamedTuple):
     """Rows ``start..start + n - 1`` of a log."""
 
     start: int
@@ -71,13 +71,15 @@ class Options:
     seed: int = 0
     universe: int | None = None  # seed of the hidden weights and of what belongs to an id; None: ``seed``
     alpha: float = 1.05  # exponent of Zipf's law for the ids, where there is no curve
-    curve: Curve | None = None
+    curve: Curve | str | Path | None = None  # or the name or the file of one
     drift: float = 0.0  # share of the ranks whose id has been replaced by another one at the end of the log
     scale: float = 1.0  # factor on the sizes of the tables
     base_rate: float | None = None  # None: that of the real log
     signal: float = 1.3  # standard deviation of the true logit; 0 plants nothing (best AUC 0.5)
 
     def __post_init__(self) -> None:
+        if isinstance(self.curve, str | Path):
+            object.__setattr__(self, "curve", Curve.load(self.curve))
         for name, value, most in (("alpha", self.alpha, 10), ("drift", self.drift, 1), ("signal", self.signal, 5)):
             if not 0 <= value <= most:
                 raise ConfigError(f"{name} {value:g} lies outside 0 to {most}.", settings=(name,))
@@ -94,9 +96,22 @@ class Options:
         """The seed of what belongs to ids: raw values, attributes, hidden weights."""
         return self.seed if self.universe is None else self.universe
 
+    def uniform(self, rows: NDArray, *names: str) -> NDArray[np.float64]:
+        """What rows draw from [0, 1) by the seed and a name, [n]."""
+        return draw.uniform(draw.key_of(self.seed, *names), rows)
+
+    def integers(self, rows: NDArray, below: int, *names: str) -> NDArray[np.int64]:
+        """What rows draw from [0, below) by the seed and a name, [n]."""
+        return draw.integers(draw.key_of(self.seed, *names), rows, below)
+
+    def belonging(self, ids: NDArray, below: int, *names: str) -> NDArray[np.int64]:
+        """What belongs to ids in the universe, such as a user's country: whole numbers in [0, below), [n]."""
+        return draw.integers(draw.key_of(self.world, *names), ids, below)
+
     def sampler(self, num_ids: int) -> Sampler:
         """Draws from the curve stretched over ``num_ids``, or from Zipf's law where there is none."""
-        return Sampler(zipf(self.alpha, num_ids) if self.curve is None else self.curve.stretched(num_ids))
+        curve = self.curve.stretched(num_ids) if isinstance(self.curve, Curve) else zipf(self.alpha, num_ids)
+        return Sampler(curve)
 
     def sized(self, num_ids: int) -> int:
         """``num_ids`` by the scale, at least 3 (or what the real table has)."""
@@ -151,15 +166,8 @@ class ClickLog:
         numbers, missing = self._draw_numbers(rows)
         centre, scale, bias = self._calibration
         logits = self._raw_logits(ids, numbers, centre) * np.float32(scale) + np.float32(bias)
-        chance = draw.uniform(draw.key_of(self.options.seed, "label"), rows)
-        return ClickBlock(
-            start=start,
-            ids=ids,
-            numbers=numbers,
-            number_missing=missing,
-            logits=logits,
-            labels=chance < 1.0 / (1.0 + np.exp(-logits.astype(np.float64))),
-        )
+        labels = self.options.uniform(rows, "label") < 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+        return ClickBlock(start, ids, numbers, missing, logits, labels)
 
     def draw_ids(self, rows: NDArray[np.uint64], *, still: bool = False) -> list[NDArray[np.int64]]:
         """Ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
@@ -167,9 +175,9 @@ class ClickLog:
         for column in self.ids:
             if column.of is not None:
                 parent = drawn[self._position[column.of]]
-                drawn.append(draw.integers(draw.key_of(self.options.world, column.name, "of"), parent, column.num_ids))
+                drawn.append(self.options.belonging(parent, column.num_ids, column.name, "of"))
                 continue
-            rank = self._samplers[column.num_ids](draw.uniform(draw.key_of(self.options.seed, column.name), rows))
+            rank = self._samplers[column.num_ids](self.options.uniform(rows, column.name))
             if not still and column.num_ids > 2:
                 rank = self.options.drifted(rank, rows, column.num_ids, column.name)
             if column.missing:
@@ -180,7 +188,7 @@ class ClickLog:
     def _draw_numbers(self, rows: NDArray[np.uint64]) -> tuple[list[NDArray], list[NDArray]]:
         values, empty = [], []
         for column in self.numbers:
-            value = self._counts[column.largest](draw.uniform(draw.key_of(self.options.seed, column.name), rows))
+            value = self._counts[column.largest](self.options.uniform(rows, column.name))
             if column.negative:
                 value[self._missing(column.name + "-", column.negative, rows)] = -1
             gone = self._missing(column.name, column.missing, rows)
@@ -192,23 +200,25 @@ class ClickLog:
     def _missing(self, name: str, share: float, rows: NDArray[np.uint64]) -> NDArray[np.bool_]:
         if not share:
             return np.zeros(len(rows), dtype=bool)
-        return draw.uniform(draw.key_of(self.options.seed, name, "missing"), rows) < share
+        return self.options.uniform(rows, name, "missing") < share
 
     def _raw_logits(
         self, ids: list[NDArray], numbers: list[NDArray], centre: NDArray[np.float32]
     ) -> NDArray[np.float32]:
+        def hidden(kind: str, name: str, values: NDArray) -> NDArray[np.float32]:
+            return draw.normal(draw.key_of(self.options.world, name, kind), values)
+
         total = np.zeros(len((ids or numbers)[0]), dtype=np.float32)
         for column, values in zip(self.ids, ids, strict=True):
             # Rare ids cannot be learnt from one occurrence: the larger the table, the less hangs on it.
             strength = self._strength(column.name) / (1 + np.log10(column.num_ids) / 2)
-            total += draw.normal(draw.key_of(self.options.world, column.name, "weight"), values) * np.float32(strength)
+            total += hidden("weight", column.name, values) * np.float32(strength)
         for number, values, middle in zip(self.numbers, numbers, centre, strict=True):
             shape = np.log1p(np.maximum(values, 0).astype(np.float32)) - middle
             total += shape * np.float32(0.25 * self._strength(number.name))
-        for left, right in self._pairs:
-            factor = draw.normal(draw.key_of(self.options.world, self.ids[left].name, "factor"), ids[left])
-            factor *= draw.normal(draw.key_of(self.options.world, self.ids[right].name, "factor"), ids[right])
-            total += factor * np.float32(0.4)
+        for pair in self._pairs:
+            left, right = (hidden("factor", self.ids[at].name, ids[at]) for at in pair)
+            total += left * right * np.float32(0.4)
         return total
 
     def _strength(self, name: str) -> float:

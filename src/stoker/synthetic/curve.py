@@ -57,7 +57,7 @@ class Curve:
         """The same inequality over another number of ids: the top x % keep their share of occurrences."""
         if num_ids == self.num_ids:
             return self
-        ranks = _knots(num_ids, ratio=1.02, exact=256)
+        ranks = _knots(num_ids)
         shares = self.cumulative(ranks * (self.num_ids / num_ids))
         shares[-1] = 1.0
         return Curve(name=self.name, num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist()))
@@ -80,14 +80,10 @@ class Curve:
             raise ConfigError(f"no frequency curve {str(name)!r}: neither a file nor one of {names}.")
         try:
             fields: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
-            ranks, shares = tuple(map(int, fields["ranks"])), tuple(map(float, fields["shares"]))
             return cls(
-                name=str(fields["name"]),
-                num_ids=int(fields["num_ids"]),
-                occurrences=int(fields.get("occurrences", 0)),
-                ranks=ranks,
-                shares=shares,
-            )
+                name=str(fields["name"]), num_ids=int(fields["num_ids"]), occurrences=int(fields.get("occurrences", 0)),
+                ranks=tuple(map(int, fields["ranks"])), shares=tuple(map(float, fields["shares"])),
+            )  # fmt: skip
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise DataError(f"{source} is no frequency curve ({error!r}). Write one with Curve.save().") from error
 
@@ -96,7 +92,7 @@ def zipf(alpha: float, num_ids: int) -> Curve:
     """Zipf's law: the share of rank r is proportional to ``r ** -alpha``. ``alpha`` 0 makes all ids equal."""
     if num_ids < 1 or not 0 <= alpha <= 10:
         raise ConfigError(f"Zipf's law needs num_ids >= 1 and alpha in 0..10, not {num_ids:,} and {alpha}.")
-    ranks = _knots(num_ids, ratio=1.02, exact=256)
+    ranks = _knots(num_ids)
     head = np.cumsum(np.arange(1, min(num_ids, _EXACT_HEAD) + 1, dtype=np.float64) ** -alpha)
     mass = head[np.minimum(ranks, len(head)) - 1]
     beyond = ranks > len(head)
@@ -124,31 +120,26 @@ def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") ->
     ranks = _knots(len(ordered), ratio=1.25, exact=16)
     shares = cumulative[ranks - 1] / cumulative[-1]
     return Curve(
-        name=name,
-        num_ids=len(ordered),
-        occurrences=int(cumulative[-1]),
-        ranks=tuple(ranks.tolist()),
+        name=name, num_ids=len(ordered), occurrences=int(cumulative[-1]), ranks=tuple(ranks.tolist()),
         shares=tuple(shares.tolist()),
-    )
+    )  # fmt: skip
 
 
 class Sampler:
     """Ranks drawn from a curve: uniform numbers in, 0-based ranks out, by a search in under 1,000 knots."""
 
     def __init__(self, curve: Curve) -> None:
-        fine = _knots(curve.num_ids, ratio=1.02, exact=256)
-        cumulative = np.concatenate([[0.0], curve.cumulative(fine.astype(np.float64))])
+        fine = _knots(curve.num_ids)
         self.num_ids = curve.num_ids
-        self._low = np.concatenate([[0], fine]).astype(np.float64)  # segment i is the ranks low[i]..low[i + 1] - 1
-        self._cumulative = cumulative
-        widths = np.diff(cumulative)
-        # Ranks of an empty stretch are never drawn: the search cannot land there.
+        self._low = np.append(0, fine).astype(np.float64)  # segment i is the ranks low[i]..low[i + 1] - 1
+        self._cumulative = np.append(0.0, curve.cumulative(fine.astype(np.float64)))
+        widths = np.diff(self._cumulative)
+        # Ranks of an empty segment are never drawn: the search cannot end there.
         self._slope = np.diff(self._low) / np.where(widths > 0, widths, 1.0)
 
     def __call__(self, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
         """0-based ranks for numbers in [0, 1), [n]."""
-        segment = np.searchsorted(self._cumulative, uniforms, side="right")
-        segment -= 1
+        segment = np.searchsorted(self._cumulative, uniforms, side="right") - 1
         np.minimum(segment, len(self._slope) - 1, out=segment)
         rank = uniforms - self._cumulative[segment]
         rank *= self._slope[segment]
@@ -159,13 +150,11 @@ class Sampler:
 
     def share(self, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
         """The probability of each 0-based rank, [n]."""
-        segment = np.searchsorted(self._low, ranks, side="right") - 1
-        segment = np.minimum(segment, len(self._slope) - 1)
-        widths = np.diff(self._cumulative)
-        return np.asarray(widths[segment] / np.diff(self._low)[segment])
+        segment = np.minimum(np.searchsorted(self._low, ranks, side="right"), len(self._slope)) - 1
+        return np.asarray((np.diff(self._cumulative) / np.diff(self._low))[segment])
 
 
-def _knots(num_ids: int, *, ratio: float, exact: int) -> NDArray[np.int64]:
+def _knots(num_ids: int, *, ratio: float = 1.02, exact: int = 256) -> NDArray[np.int64]:
     """Every rank up to ``exact``, then ranks that grow by ``ratio``, the last one ``num_ids``."""
     steps = max(0, int(np.ceil(np.log(max(num_ids / exact, 1.0)) / np.log(ratio))))
     tail = exact * ratio ** np.arange(1, steps + 1)

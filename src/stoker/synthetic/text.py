@@ -17,25 +17,14 @@ __all__ = ["Bytes", "chosen", "constant", "hex8", "joined", "whole"]
 Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
 
 
-def _four_digits() -> NDArray[np.uint32]:
-    """Texts of 0..9999 without leading zeros, then with them, then one empty text, each 4 bytes."""
-    numbers = np.arange(10_000)
-    digits = np.stack([numbers // 1000, numbers // 100 % 10, numbers // 10 % 10, numbers % 10], axis=1) + 48
-    leading = np.stack([numbers >= 1000, numbers >= 100, numbers >= 10, numbers >= 0], axis=1)
-    texts = np.concatenate([np.where(leading, digits, 0), digits, np.zeros((1, 4), dtype=np.int64)])
-    return np.ascontiguousarray(texts.astype(np.uint8)).view(np.uint32).ravel()
+def _words(*texts: str) -> NDArray[np.uint32]:
+    """Texts of at most 4 bytes, with zero bytes before them, as words of 4 bytes."""
+    return np.frombuffer("".join(text.rjust(4, "\0") for text in texts).encode(), dtype=np.uint32)
 
 
-def _four_nibbles() -> NDArray[np.uint32]:
-    """The 4-byte hexadecimal texts of 0..65535."""
-    numbers = np.arange(65_536)
-    nibbles = np.stack([numbers >> 12, numbers >> 8 & 15, numbers >> 4 & 15, numbers & 15], axis=1)
-    letters = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)[nibbles]
-    return np.ascontiguousarray(letters).view(np.uint32).ravel()
-
-
-_DIGITS = _four_digits()
-_NIBBLES = _four_nibbles()
+# 0..9999 without leading zeros, then with them, then one empty text
+_DIGITS = _words(*map(str, range(10_000)), *(f"{number:04}" for number in range(10_000)), "")
+_NIBBLES = _words(*(f"{number:04x}" for number in range(65_536)))
 _EMPTY = 20_000
 
 
@@ -74,11 +63,8 @@ def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -
 
 def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:
     """``texts[index]``, for a short list of texts."""
-    raw = [text.encode() for text in texts]
-    table = np.zeros((len(raw), max(1, max(map(len, raw)))), dtype=np.uint8)
-    for row, text in enumerate(raw):
-        table[row, : len(text)] = np.frombuffer(text, dtype=np.uint8)
-    return table[index]
+    table = np.array([text.encode() for text in texts])  # of a fixed width, with zero bytes behind
+    return table.view(np.uint8).reshape(len(texts), -1)[index]
 
 
 def constant(text: str, rows: int) -> Bytes:
@@ -88,17 +74,8 @@ def constant(text: str, rows: int) -> Bytes:
 
 def joined(fields: Sequence[Bytes], separator: str) -> tuple[Bytes, list[int]]:
     """Fields side by side with separators between and a line feed at the end, and where each field starts."""
-    mark = np.frombuffer(separator.encode(), dtype=np.uint8)
-    rows = fields[0].shape[0]
-    width = sum(field.shape[1] for field in fields) + len(mark) * (len(fields) - 1) + 1
-    block = np.empty((rows, width), dtype=np.uint8)
-    starts, at = [], 0
-    for number, field in enumerate(fields):
-        if number:
-            block[:, at : at + len(mark)] = mark
-            at += len(mark)
-        starts.append(at)
-        block[:, at : at + field.shape[1]] = field
-        at += field.shape[1]
-    block[:, at] = ord("\n")
-    return block, starts
+    rows = len(fields[0])
+    mark, end = constant(separator, rows), constant("\n", rows)
+    columns = [column for field in fields for column in (field, mark)]
+    ends = np.cumsum([column.shape[1] for column in columns])
+    return np.concatenate([*columns[:-1], end], axis=1), [0, *ends[1:-1:2].tolist()]

@@ -45,9 +45,8 @@ class SyntheticTruth:
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, TypeError, json.JSONDecodeError) as error:
-            raise DataError(
-                f"{path} is no synthetic truth file ({error}). stoker.synthetic.write makes one."
-            ) from error
+            message = f"{path} is no synthetic truth file ({error}). stoker.synthetic.write makes one."
+            raise DataError(message) from error
 
 
 class TruthMeter:
@@ -83,9 +82,8 @@ class TruthMeter:
 
     def truth(self, **log: Any) -> SyntheticTruth:
         """The planted truth of the log whose examples were added; ``log``: the other fields of it."""
-        return SyntheticTruth(
-            examples=self.examples, base_rate=self.base_rate, best_auc=self.auc, best_log_loss=self.log_loss, **log
-        )
+        figures: dict[str, Any] = {"base_rate": self.base_rate, "best_auc": self.auc, "best_log_loss": self.log_loss}
+        return SyntheticTruth(examples=self.examples, **figures, **log)
 
     @property
     def base_rate(self) -> float:
