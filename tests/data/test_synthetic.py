@@ -24,7 +24,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
-from stoker.synthetic import logs, text
+from stoker.synthetic import logs
 from stoker.synthetic.clicks import ClickLog, IdColumn, Options
 from stoker.synthetic.logs import RECIPES, Part
 from stoker.synthetic.writer import source_of
@@ -503,14 +503,14 @@ def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) ->
 @given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
 def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
     missing = np.arange(len(values)) % 3 == 1
-    block, _ = text.joined([text.whole(np.array(values), missing), text.whole(np.abs(np.array(values)))], "::")
+    block, _ = logs.joined([logs.whole(np.array(values), missing), logs.whole(np.abs(np.array(values)))], "::")
     expected = "".join(f"{'' if gone else value}::{abs(value)}\n" for value, gone in zip(values, missing, strict=True))
     assert block.tobytes().translate(None, b"\0").decode() == expected
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
 def test_hex_is_rendered_as_python_would(values: list[int]) -> None:
-    rendered = text.hex8(np.array(values, dtype=np.uint32))
+    rendered = logs.hex8(np.array(values, dtype=np.uint32))
     assert [bytes(row).decode() for row in rendered] == [f"{value:08x}" for value in values]
 
 
@@ -586,10 +586,10 @@ def test_a_log_that_was_not_finished_leaves_nothing(
     """Not even those of its files that were whole, nor the directories made for it."""
     meter = synthetic.TruthMeter.add
 
-    def stop(self: synthetic.TruthMeter, logits: np.ndarray, weight: float = 1.0) -> None:
+    def stop(self: synthetic.TruthMeter, logits: np.ndarray) -> None:
         if not len(logits):  # users.dat, after the whole of ratings.dat
             raise error
-        meter(self, logits, weight)
+        meter(self, logits)
 
     monkeypatch.setattr(synthetic.TruthMeter, "add", stop)
     with pytest.raises(error) as caught:

@@ -21,11 +21,9 @@ from stoker.dataset.manifest import describe_file, hash_schema, write_counts, wr
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
-from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options
-from stoker.synthetic.curve import Curve
+from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Options
 from stoker.synthetic.logs import KAGGLE_SIZES
-from stoker.synthetic.truth import SyntheticTruth, TruthMeter
-from stoker.synthetic.writer import BLOCK, ordered_blocks
+from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_blocks
 
 __all__ = ["dataset"]
 

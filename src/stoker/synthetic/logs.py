@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.prep.recipes import draw
-from stoker.synthetic import text
-from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options
-from stoker.synthetic.curve import Sampler, zipf
+from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn, Options, Sampler, zipf
 
 __all__ = ["KAGGLE_SIZES", "METADATA", "RECIPES", "Part", "Source"]
 
@@ -36,13 +34,81 @@ KAGGLE_SIZES = (
 _GROUPS = 32  # of users, and of items
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]  # [n, width], 0 where there is nothing
+
+
+# Lines of text from columns of numbers, a whole block at once: every field is a fixed-width matrix of bytes in which 0
+# stands for "nothing"; the fields of a line are next to each other, and one pass over the block drops the zeros. That
+# writes some hundred MB of text a second on one core.
+def _words(*texts: str) -> NDArray[np.uint32]:
+    """Texts of at most 4 bytes, with zero bytes before them, as words of 4 bytes."""
+    return np.frombuffer("".join(text.rjust(4, "\0") for text in texts).encode(), dtype=np.uint32)
+
+
+# 0..9999 without leading zeros, then with them, then one empty text
+_DIGITS = _words(*map(str, range(10_000)), *(f"{number:04}" for number in range(10_000)), "")
+_NIBBLES = _words(*(f"{number:04x}" for number in range(65_536)))
+_EMPTY = 20_000
+
+
+def whole(values: NDArray, missing: NDArray[np.bool_] | None = None) -> Bytes:
+    """Whole numbers of any sign in decimal; nothing where ``missing``."""
+    sign = values < 0
+    rest = np.abs(values).astype(np.int64)
+    groups = max(1, -(-len(str(int(rest.max(initial=0)))) // 4))
+    out = np.empty((len(values), groups), dtype=np.uint32)
+    for group in range(groups - 1, -1, -1):
+        higher = rest // 10_000
+        index = rest - higher * 10_000
+        index += 10_000 * (higher > 0)
+        if group < groups - 1:
+            index[rest == 0] = _EMPTY
+        out[:, group] = _DIGITS[index]
+        rest = higher
+    if missing is not None:
+        out[missing] = 0
+        sign = sign & ~missing
+    text = out.view(np.uint8)
+    if not sign.any():
+        return text
+    return np.concatenate([np.where(sign, np.uint8(45), np.uint8(0))[:, None], text], axis=1)
+
+
+def hex8(values: NDArray[np.uint32], missing: NDArray[np.bool_] | None = None) -> Bytes:
+    """Eight hexadecimal digits; nothing where ``missing``."""
+    out = np.empty((len(values), 2), dtype=np.uint32)
+    out[:, 0] = _NIBBLES[values >> np.uint32(16)]
+    out[:, 1] = _NIBBLES[values & np.uint32(0xFFFF)]
+    if missing is not None:
+        out[missing] = 0
+    return out.view(np.uint8)
+
+
+def chosen(texts: Sequence[str], index: NDArray[np.int64]) -> Bytes:
+    """``texts[index]``, for a short list of texts."""
+    table = np.array([text.encode() for text in texts])  # of a fixed width, with zero bytes behind
+    return table.view(np.uint8).reshape(len(texts), -1)[index]
+
+
+def constant(text: str, rows: int) -> Bytes:
+    """The same text in every row."""
+    return np.broadcast_to(np.frombuffer(text.encode(), dtype=np.uint8), (rows, len(text.encode())))
+
+
+def joined(fields: Sequence[Bytes], separator: str) -> tuple[Bytes, list[int]]:
+    """Fields side by side with separators between and a line feed at the end, and where each field starts."""
+    rows = len(fields[0])
+    mark, end = constant(separator, rows), constant("\n", rows)
+    columns = [column for field in fields for column in (field, mark)]
+    ends = np.cumsum([column.shape[1] for column in columns])
+    return np.concatenate([*columns[:-1], end], axis=1), [0, *ends[1:-1:2].tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One rendered block of one file."""
 
-    block: text.Bytes | None = None  # lines, see text.joined
+    block: Bytes | None = None  # lines, see joined
     starts: list[int] = field(default_factory=list)  # first byte of each field
     table: Any = None  # or a pyarrow.Table
     logits: NDArray = field(default_factory=lambda: np.zeros(0))  # true logits of the labelled examples
@@ -64,8 +130,8 @@ class Source:
     spoil: Mapping[str, int] = field(default_factory=dict)  # kind of bad line -> the field it spoils (file "" only)
 
 
-def _lines(fields: Sequence[text.Bytes], separator: str, **truth: NDArray) -> Part:
-    block, starts = text.joined(fields, separator)
+def _lines(fields: Sequence[Bytes], separator: str, **truth: NDArray) -> Part:
+    block, starts = joined(fields, separator)
     return Part(block=block, starts=starts, **truth)
 
 
@@ -99,9 +165,9 @@ def _criteo(options: Options) -> Source:
 
     def render(start: int, stop: int) -> Part:
         block = log.block(start, stop)
-        fields = [text.whole(block.labels.astype(np.int64))]
-        fields += [text.whole(v, gone) for v, gone in zip(block.numbers, block.number_missing, strict=True)]
-        fields += [text.hex8(draw.scatter32(key, v), v < 0) for key, v in zip(keys, block.ids, strict=True)]
+        fields = [whole(block.labels.astype(np.int64))]
+        fields += [whole(v, gone) for v, gone in zip(block.numbers, block.number_missing, strict=True)]
+        fields += [hex8(draw.scatter32(key, v), v < 0) for key, v in zip(keys, block.ids, strict=True)]
         return _lines(fields, "\t", logits=block.logits)
 
     spoil = {"columns": 20, "label": 0, "number": 3, "hex": 15, "utf8": 22}
@@ -129,13 +195,13 @@ def _avazu(options: Options) -> Source:
         rows = np.arange(start, stop)
         hours = np.minimum(rows * 240 // max(options.rows, 1), 239)
         serial = (draw.bits(key, rows) >> np.uint64(2)).astype(np.int64)
-        fields = [text.whole(serial), text.whole(block.labels.astype(np.int64))]
-        fields.append(text.whole((141_021 + hours // 24) * 100 + hours % 24))
+        fields = [whole(serial), whole(block.labels.astype(np.int64))]
+        fields.append(whole((141_021 + hours // 24) * 100 + hours % 24))
         for name, values in zip(_AVAZU, block.ids, strict=True):
             if name in keys:
-                fields.append(text.hex8(draw.scatter32(keys[name], values)))
+                fields.append(hex8(draw.scatter32(keys[name], values)))
             else:
-                fields.append(text.whole(values if name != "C20" else np.where(values, 100_000 + values, -1)))
+                fields.append(whole(values if name != "C20" else np.where(values, 100_000 + values, -1)))
         return _lines(fields, ",", logits=block.logits)
 
     return Source(
@@ -173,21 +239,21 @@ def _movielens(options: Options) -> Source:
         low, high = 1 + options.integers(rows, 3, "stars"), 4 + options.integers(rows, 2, "stars")
         when = 956_703_932 + rows * 89_000_000 // max(options.rows, 1)
         columns = (1 + block.ids[0], 1 + block.ids[1], np.where(block.labels, high, low), when)
-        return _lines([text.whole(values) for values in columns], "::", logits=block.logits)
+        return _lines([whole(values) for values in columns], "::", logits=block.logits)
 
     def user_lines(start: int, stop: int) -> Part:
         user = np.arange(start, stop)
         ages = ("1", "18", "25", "35", "45", "50", "56")
-        fields = [text.whole(1 + user), text.chosen(("F", "M"), attribute("gender", user))]
-        fields += [text.chosen(ages, attribute("age", user)), text.whole(attribute("occupation", user))]
-        return _lines([*fields, text.whole(10_000 + attribute("zip", user))], "::")
+        fields = [whole(1 + user), chosen(("F", "M"), attribute("gender", user))]
+        fields += [chosen(ages, attribute("age", user)), whole(attribute("occupation", user))]
+        return _lines([*fields, whole(10_000 + attribute("zip", user))], "::")
 
     def movie_lines(start: int, stop: int) -> Part:
         movie = np.arange(start, stop)
-        title = [text.constant("Film ", len(movie)), text.whole(1 + movie), text.constant(" (", len(movie))]
-        title += [text.whole(1921 + attribute("year", movie)), text.constant(")", len(movie))]
-        genres = text.chosen(lists, attribute("genres", movie))
-        return _lines([text.whole(1 + movie), np.concatenate(title, axis=1), genres], "::")
+        title = [constant("Film ", len(movie)), whole(1 + movie), constant(" (", len(movie))]
+        title += [whole(1921 + attribute("year", movie)), constant(")", len(movie))]
+        genres = chosen(lists, attribute("genres", movie))
+        return _lines([whole(1 + movie), np.concatenate(title, axis=1), genres], "::")
 
     return Source(
         example="movielens",
@@ -283,16 +349,16 @@ def _trivago(options: Options) -> Source:
         reference = np.where(unlisted & click, chooser.per_slot * chooser.slots + 7, item)
         action = np.where(click, 0, 1 + options.integers(rows, len(_ACTIONS) - 1, "action"))
         fields = [
-            text.hex8(draw.scatter32(1, user)),
-            text.hex8(draw.scatter32(2, session)),
-            text.whole(1_541_030_408 + rows * 518_000 // max(options.rows, 1)),
-            text.whole(place + 1),
-            text.chosen(_ACTIONS, action),
-            text.whole(1 + reference),
-            text.chosen(_PLATFORMS, options.integers(session, len(_PLATFORMS), "platform")),
-            text.chosen(_CITIES, options.integers(session, len(_CITIES), "city")),
-            text.chosen(_DEVICES, options.integers(session, len(_DEVICES), "device")),
-            text.chosen(_FILTERS, options.integers(rows, len(_FILTERS), "filters")),
+            hex8(draw.scatter32(1, user)),
+            hex8(draw.scatter32(2, session)),
+            whole(1_541_030_408 + rows * 518_000 // max(options.rows, 1)),
+            whole(place + 1),
+            chosen(_ACTIONS, action),
+            whole(1 + reference),
+            chosen(_PLATFORMS, options.integers(session, len(_PLATFORMS), "platform")),
+            chosen(_CITIES, options.integers(session, len(_CITIES), "city")),
+            chosen(_DEVICES, options.integers(session, len(_DEVICES), "device")),
+            chosen(_FILTERS, options.integers(rows, len(_FILTERS), "filters")),
             _listed(1 + shown.items, visible),
             _listed(40 + options.belonging(shown.items, 260, "price"), visible),
         ]
@@ -312,10 +378,10 @@ def _trivago(options: Options) -> Source:
     )
 
 
-def _listed(values: Ints, shown: NDArray[np.bool_]) -> text.Bytes:
+def _listed(values: Ints, shown: NDArray[np.bool_]) -> Bytes:
     """Numbers of a row joined by ``|``: [n, K] to text; the shown ones must come first."""
     rows, slots = values.shape
-    digits = text.whole(values.ravel(), ~shown.ravel()).reshape(rows, slots, -1)
+    digits = whole(values.ravel(), ~shown.ravel()).reshape(rows, slots, -1)
     bars = np.where(shown, np.uint8(ord("|")), np.uint8(0))
     bars[:, 0] = 0
     return np.concatenate([bars[:, :, None], digits], axis=2).reshape(rows, -1)
@@ -333,8 +399,8 @@ def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
     item, of = np.arange(start, stop), chooser.options.belonging
     worth = draw.normal(draw.key_of(chooser.options.world, "worth"), item)
     stars = np.searchsorted(np.array([-0.84, -0.25, 0.25, 0.84]), worth)
-    fields = [text.chosen([f"{n} Star" for n in range(1, 6)], stars)]
-    fields.append(text.chosen([f"|{kind}" for kind in _KINDS], of(item, _GROUPS, "item group") % len(_KINDS)))
+    fields = [chosen([f"{n} Star" for n in range(1, 6)], stars)]
+    fields.append(chosen([f"|{kind}" for kind in _KINDS], of(item, _GROUPS, "item group") % len(_KINDS)))
     popularity = np.log2(item // chooser.slots + 1).astype(np.int64)
     for number in range(_SETS):
         usual = of(popularity, _VARIANTS, f"usual amenity {number}")
@@ -342,8 +408,8 @@ def _properties(chooser: _Chooser, start: int, stop: int) -> Part:
         variant = np.where(of(item, 10, f"is usual {number}") < 7, usual, other)
         absent = of(item, 2, f"amenity {number}") == 0
         names = ["", *(f"|Amenity {number * _VARIANTS + n}" for n in range(1, _VARIANTS + 1))]
-        fields.append(text.chosen(names, np.where(absent, 0, 1 + variant)))
-    return _lines([text.whole(1 + item), np.concatenate(fields, axis=1)], ",")
+        fields.append(chosen(names, np.where(absent, 0, 1 + variant)))
+    return _lines([whole(1 + item), np.concatenate(fields, axis=1)], ",")
 
 
 _MONDAY = 1_684_364_400_000_000  # 2023-05-18 01:00 in microseconds since 1970; two weeks follow
@@ -483,9 +549,9 @@ def _taobao(options: Options) -> Source:
         items, best, other = taste.items(rows, user)
         behaviour = np.minimum(options.integers(rows, 40, "behaviour"), 3)
         when = 1_511_539_200 + options.integers(user, 300_000, "begin") + place * (470_000 // size)
-        fields = [text.whole(1 + user), text.whole(1 + items)]
-        fields += [text.whole(1 + options.belonging(items, categories, "category"))]
-        fields += [text.chosen(("buy", "cart", "fav", "pv"), behaviour), text.whole(when)]
+        fields = [whole(1 + user), whole(1 + items)]
+        fields += [whole(1 + options.belonging(items, categories, "category"))]
+        fields += [chosen(("buy", "cart", "fav", "pv"), behaviour), whole(when)]
         return _lines(fields, ",", **_pairs(best, other))
 
     spoil = {"columns": 2, "number": 1, "utf8": 3}

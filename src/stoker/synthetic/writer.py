@@ -1,31 +1,35 @@
-"""Writing synthetic logs: blocks of 65,536 rows rendered by a few threads, written in order."""
+"""Write synthetic logs: blocks of 65,536 rows rendered by a few threads, written in order, and the truth of them.
+
+The truth is what the best possible model would reach, known because the true probabilities are: nothing can rank better
+than the probability that drew the label, nor have a lower expected log loss.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.base.device import cpu_count
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
 from stoker.dataset.leftovers import absent_folders, remove_empty
 from stoker.prep.recipes import draw
-from stoker.synthetic.clicks import Options
-from stoker.synthetic.curve import Curve
+from stoker.synthetic.clicks import Curve, Options
 from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
-from stoker.synthetic.truth import SyntheticTruth, TruthMeter
 
-__all__ = ["BLOCK", "RECIPES", "ordered_blocks", "source_of", "write"]
+__all__ = ["BLOCK", "SyntheticTruth", "TruthMeter", "ordered_blocks", "source_of", "write"]
 
 BLOCK = 65_536
 T = TypeVar("T")
@@ -253,3 +257,90 @@ def _parquet(path: Path, schema: Any) -> Iterator[Callable[[Any], object]]:
         raise ConfigError(f"{path.name}: this log is Parquet. Name it {path.stem}.parquet.")
     with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         yield writer.write_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticTruth:
+    """The planted truth of one log; AUC, log loss (nats) and base rate are expectations over the labels."""
+
+    recipe: str
+    rows: int  # rows of the log, bad lines included
+    bad: int  # lines spoiled on purpose
+    examples: int  # labelled examples that the figures below speak of
+    seed: int
+    base_rate: float  # share of positives
+    best_auc: float
+    best_log_loss: float
+    task: str  # what an example is, and what its negatives are
+    universe: int | None = None  # None: the seed, as in files that do not name it
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, without a universe where it is None."""
+        kept = {name: value for name, value in asdict(self).items() if name != "universe" or value is not None}
+        Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> SyntheticTruth:
+        """Read what :meth:`save` wrote; ``write`` puts it beside the log as ``<out>.truth.json``."""
+        try:
+            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, TypeError, json.JSONDecodeError) as error:
+            message = f"{path} is no synthetic truth file ({error}). stoker.synthetic.write makes one."
+            raise DataError(message) from error
+
+
+class TruthMeter:
+    """Sums up true logits in bounded memory: expected AUC by a fine histogram, expected log loss exactly."""
+
+    BINS = 2**17
+    RANGE = 20.0  # logits beyond +-20 fall into the end bins; they are certain to 2e-9
+
+    def __init__(self) -> None:
+        self._positive = np.zeros(self.BINS)
+        self._negative = np.zeros(self.BINS)
+        self._entropy = 0.0
+        self.examples = 0
+
+    def add(self, logits: NDArray) -> None:
+        """Examples with these true logits, each drawn positive with ``1 / (1 + exp(-logit))``, [n]."""
+        z = logits.astype(np.float64)
+        p = 1.0 / (1.0 + np.exp(-z))
+        self._add(z, p, 1.0 - p)
+
+    def add_known(self, logits: NDArray, labels: NDArray) -> None:
+        """Examples whose best logits are known and whose labels are fixed by how they were made, [n] each."""
+        y = labels.astype(np.float64)
+        self._add(logits.astype(np.float64), y, 1.0 - y)
+
+    def _add(self, z: NDArray, positive: NDArray, negative: NDArray) -> None:
+        bins = ((np.clip(z, -self.RANGE, self.RANGE) + self.RANGE) * (self.BINS / (2 * self.RANGE))).astype(np.int64)
+        np.minimum(bins, self.BINS - 1, out=bins)
+        self._positive += np.bincount(bins, weights=positive, minlength=self.BINS)
+        self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)
+        self._entropy += float(positive @ np.logaddexp(0.0, -z) + negative @ np.logaddexp(0.0, z))
+        self.examples += len(z)
+
+    def truth(self, **log: Any) -> SyntheticTruth:
+        """The planted truth of the log whose examples were added; ``log``: the other fields of it."""
+        figures: dict[str, Any] = {"base_rate": self.base_rate, "best_auc": self.auc, "best_log_loss": self.log_loss}
+        return SyntheticTruth(examples=self.examples, **figures, **log)
+
+    @property
+    def base_rate(self) -> float:
+        """Expected share of positives."""
+        return float(self._positive.sum() / total) if (total := self._total()) else float("nan")
+
+    @property
+    def auc(self) -> float:
+        """Expected AUC of ranking by the true probability; ties within a bin count half."""
+        below = np.cumsum(self._negative) - self._negative
+        pairs = self._positive.sum() * self._negative.sum()
+        return float((self._positive * (below + self._negative / 2)).sum() / pairs) if pairs else float("nan")
+
+    @property
+    def log_loss(self) -> float:
+        """Expected log loss of predicting the true probability, nats per example."""
+        return self._entropy / total if (total := self._total()) else float("nan")
+
+    def _total(self) -> float:
+        return float(self._positive.sum() + self._negative.sum())

@@ -8,9 +8,8 @@ from stoker.base.checks import near
 from stoker.base.errors import ConfigError
 from stoker.prep.recipe import Recipe
 from stoker.prep.recipes.ads import avazu, criteo, movielens
-from stoker.prep.recipes.news import ebnerd, globo
+from stoker.prep.recipes.lists import ebnerd, globo, trivago
 from stoker.prep.recipes.shops import online_retail, taobao
-from stoker.prep.recipes.trivago import trivago
 
 _RECIPES: dict[str, Callable[..., Recipe]] = {
     build.__name__.replace("_", "-"): build

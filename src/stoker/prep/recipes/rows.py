@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from stoker.prep.recipes.draw import integers, key_of, uniform
 from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
 __all__ = [
-    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "from_batches", "negatives",
-    "one_of", "pick", "split_column", "streamed", "with_negatives",
+    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "from_batches", "negatives", "pick",
+    "split_column", "streamed", "with_negatives",
 ]  # fmt: skip
 
 SPLITS = ("train", "valid", "test")
@@ -168,8 +168,3 @@ def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bo
 def among(values: Ints, known: Ints) -> NDArray[np.bool_]:
     """Which values are among the known ones, which rise; there is at least one."""
     return np.asarray(known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values)
-
-
-def one_of(names: Sequence[str], codes: NDArray[np.integer]) -> pl.Series:
-    """``names[codes]`` as text, for splits."""
-    return pl.Series(list(names)).gather(pl.Series(codes.astype(np.uint32)))

@@ -150,7 +150,7 @@ def _retail_rows(
                 "item_popularity": sold.before(code, moment),
                 "item_month": sold.before(code, moment, window=28 * _DAY),
                 "item_week": sold.before(code, moment, window=7 * _DAY),
-                "split": tools.one_of(SPLITS, split[row]),
+                "split": np.array(SPLITS)[split[row]],
             }
         )
 
@@ -291,7 +291,7 @@ def _windows(log: pl.LazyFrame, whole: _Whole, group: int, seed: int) -> Iterato
                 "categories": lists_of(pl.Series(categories), lengths),
                 "position": (lengths + 1) / (WINDOW + 1),
                 "time": time[at],
-                "split": tools.one_of(SPLITS, np.repeat(split[begin : begin + _BATCH], 2)),
+                "split": np.array(SPLITS)[np.repeat(split[begin : begin + _BATCH], 2)],
             }
         )
         yield frame.cast(pl.Schema(_TAOBAO))
