@@ -12,9 +12,8 @@ from typing import Any
 from stoker.base.errors import ConfigError
 from stoker.base.units import plural
 from stoker.prep.features.base import Derivation
-from stoker.prep.guess import Guess, guess_columns, null_texts
+from stoker.prep.guess import Guess, Sample, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
-from stoker.prep.look import Sample, look
 from stoker.prep.parse.sources import FRAME, expand, source_kind
 from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
