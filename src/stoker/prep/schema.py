@@ -31,16 +31,9 @@ from stoker.prep.features.base import (
 from stoker.prep.source_format import SourceFormat
 
 __all__ = [
-    "CategoricalColumn",
-    "DenseColumn",
-    "Label",
-    "OptionalLabel",
-    "Schema",
-    "SequenceColumn",
-    "SplitRule",
-    "Timestamp",
+    "CategoricalColumn", "DenseColumn", "Label", "OptionalLabel", "Schema", "SequenceColumn", "SplitRule", "Timestamp",
     "split_of",
-]
+]  # fmt: skip
 
 VALUE_TYPES = ("hex", "int", "float", "string")
 TIME_TYPES = ("int", "float", "datetime")
@@ -512,7 +505,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Per word: rule of the schema, whether it needs a column, and what numbers may follow.
+# Per word: rule of the schema, whether it needs a column, and what numbers may follow: shares, or one for this setting.
 _SPLIT_FORMS: dict[str, tuple[str, bool, str]] = {
     "random": ("hash", False, "shares"),
     "hash": ("hash", True, "shares"),
@@ -545,36 +538,44 @@ def split_of(text: str | SplitRule) -> SplitRule:
     """
     if isinstance(text, SplitRule):
         return text
+    try:
+        return SplitRule(**_split_values(text))
+    except SchemaError as error:
+        raise ConfigError(f"split {text!r}: {error} {_SPLIT_HELP}") from error
+
+
+def _split_values(text: str) -> dict[str, Any]:
+    """Return the settings of the rule that a line describes; SchemaError says what is wrong with it."""
     word, *given = text.split(":")
     if word not in _SPLIT_FORMS:
-        raise _refused_split(text, f"{word!r} is no rule.{near(word, list(_SPLIT_FORMS))}")
+        raise SchemaError(f"{word!r} is no rule.{near(word, list(_SPLIT_FORMS))}")
     rule, column, numbers = _SPLIT_FORMS[word]
     values = _numbers(given[-1]) if len(given) > bool(column) else []  # a column may have a number for a name
     given = given[:-1] if values else given
     if numbers == "shares" and column and len(given) == 1 and not values and _numbers(given[0]):
-        raise _refused_split(text, f"{word} needs a column before its shares.")
+        raise SchemaError(f"{word} needs a column before its shares.")
     name = ":".join(given)
     if column and not name:
-        raise _refused_split(text, f"{word} needs a column.")
+        raise SchemaError(f"{word} needs a column.")
     if name and not column:
-        raise _refused_split(text, f"{name!r} is not a number." if numbers else f"{name!r} is too much.")
-    try:
-        if numbers == "shares":
-            train, valid, test = _shares(text, values)
-            return SplitRule(rule=rule, train=train, valid=valid, test=test, column=name or None)
-        if len(values) > 1 or any(value != int(value) for value in values) or (values and not numbers):
-            raise _refused_split(text, f"{word} takes {'one whole' if numbers else 'no'} number.")
-        if rule == "runs":
-            return SplitRule(rule=rule, runs=int(values[0]) if values else 7)
-        if rule == "leave_last_out":
-            return SplitRule(rule=rule, column=name, min_rows=int(values[0]) if values else 3)
-        return SplitRule(rule=rule, column=name, values={value: value for value in (*SPLIT_NAMES, "drop")})
-    except SchemaError as error:
-        raise _refused_split(text, str(error)) from error
-
-
-def _refused_split(text: str, why: str) -> ConfigError:
-    return ConfigError(f"split {text!r}: {why} {_SPLIT_HELP}")
+        raise SchemaError(f"{name!r} is not a number." if numbers else f"{name!r} is too much.")
+    settings: dict[str, Any] = {"rule": rule, "column": name or None}
+    if numbers == "shares":
+        values = values or [0.8, 0.1]
+        if len(values) == 1:
+            values.append(round((1 - values[0]) / 2, 12))
+        if len(values) == 2:
+            values.append(round(1 - sum(values), 12))
+        if len(values) > 3 or not all(0 <= value <= 1 for value in values) or abs(sum(values) - 1) > 1e-9:
+            raise SchemaError("the shares must be from 0 to 1, and sum to 1 in all.")
+        return settings | dict(zip(SPLIT_NAMES, values, strict=True))
+    if len(values) > 1 or any(value != int(value) for value in values) or (values and not numbers):
+        raise SchemaError(f"{word} takes {'one whole' if numbers else 'no'} number.")
+    if rule == "column":
+        settings["values"] = {value: value for value in (*SPLIT_NAMES, "drop")}
+    if values:
+        settings[numbers] = int(values[0])
+    return settings
 
 
 def _numbers(text: str) -> list[float]:
@@ -583,16 +584,3 @@ def _numbers(text: str) -> list[float]:
         found = [float(one) for one in text.split(",")]
         return found if all(map(math.isfinite, found)) else []
     return []
-
-
-def _shares(text: str, given: list[float]) -> tuple[float, float, float]:
-    """Return the shares of training, validation and test rows."""
-    values = given or [0.8, 0.1]
-    if len(values) == 1:
-        values.append(round((1 - values[0]) / 2, 12))
-    if len(values) == 2:
-        values.append(round(1 - sum(values), 12))
-    if len(values) > 3 or not all(0 <= value <= 1 for value in values) or abs(sum(values) - 1) > 1e-9:
-        raise _refused_split(text, "the shares must be from 0 to 1, and sum to 1 in all.")
-    train, valid, test = values
-    return train, valid, test

@@ -66,7 +66,7 @@ class Curve:
         ranks = _knots(num_ids)
         shares = self.cumulative(ranks * (self.num_ids / num_ids))
         shares[-1] = 1.0
-        return Curve(name=self.name, num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist()))
+        return _curve(self.name, ranks, shares)
 
     def save(self, path: str | Path) -> None:
         """Write the curve as JSON."""
@@ -108,8 +108,12 @@ def zipf(alpha: float, num_ids: int) -> Curve:
             mass[beyond] += np.log(high / low)
         else:
             mass[beyond] += (high ** (1 - alpha) - low ** (1 - alpha)) / (1 - alpha)
-    shares = mass / mass[-1]
-    return Curve(name=f"zipf-{alpha:g}", num_ids=num_ids, ranks=tuple(ranks.tolist()), shares=tuple(shares.tolist()))
+    return _curve(f"zipf-{alpha:g}", ranks, mass / mass[-1])
+
+
+def _curve(name: str, ranks: NDArray, shares: NDArray, occurrences: int = 0) -> Curve:
+    values = {"ranks": tuple(ranks.tolist()), "shares": tuple(shares.tolist())}
+    return Curve(name=name, num_ids=int(ranks[-1]), occurrences=occurrences, **values)
 
 
 def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") -> Curve:
@@ -124,11 +128,7 @@ def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") ->
         raise DataError(f"no counts above 0 to measure the curve {name!r} from.")
     cumulative = np.cumsum(ordered)
     ranks = _knots(len(ordered), ratio=1.25, exact=16)
-    shares = cumulative[ranks - 1] / cumulative[-1]
-    return Curve(
-        name=name, num_ids=len(ordered), occurrences=int(cumulative[-1]), ranks=tuple(ranks.tolist()),
-        shares=tuple(shares.tolist()),
-    )  # fmt: skip
+    return _curve(name, ranks, cumulative[ranks - 1] / cumulative[-1], int(cumulative[-1]))
 
 
 class Sampler:
