@@ -387,13 +387,13 @@ class Schema:
         """Refuse columns that tell a row its own label, because features make them of it."""
         from stoker.prep.features.past import Difference, Past
 
-        told = {self.label.column: ""}  # column -> who made it of the label
+        leaks = {self.label.column: ""}  # column -> which feature made it of the label
         for feature in self.feature:
             own = set(feature.inputs)
             if isinstance(feature, Past):  # labels of the rows before are known: as events, or as what is "previous"
                 own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
-            if own & told.keys():
-                told |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
+            if own & leaks.keys():
+                leaks |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
         for column in self._columns():
             if column.raw == self.label.column and self.label.rule is None:
                 fail(
@@ -401,10 +401,10 @@ class Schema:
                     f"{column.raw!r} is the column of the label, too: a model would read off what it is to predict "
                     "(AUC 1.0). Leave the column out, or give the label another",
                 )  # fmt: skip
-            if told.get(column.raw):
+            if leaks.get(column.raw):
                 fail(
                     f"column {column.name!r}", "source",
-                    f"{column.raw!r} tells the label {self.label.column!r}{told[column.raw]}: a model would read off "
+                    f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read off "
                     "what it is to predict. Leave the column out",
                 )  # fmt: skip
 
@@ -462,7 +462,7 @@ class Schema:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """A schema from a TOML or YAML file. Files that its features merge may lie beside it."""
+        """A schema from a TOML or YAML file. Files that its features merge may be next to it."""
         from stoker.prep.features.merge import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))

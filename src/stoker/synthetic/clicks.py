@@ -27,7 +27,7 @@ from stoker.prep.recipes import draw
 
 __all__ = ["ClickLog", "Curve", "IdColumn", "NumberColumn", "Options", "Sampler", "measure_curve", "zipf"]
 
-_EXACT_HEAD = 4096  # ranks summed one by one; beyond, the sum over a stretch is its Euler-Maclaurin integral
+_EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Curve:
     """Cumulative share of occurrences at some ranks; between two of them shares fall like 1 / rank."""
 
     name: str
-    num_ids: int  # distinct ids the curve speaks of
+    num_ids: int  # distinct ids
     ranks: tuple[int, ...]  # rising, 1-based, the last is num_ids
     shares: tuple[float, ...]  # cumulative share of the ids up to that rank, the last is 1
     occurrences: int = 0  # how many were counted; 0 for a formula
@@ -305,7 +305,7 @@ class ClickLog:
         self._calibration = original._calibrated()  # here, since blocks are made on several threads
 
     def block(self, start: int, stop: int) -> ClickBlock:
-        """Rows [start, stop); may lie past ``rows``."""
+        """Rows [start, stop); may be past ``rows``."""
         rows = np.arange(start, stop, dtype=np.uint64)
         ids = self.draw_ids(rows)
         numbers, missing = self._draw_numbers(rows)
@@ -355,7 +355,7 @@ class ClickLog:
 
         total = np.zeros(len((ids or numbers)[0]), dtype=np.float32)
         for column, values in zip(self.ids, ids, strict=True):
-            # Rare ids cannot be learnt from one occurrence: the larger the table, the less hangs on it.
+            # Rare ids cannot be learnt from one occurrence: the larger the table, the less depends on it.
             strength = self._strength(column.name) / (1 + np.log10(column.num_ids) / 2)
             total += hidden("weight", column.name, values) * np.float32(strength)
         for number, values, middle in zip(self.numbers, numbers, centre, strict=True):

@@ -54,7 +54,7 @@ def write(
     overwrite: bool = False,
     metadata: str | Path | None = None,
 ) -> SyntheticTruth:
-    """Write a log in the raw format of ``recipe`` and, beside it, ``<out>.truth.json``.
+    """Write a log in the raw format of ``recipe`` and, next to it, ``<out>.truth.json``.
 
     The bytes depend on the arguments only, never on ``workers`` or the machine. Memory does not grow with
     ``rows``.
@@ -281,7 +281,7 @@ class SyntheticTruth:
 
     @classmethod
     def load(cls, path: str | Path) -> SyntheticTruth:
-        """Read what :meth:`save` wrote; ``write`` puts it beside the log as ``<out>.truth.json``."""
+        """Read what :meth:`save` wrote; ``write`` puts it next to the log as ``<out>.truth.json``."""
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, TypeError, json.JSONDecodeError) as error:

@@ -30,8 +30,8 @@ __all__ = ["ebnerd", "globo", "trivago"]
 _MOST_ITEMS = 25  # listed items of one click-out that are looked at
 _PROPERTIES = 157  # distinct properties in the challenge's item_metadata.csv
 _ENCODED = ("current_filters", "city", "device", "user_id")  # each with the item
-_CLICKER = ("user_id", "session_id", "platform", "city", "device")
-_SESSION = (*_CLICKER, "current_filters")
+_CATEGORIES = ("user_id", "session_id", "platform", "city", "device")
+_SESSION_TEXTS = (*_CATEGORIES, "current_filters")
 _TRIVAGO = (
     *("user_id", "session_id", "timestamp", "step", "action_type", "reference", "platform", "city", "device"),
     *("current_filters", "impressions", "prices"),
@@ -80,7 +80,7 @@ def _raw() -> Schema:
             *dense(("rank",), "zscore"),
             *dense(("step",), *LOGGED),
         ),
-        categorical=(*categorical(("item",)), *categorical(_CLICKER, "string")),
+        categorical=(*categorical(("item",)), *categorical(_CATEGORIES, "string")),
         sequence=(SequenceColumn(name="filters", source="current_filters", max_length=30),),
         split=tools.split_column(("train", "valid")),
     )
@@ -124,7 +124,7 @@ def _featured(name: str = "features") -> Schema:
         ),
         categorical=(
             *categorical(("item",)),
-            *categorical(_CLICKER, "string"),
+            *categorical(_CATEGORIES, "string"),
             CategoricalColumn(name="hour", source="local_hour", type="int"),
             CategoricalColumn(name="weekday", source="local_weekday", type="int"),
         ),
@@ -178,7 +178,7 @@ def _trivago_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.Lazy
     shown = pl.col("event") == 0
     split = pl.when(pl.col("clickout") % 5 == 0).then(pl.lit("valid")).otherwise(pl.lit("train"))
     made = rows.select(
-        *("moment", "timestamp", "step", *_SESSION, "event"),
+        *("moment", "timestamp", "step", *_SESSION_TEXTS, "event"),
         click=is_click.cast(pl.Int8) * pl.col("event"),
         clickout=pl.when(shown).then(pl.col("clickout")),
         rank=pl.when(shown).then(pl.col("rank")),
