@@ -146,45 +146,37 @@ def _trivago_rows(inputs: Mapping[str, pl.LazyFrame], schema: Schema) -> pl.Lazy
     """
     is_click = pl.col("action_type") == "clickout item"
     none = pl.lit([], dtype=pl.List(pl.String))
-    listed, size = pl.col("listed"), pl.col("listed").list.len()
-    touched = pl.when(pl.col("reference").str.contains(r"^[0-9]+$")).then(pl.col("reference"))
-    also = pl.when(touched.is_not_null() if schema.feature else False)
+    listed = pl.col("impressions").str.split("|").list.head(_MOST_ITEMS)
+    prices = pl.col("prices").str.split("|").list.head(_MOST_ITEMS)
+    touched = pl.col("reference").str.contains(r"^[0-9]+$") if schema.feature else pl.lit(False)
+    size, rank = pl.col("size"), pl.col("rank")
     rows = (
         inputs["log"]
         .with_row_index("moment")
+        # A single candidate leaves nothing to rank; prices that do not match the items cannot be paired.
+        .with_columns(item=pl.when(is_click & (listed.list.len() > 1)).then(listed).otherwise(none))
         .with_columns(
             moment=pl.col("moment").cast(pl.Int64),
             clickout=pl.when(is_click).then(is_click.cast(pl.Int64).cum_sum() - 1),
-            listed=pl.when(is_click).then(pl.col("impressions").str.split("|").list.head(_MOST_ITEMS)).otherwise(none),
-            prices=pl.col("prices").str.split("|").list.head(_MOST_ITEMS),
-        )
-        # A single candidate leaves nothing to rank; prices that do not match the items cannot be paired.
-        .with_columns(listed=pl.when(size > 1).then(listed).otherwise(none))
-        .with_columns(
-            price=pl.when(pl.col("prices").list.len() == size)
-            .then(pl.col("prices"))
-            .otherwise(pl.lit(None, pl.String).repeat_by(size)),
-            event=pl.lit(0, pl.Int8).repeat_by(size),
-        )
-        .with_columns(
-            item=also.then(pl.concat_list("listed", touched)).otherwise(listed),
-            price=also.then(pl.concat_list("price", pl.lit(None, pl.String))).otherwise(pl.col("price")),
-            event=also.then(pl.concat_list("event", pl.lit(1, pl.Int8))).otherwise(pl.col("event")),
+            size=pl.col("item").list.len(),
+            prices=pl.when(prices.list.len() == pl.col("item").list.len()).then(prices),
+            item=pl.when(touched).then(pl.concat_list("item", "reference")).otherwise(pl.col("item")),
         )
         .filter(pl.col("item").list.len() > 0)
         .with_columns(rank=pl.int_ranges(1, pl.col("item").list.len().cast(pl.Int64) + 1))
-        .explode("item", "price", "event", "rank")
+        .explode("item", "rank")
     )
-    shown = pl.col("event") == 0
+    shown = rank <= size  # else the item that was touched
     split = pl.when(pl.col("clickout") % 5 == 0).then(pl.lit("valid")).otherwise(pl.lit("train"))
     made = rows.select(
-        *("moment", "timestamp", "step", *_SESSION_TEXTS, "event"),
-        click=is_click.cast(pl.Int8) * pl.col("event"),
+        *("moment", "timestamp", "step", *_SESSION_TEXTS),
+        event=(~shown).cast(pl.Int8),
+        click=(is_click & ~shown).cast(pl.Int8),
         clickout=pl.when(shown).then(pl.col("clickout")),
-        rank=pl.when(shown).then(pl.col("rank")),
+        rank=pl.when(shown).then(rank),
         label=((pl.col("item") == pl.col("reference")) & shown).fill_null(False).cast(pl.Int8),
         item=pl.col("item").cast(pl.Int64, strict=False),
-        price=pl.col("price").cast(pl.Float64, strict=False),
+        price=pl.col("prices").list.get(rank - 1, null_on_oob=True).cast(pl.Float64, strict=False),
         split=pl.when(shown).then(split).otherwise(pl.lit("interaction")),
     )
     if "metadata" not in inputs or not schema.feature:

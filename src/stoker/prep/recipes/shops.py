@@ -70,25 +70,25 @@ def _retail(preset: str) -> Schema:
 
 def _purchases(raw: pl.LazyFrame) -> pl.DataFrame:
     """One row per customer, item and minute, by time and line; no returns, unknown customers, services."""
-    when = pl.col("InvoiceDate").cast(pl.String).str.slice(0, 16)
+    customer = pl.col("CustomerID").cast(pl.String).str.strip_suffix(".0")
+    item = pl.col("StockCode").cast(pl.String).str.strip_chars().str.to_uppercase()
+    when = pl.col("InvoiceDate").cast(pl.String).str.slice(0, 16).str.to_datetime("%Y-%m-%d %H:%M", strict=False)
     return (
         raw.with_row_index("line")
+        .filter(
+            (pl.col("Quantity").cast(pl.String).cast(pl.Float64, strict=False) > 0)
+            & customer.str.contains(r"^\d+$")
+            & ~pl.col("InvoiceNo").cast(pl.String).str.starts_with("C")
+            & item.str.contains(r"^\d{5}[A-Z]*$")
+            & when.is_not_null()
+        )
         .select(
             "line",
-            customer=pl.col("CustomerID").cast(pl.String).str.strip_suffix(".0"),
-            item=pl.col("StockCode").cast(pl.String).str.strip_chars().str.to_uppercase(),
+            customer=customer,
+            item=item,
             country=pl.col("Country").cast(pl.String).fill_null("Unspecified"),
-            minute=when.str.to_datetime("%Y-%m-%d %H:%M", strict=False).dt.epoch("s") // 60,
+            minute=when.dt.epoch("s") // 60,
             price=pl.col("UnitPrice").cast(pl.String).cast(pl.Float64, strict=False).fill_null(0.0),
-            quantity=pl.col("Quantity").cast(pl.String).cast(pl.Float64, strict=False),
-            cancelled=pl.col("InvoiceNo").cast(pl.String).str.starts_with("C"),
-        )
-        .filter(
-            (pl.col("quantity") > 0)
-            & pl.col("customer").str.contains(r"^\d+$")
-            & ~pl.col("cancelled")
-            & pl.col("item").str.contains(r"^\d{5}[A-Z]*$")
-            & pl.col("minute").is_not_null()
         )
         .unique(["customer", "item", "minute"], keep="first", maintain_order=True)
         .sort("minute", "line")
