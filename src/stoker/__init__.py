@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
     from stoker.placement.planner import plan
     from stoker.placement.replay import replay
     from stoker.prep import features, recipes
-    from stoker.prep.draft.draft import draft_schema
+    from stoker.prep.draft import draft_schema
     from stoker.prep.prepare import prepare
     from stoker.prep.schema import Schema
     from stoker.rewrite.classified import classify
@@ -116,7 +116,7 @@ _HOME = {
     "TrainConfig": "stoker.training",
     "classify": "stoker.rewrite.classified",
     "compare": "stoker.training.tools.compare",
-    "draft_schema": "stoker.prep.draft.draft",
+    "draft_schema": "stoker.prep.draft",
     "evaluate": "stoker.training",
     "find_lr": "stoker.training.tools.find_lr",
     "load": "stoker.training",

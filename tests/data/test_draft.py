@@ -18,7 +18,7 @@ import stoker
 from stoker import Schema
 from stoker.base.errors import ConfigError, DataError
 from stoker.cli import main
-from stoker.prep.draft.draft import Draft, draft_log
+from stoker.prep.draft import Draft, draft_log
 
 ROWS = 400
 

@@ -26,7 +26,7 @@ from stoker.base.errors import ConfigError, DataError, SchemaError
 from stoker.cli.common.wording import message_of
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import RawInput, Recipe
-from stoker.prep.recipes.criteo import CATEGORICAL, COLUMNS, DENSE, criteo
+from stoker.prep.recipes.ads import CATEGORICAL, COLUMNS, DENSE, criteo
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
 

@@ -18,7 +18,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.prep import recipes
 from stoker.prep.prepare import prepare
 from stoker.prep.recipes import rows as tools
-from stoker.prep.recipes.taobao import WINDOW
+from stoker.prep.recipes.shops import WINDOW
 
 SIZES = {
     "criteo": 4_000,
@@ -91,7 +91,6 @@ def test_negatives_are_given_up_where_everything_is_refused() -> None:
 
 def test_streamed_rows_can_be_cut_filtered_and_selected() -> None:
     frame = tools.streamed(
-        {"a": pl.Int64, "b": pl.Int64},
         100,
         lambda start, stop: pl.DataFrame({"a": np.arange(start, stop), "b": np.arange(start, stop) * 2}),
         step=7,
@@ -170,7 +169,7 @@ def test_taobao_in_groups_of_users_gives_the_same_kind_of_rows(tmp_path: Path, m
     (file,) = generated(tmp_path, "taobao", 20_000)
     log = pl.read_csv(file, has_header=False, new_columns=["user", "item", "category", "behaviour", "time"])
     whole = derived(recipes.get("taobao"), {"log": log})
-    monkeypatch.setattr(sys.modules["stoker.prep.recipes.taobao"], "_GROUP_ROWS", 3_000)
+    monkeypatch.setattr(sys.modules["stoker.prep.recipes.shops"], "_GROUP_ROWS", 3_000)
     grouped = derived(recipes.get("taobao"), {"log": log})
     assert_frame_equal(
         whole.group_by("user", "label", "split").len(),

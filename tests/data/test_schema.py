@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stoker.base.errors import ConfigError, SchemaError
 from stoker.dataset.manifest import hash_schema
 from stoker.prep.recipe import RawInput, Recipe
-from stoker.prep.recipes.criteo import criteo
+from stoker.prep.recipes.ads import criteo
 from stoker.prep.schema import (
     CategoricalColumn,
     DenseColumn,

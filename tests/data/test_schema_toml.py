@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stoker import Schema, recipes
 from stoker.cli import main
-from stoker.prep.draft.toml import schema_toml, toml_value
+from stoker.prep.draft import schema_toml, toml_value
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, SequenceColumn, SplitRule, Timestamp
 from stoker.prep.source_format import SourceFormat
 

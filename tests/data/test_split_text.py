@@ -11,8 +11,7 @@ import stoker
 from stoker.base.errors import ConfigError, SchemaError
 from stoker.cli import main
 from stoker.prep.recipes import get
-from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule, Timestamp
-from stoker.prep.split_text import split_of
+from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule, Timestamp, split_of
 
 SCHEMA = Schema(label=Label(column="y"), timestamp=Timestamp(column="t"), categorical=(CategoricalColumn(name="user"),))
 VALUES = {name: name for name in ("train", "valid", "test", "drop")}

@@ -24,10 +24,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 from stoker import synthetic
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
-from stoker.synthetic import choices, purchases, text
+from stoker.synthetic import logs
 from stoker.synthetic.clicks import ClickLog, IdColumn, Options
-from stoker.synthetic.formats import Part, criteo
-from stoker.synthetic.writer import RECIPES, source_of
+from stoker.synthetic.logs import RECIPES, Part
+from stoker.synthetic.writer import source_of
 
 TEXT_RECIPES = ("criteo", "avazu", "taobao", "trivago")
 
@@ -169,9 +169,9 @@ def test_hidden_weights_groups_and_drift_belong_to_the_universe(kind: str) -> No
             drifted = log.options.drifted(ids, ids, 400, "a")
             return [np.array(log._calibration[1:]), logits, drifted, of_parent[:30]]
         if kind == "purchases":
-            taste = purchases._Taste(options, 640)
+            taste = logs._Taste(options, 640)
             return [taste.group(ids), options.drifted(ids, ids, 640, groups=32)]
-        chooser = choices._Chooser(options, 4_000, 10, 0.1)
+        chooser = logs._Chooser(options, 4_000, 10, 0.1)
         return [chooser.utility(ids.reshape(-1, 10), ids[:40]), options.drifted(ids, ids, chooser.per_slot, "shown")]
 
     for one, two, foreign in zip(hidden(1, 7), hidden(2, 7), hidden(2, None), strict=True):
@@ -300,7 +300,7 @@ def test_compressed_logs_hold_the_same_text(suffix: str, tmp_path: Path) -> None
 
 @cache
 def _small_criteo() -> Callable[[int, int], Part]:
-    return criteo(Options(rows=50_000, drift=0.7, scale=0.01)).files[""][1]
+    return source_of("criteo", Options(rows=50_000, drift=0.7, scale=0.01)).files[""][1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -321,7 +321,9 @@ def test_rows_do_not_depend_on_the_pieces_they_are_made_in(start: int, sizes: li
 
 
 def test_a_row_of_a_log_without_drift_does_not_depend_on_its_length() -> None:
-    short, long = (criteo(Options(rows=rows, scale=0.01)).files[""][1](100, 200) for rows in (1_000, 10**9))
+    short, long = (
+        source_of("criteo", Options(rows=rows, scale=0.01)).files[""][1](100, 200) for rows in (1_000, 10**9)
+    )
     assert short.block is not None
     assert long.block is not None
     assert short.block.tobytes() == long.block.tobytes()
@@ -411,7 +413,7 @@ def test_the_planted_truth_is_what_scoring_with_the_true_logit_reaches(tmp_path:
     rows, log = 200_000, None
     options = Options(rows=rows, scale=0.02)
     truth = synthetic.write("criteo", rows, tmp_path / "log.tsv", scale=0.02)
-    part = criteo(options).files[""][1](0, rows)
+    part = source_of("criteo", options).files[""][1](0, rows)
     log = part.logits
     labels = np.array([line[:1] == b"1" for line in (tmp_path / "log.tsv").read_bytes().splitlines()])
     chance = 1 / (1 + np.exp(-log.astype(np.float64)))
@@ -501,14 +503,14 @@ def test_raw_values_are_distinct_per_id_and_table_sizes_scale(tmp_path: Path) ->
 @given(st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=30))
 def test_numbers_are_rendered_as_python_would(values: list[int]) -> None:
     missing = np.arange(len(values)) % 3 == 1
-    block, _ = text.joined([text.whole(np.array(values), missing), text.whole(np.abs(np.array(values)))], "::")
+    block, _ = logs.joined([logs.whole(np.array(values), missing), logs.whole(np.abs(np.array(values)))], "::")
     expected = "".join(f"{'' if gone else value}::{abs(value)}\n" for value, gone in zip(values, missing, strict=True))
     assert block.tobytes().translate(None, b"\0").decode() == expected
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
 def test_hex_is_rendered_as_python_would(values: list[int]) -> None:
-    rendered = text.hex8(np.array(values, dtype=np.uint32))
+    rendered = logs.hex8(np.array(values, dtype=np.uint32))
     assert [bytes(row).decode() for row in rendered] == [f"{value:08x}" for value in values]
 
 
@@ -584,10 +586,10 @@ def test_a_log_that_was_not_finished_leaves_nothing(
     """Not even those of its files that were whole, nor the directories made for it."""
     meter = synthetic.TruthMeter.add
 
-    def stop(self: synthetic.TruthMeter, logits: np.ndarray, weight: float = 1.0) -> None:
+    def stop(self: synthetic.TruthMeter, logits: np.ndarray) -> None:
         if not len(logits):  # users.dat, after the whole of ratings.dat
             raise error
-        meter(self, logits, weight)
+        meter(self, logits)
 
     monkeypatch.setattr(synthetic.TruthMeter, "add", stop)
     with pytest.raises(error) as caught:

@@ -1,20 +1,22 @@
-"""Reading schema files with errors that name the file and the key and suggest the nearest allowed one."""
+"""Build dataclasses from plain values, with errors that name the place and the key and suggest the nearest one."""
 
 from __future__ import annotations
 
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from stoker.base.errors import DependencyError, SchemaError
 
-_LISTS = ("dense", "categorical", "sequence", "feature")
+__all__ = ["build_part", "choice", "fail", "near", "positive", "read_mapping"]
 
-__all__ = ["build_part", "build_schema", "choice", "fail", "near", "positive", "read_mapping"]
+Build = Callable[[Any, str], Any]  # (plain value, place) -> what it describes
 
 
 def fail(where: str, key: str, problem: str) -> NoReturn:
@@ -52,7 +54,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise SchemaError(f"{path}: is not UTF-8 text (byte {error.start}).") from error
     try:
-        values = _parse_toml(text) if path.suffix == ".toml" else _parse_yaml(text)
+        values = _parsed(path.suffix, text)
     except ValueError as error:
         raise SchemaError(f"{path}: is not well-formed: {error}") from error
     if values is None or values == {}:
@@ -62,13 +64,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse_toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
-
-
-def _parse_yaml(text: str) -> Any:
+def _parsed(suffix: str, text: str) -> Any:
+    if suffix == ".toml":
+        return tomllib.loads(text)
     try:
         import yaml
     except ImportError as error:
@@ -79,103 +77,56 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(str(error).replace("\n", " ")) from error
 
 
-def build_schema(
-    cls: type[Any],
-    values: Mapping[str, Any],
-    parts: Mapping[str, Any],
-    where: str,
-    rule_keys: Mapping[str, Sequence[str]],
-) -> Any:
-    """Build the schema class from plain values, part by part, with ``where`` before every message."""
-    _check_keys(cls, values, where)
-    built: dict[str, Any] = {}
-    for key, value in values.items():
-        part = parts.get(key)
-        if part is None:
-            built[key] = value
-        elif key in _LISTS and not isinstance(value, list | tuple):
-            raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
-        elif key == "feature":
-            built[key] = tuple(part(item, f"{where}: feature[{index}]") for index, item in enumerate(value))
-        elif key in ("dense", "categorical", "sequence"):
-            built[key] = tuple(build_part(part, item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
-        else:
-            if key == "label" and isinstance(value, str):
-                value = {"column": value}
-            if key == "split" and isinstance(value, Mapping):
-                _check_rule_keys(value, f"{where}: split", rule_keys)
-            built[key] = build_part(part, value, f"{where}: {key}")
-    _check_types(cls, {k: v for k, v in built.items() if k not in parts}, where)
-    return _construct(cls, built, where)
+def build_part(cls: type[Any], values: Any, where: str, special: Mapping[str, Build] | None = None) -> Any:
+    """Build one dataclass from plain values, and those in it; SchemaError names ``where``.
 
-
-def _check_rule_keys(value: Mapping[str, Any], where: str, rule_keys: Mapping[str, Sequence[str]]) -> None:
-    # A complete dictionary (from a manifest) repeats every default; only a file that names one rule's key
-    # under another rule is a mistake worth stopping for.
-    rule = value.get("rule", "hash")
-    all_keys = {key for keys in rule_keys.values() for key in keys}
-    if rule not in rule_keys or all_keys <= {*value, "column"}:
-        return
-    foreign = sorted((set(value) & all_keys) - set(rule_keys[rule]))
-    if foreign:
-        raise SchemaError(
-            f"{where}: {foreign[0]} does not belong to rule {rule!r}, which takes: {', '.join(rule_keys[rule])}."
-        )
-
-
-def build_part(cls: type[Any], value: Any, where: str) -> Any:
-    """Build one dataclass from plain values; SchemaError names ``where``."""
-    if not isinstance(value, Mapping):
-        raise SchemaError(f"{where}: must be a table with the keys {', '.join(_names(cls))}; found {value!r}.")
-    _check_keys(cls, value, where)
-    _check_types(cls, value, where)
-    return _construct(cls, value, where)
-
-
-def _construct(cls: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
-    try:
-        return cls(**values)
-    except SchemaError as error:
-        raise SchemaError(f"{where}: {error}") from None
-
-
-def _names(cls: type[Any]) -> list[str]:
-    return [item.name for item in fields(cls)]
-
-
-def _check_keys(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
-    allowed = _names(cls)
+    Args:
+        special: how to build the parts of some keys; None: those of all keys are built as this one.
+    """
+    allowed = [item.name for item in fields(cls)]
+    if not isinstance(values, Mapping):
+        raise SchemaError(f"{where}: must be a table with the keys {', '.join(allowed)}; found {values!r}.")
     for key in values:
         if key not in allowed:
             raise SchemaError(f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}.{near(key, allowed)}")
     for item in fields(cls):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
             raise SchemaError(f"{where}: the key {item.name!r} is missing.")
-
-
-def _check_types(cls: type[Any], values: Mapping[str, Any], where: str) -> None:
     hints = typing.get_type_hints(cls)
-    for key, value in values.items():
-        hint = hints[key]
-        allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if not any(_matches(value, kind) for kind in allowed):
-            words = " or ".join("nothing" if kind is type(None) else _word(kind) for kind in allowed)
-            raise SchemaError(f"{where}: {key} must be {words}, found {value!r}.")
+    built = {key: _value(hints[key], value, where, key, (special or {}).get(key)) for key, value in values.items()}
+    try:
+        return cls(**built)
+    except SchemaError as error:
+        raise SchemaError(f"{where}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str, key: str, build: Build | None) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        part = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+        if not (isinstance(part, type) and is_dataclass(part)):
+            continue
+        build = build or partial(build_part, part)
+        if part is kind:
+            return build(value, f"{where}: {key}")
+        if not isinstance(value, list | tuple):
+            raise SchemaError(f"{where}: {key} must be a list of tables, written [[{key}]] in TOML.")
+        return tuple(build(item, f"{where}: {key}[{index}]") for index, item in enumerate(value))
+    if not any(_matches(value, kind) for kind in kinds):
+        raise SchemaError(f"{where}: {key} must be {' or '.join(map(_word, kinds))}, found {value!r}.")
+    return value
 
 
 def _matches(value: Any, kind: Any) -> bool:
-    origin = typing.get_origin(kind)
-    if origin is tuple:
+    if typing.get_origin(kind) is tuple:
         return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-    if origin is not None:
+    if typing.get_origin(kind) is not None:
         return isinstance(value, Mapping) and all(isinstance(item, str) for item in value.values())
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 
 def _word(kind: Any) -> str:
-    plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(kind)
-    return plain or ("a list of texts" if typing.get_origin(kind) is tuple else "a table of texts")
+    plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+    return plain.get(kind) or ("a list of texts" if typing.get_origin(kind) is tuple else "a table of texts")

@@ -12,7 +12,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.files import refuse_url
 
 if TYPE_CHECKING:
-    from stoker.prep.draft.draft import Draft
+    from stoker.prep.draft import Draft
 
 __all__ = ["register"]
 
@@ -42,7 +42,7 @@ def _init(
     if out.exists() and not overwrite:
         raise ConfigError(f"{out} is there already. Add --overwrite to replace it, or choose another --out.")
     from stoker.base.files import atomic_file
-    from stoker.prep.draft.draft import draft_log
+    from stoker.prep.draft import draft_log
 
     names = " ".join(map(shlex.quote, log))
     command = f"stoker prepare {shlex.quote(str(out))} {names} --out data"

@@ -25,7 +25,7 @@ def _schema(
     stoker prepare my_criteo.toml 'day_*.gz' --out data/criteo
     """
     from stoker.prep import recipes
-    from stoker.prep.draft.toml import schema_toml
+    from stoker.prep.draft import schema_toml
 
     found = recipes.get(recipe, preset)
     lines = [f"# Schema of the recipe {found.name}, preset {found.preset_name}. Left out: keys with their defaults."]

@@ -46,9 +46,8 @@ from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.rows.featured import featured_rows
 from stoker.prep.rows.raw_rows import Rows, read_rows
 from stoker.prep.rows.time_notation import check_notation
-from stoker.prep.schema import Schema, SplitRule
+from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
-from stoker.prep.split_text import split_of
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
 from stoker.prep.write.group_numbers import cut_warning
 from stoker.prep.write.publish import publish

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from stoker.base.checks import build_schema, choice, fail, positive, read_mapping
-from stoker.base.errors import SchemaError
+from stoker.base.checks import build_part, choice, fail, near, positive, read_mapping
+from stoker.base.errors import ConfigError, SchemaError
 from stoker.dataset.spec import Feature
 from stoker.prep.features.base import (
     Derivation,
@@ -30,15 +32,9 @@ from stoker.prep.features.base import (
 from stoker.prep.source_format import SourceFormat
 
 __all__ = [
-    "CategoricalColumn",
-    "DenseColumn",
-    "Label",
-    "OptionalLabel",
-    "Schema",
-    "SequenceColumn",
-    "SplitRule",
-    "Timestamp",
-]
+    "CategoricalColumn", "DenseColumn", "Label", "OptionalLabel", "Schema", "SequenceColumn", "SplitRule", "Timestamp",
+    "split_of",
+]  # fmt: skip
 
 VALUE_TYPES = ("hex", "int", "float", "string")
 TIME_TYPES = ("int", "float", "datetime")
@@ -58,6 +54,7 @@ RULE_KEYS: dict[str, tuple[str, ...]] = {
     "files": ("files",),
     "last_touch": ("train", "valid", "test", "column"),
 }
+COLUMNS = ("dense", "categorical", "sequence")  # keys of a schema that hold columns of the model
 _LABEL_RULE = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
 
 
@@ -184,9 +181,28 @@ class CategoricalColumn(_Named):
     oov: str = "reserved"  # a value without id: reserved (id 0) | drop (the row) | error
     missing: str = "oov"  # an empty field: oov (id 0, without regard to the oov policy) | category (an id of its own)
     fill: int | float | str | None = None  # instead: an empty field is this value
+    _kind: ClassVar[str] = "categorical"
 
     def __post_init__(self) -> None:
-        _check_categorical(self, f"{_KIND[type(self)]} column {self.name!r}")
+        where = f"{self._kind} column {self.name!r}"
+        choice(where, "type", self.type, VALUE_TYPES)
+        choice(where, "oov", self.oov, OOV_POLICIES)
+        choice(where, "missing", self.missing, MISSING_POLICIES)
+        positive(where, "min_count", self.min_count)
+        positive(where, "modulo", self.modulo)
+        positive(where, "hash_buckets", self.hash_buckets)
+        if self.hash_buckets is not None and self.hash_buckets >= 2**32:  # codes have at most 32 bits
+            fail(where, "hash_buckets", f"{self.hash_buckets:,} is above {2**32 - 1:,}, the most there may be")
+        if self.modulo is not None and self.type not in ("int", "hex"):
+            fail(where, "modulo", f"needs type int or hex, not {self.type}. Use hash_buckets for text")
+        if self.hash_buckets is not None and self.min_count > 1:
+            fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
+        if self.fill is not None:
+            if self.missing != "oov":
+                fail(where, "fill", "and missing='category' contradict each other. Leave one of them out")
+            wanted = {"hex": (int, str), "int": (int,), "float": (int, float), "string": (str,)}[self.type]
+            if not isinstance(self.fill, wanted) or isinstance(self.fill, bool):
+                fail(where, "fill", f"{self.fill!r} is not a value of type {self.type}")
 
     @property
     def table_name(self) -> str:
@@ -205,6 +221,7 @@ class SequenceColumn(CategoricalColumn):
     separator: str = "|"  # between the values of a text field
     max_length: int = 50  # ids kept at most
     keep: str = "last"  # which ones of a longer list: last | first
+    _kind: ClassVar[str] = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,7 +239,6 @@ class SequenceColumn(CategoricalColumn):
 
 
 _SHARED = ("type", "min_count", "modulo", "hash_buckets")  # the same in columns of one table
-_KIND = {CategoricalColumn: "categorical", SequenceColumn: "sequence"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +294,12 @@ class Schema:
     keep: tuple[str, ...] = ()  # raw columns, or outputs of features, that travel with the rows to their scores
 
     def __post_init__(self) -> None:
-        for key in ("dense", "categorical", "sequence", "feature", "keep"):
-            object.__setattr__(self, key, tuple(getattr(self, key)))
         for text in self.derive:
             for key, more in self._with(text).items():
                 object.__setattr__(self, key, more)
         object.__setattr__(self, "derive", ())
+        for key in (*COLUMNS, "feature", "keep"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
         object.__setattr__(self, "feature", tuple(feature.in_groups(self.group or None) for feature in self.feature))
         if self.feature:
             self._check_features()
@@ -295,7 +311,13 @@ class Schema:
             raise SchemaError(f"columns {twice} are named twice. Rename one and point `source` at the raw column.")
         if twice := sorted({name for name in self.keep if self.keep.count(name) > 1}):
             fail("schema", "keep", f"names {', '.join(map(repr, twice))} twice. Name each column once")
-        self._check_patterns()
+        for column in self._columns() if self.source.columns else ():  # where no header tells what a pattern stands for
+            if column.pattern and column.name not in self.source.columns:
+                fail(
+                    f"column {column.name!r}", "name",
+                    "is a pattern, which needs files with a header, and source.columns is for files without one. "
+                    "Name each column",
+                )  # fmt: skip
         if not 0 < self.negative_keep <= 1:
             fail("schema", "negative_keep", f"{self.negative_keep} is not a share above 0 and up to 1")
         if self.split.rule in ("time", "leave_last_out", "last_touch") and self.timestamp is None:
@@ -323,59 +345,54 @@ class Schema:
 
     def _with(self, feature: Derivation | Mapping[str, Any] | str) -> dict[str, Any]:
         made = feature_of(feature)
-        columns = made.model_columns().items()
-        dense = [DenseColumn(name=name, **given) for name, given in columns if "type" not in given]
-        texts = [(name, given) for name, given in columns if "type" in given and "max_length" not in given]
-        categorical = [CategoricalColumn(name=name, **given) for name, given in texts]
-        listed = [(name, given) for name, given in columns if "max_length" in given]
-        sequence = [SequenceColumn(name=name, **{**given, **self._shared(made)}) for name, given in listed]
-        return {
-            "feature": (*self.feature, made),
-            "dense": (*self.dense, *dense),
-            "categorical": (*self.categorical, *categorical),
-            "sequence": (*self.sequence, *sequence),
-        }
-
-    def _shared(self, feature: Derivation) -> dict[str, Any]:
-        """Settings by which a column shares the table of the column that reads what a feature does."""
-        raw = getattr(feature, "column", None)
-        column = next((column for column in self.features if column.raw == raw), None)
-        if column is None:
-            return {}
-        return {"table": column.table_name, **{key: getattr(column, key) for key in _SHARED}}
+        raw = getattr(made, "column", None)
+        reader = next((column for column in self.features if column.raw == raw), None)
+        table = {} if reader is None else {"table": reader.table_name, **{key: getattr(reader, key) for key in _SHARED}}
+        parts: dict[str, list[Any]] = {key: [*getattr(self, key)] for key in COLUMNS}
+        for name, given in made.model_columns().items():
+            if "max_length" in given:
+                parts["sequence"].append(SequenceColumn(name=name, **{**given, **table}))
+            elif "type" in given:
+                parts["categorical"].append(CategoricalColumn(name=name, **given))
+            else:
+                parts["dense"].append(DenseColumn(name=name, **given))
+        return {"feature": [*self.feature, made], **parts}
 
     def _check_features(self) -> None:
         check_features(self.feature)
-        dense = tuple(one for column in self.dense for one in self._expanded(column))
-        object.__setattr__(self, "dense", dense)
+        outputs = [output for feature in self.feature for output in feature.outputs]
+        dense: list[DenseColumn] = []  # with a column for every output that a pattern like ``has_*`` matches, if any
+        for column in self.dense:
+            names = column.matches(outputs) if column.pattern else []
+            dense += [replace(column, name=name) for name in names] or [column]
+        object.__setattr__(self, "dense", tuple(dense))
         local = leading(self.feature)
         late = {output: feature for feature in self.feature[local:] for output in feature.outputs}
         keys = {"label": self.label.column, "timestamp": self.timestamp and self.timestamp.column}
-        for key, column in {**keys, "split": self.split.column}.items():
-            if column in late:
-                fail(key, "column", f"{column!r} is made by {late[column].where}, which needs the rows split already")
-        if self.source.columns:
-            present = [*self.source.columns]
-            for feature in self.feature:
-                for column in feature.inputs:
-                    if column not in present:
-                        raise missing_column(feature, column, present)
-                for column in feature.outputs:
-                    if column in present:
-                        raise column_taken(feature, column, "the lines (source.columns)")
-                present += feature.outputs
+        for key, name in {**keys, "split": self.split.column}.items():
+            if name in late:
+                fail(key, "column", f"{name!r} is made by {late[name].where}, which needs the rows split already")
+        present = [*self.source.columns]
+        for feature in self.feature if present else ():
+            for name in feature.inputs:
+                if name not in present:
+                    raise missing_column(feature, name, present)
+            for name in feature.outputs:
+                if name in present:
+                    raise column_taken(feature, name, "the lines (source.columns)")
+            present += feature.outputs
 
     def _check_label(self) -> None:
         """Refuse columns that tell a row its own label, because features make them of it."""
         from stoker.prep.features.past import Difference, Past
 
-        told = {self.label.column: ""}  # column -> who made it of the label
+        leaks = {self.label.column: ""}  # column -> which feature made it of the label
         for feature in self.feature:
             own = set(feature.inputs)
             if isinstance(feature, Past):  # labels of the rows before are known: as events, or as what is "previous"
                 own = {*feature.by, feature.order, *([feature.column] if isinstance(feature, Difference) else [])}
-            if own & told.keys():
-                told |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
+            if own & leaks.keys():
+                leaks |= {output: f", of which {feature.where} makes it" for output in feature.outputs}
         for column in self._columns():
             if column.raw == self.label.column and self.label.rule is None:
                 fail(
@@ -383,10 +400,10 @@ class Schema:
                     f"{column.raw!r} is the column of the label, too: a model would read off what it is to predict "
                     "(AUC 1.0). Leave the column out, or give the label another",
                 )  # fmt: skip
-            if told.get(column.raw):
+            if leaks.get(column.raw):
                 fail(
                     f"column {column.name!r}", "source",
-                    f"{column.raw!r} tells the label {self.label.column!r}{told[column.raw]}: a model would read off "
+                    f"{column.raw!r} tells the label {self.label.column!r}{leaks[column.raw]}: a model would read off "
                     "what it is to predict. Leave the column out",
                 )  # fmt: skip
 
@@ -402,22 +419,6 @@ class Schema:
             if column.raw == self.label.column
         ]
 
-    def _expanded(self, column: DenseColumn) -> tuple[DenseColumn, ...]:
-        """A column for every output of the features that a pattern like ``has_*`` matches, if it matches any."""
-        outputs = [output for feature in self.feature for output in feature.outputs]
-        names = column.matches(outputs) if column.pattern else []
-        return tuple(replace(column, name=name) for name in names) or (column,)
-
-    def _check_patterns(self) -> None:
-        """Refuse patterns where no header tells what they stand for."""
-        for column in self._columns() if self.source.columns else ():
-            if column.pattern and column.name not in self.source.columns:
-                fail(
-                    f"column {column.name!r}", "name",
-                    "is a pattern, which needs files with a header, and source.columns is for files without one. "
-                    "Name each column",
-                )  # fmt: skip
-
     def _check_shared_tables(self) -> None:
         first: dict[str, CategoricalColumn] = {}
         for column in self.features:
@@ -425,11 +426,10 @@ class Schema:
             for key in _SHARED:
                 if getattr(column, key) != getattr(other, key):
                     fail(
-                        f"column {column.name!r}",
-                        key,
+                        f"column {column.name!r}", key,
                         f"{getattr(column, key)!r} differs from {getattr(other, key)!r} in {other.name!r}, "
                         f"which shares table {column.table_name!r}. Give them the same",
-                    )
+                    )  # fmt: skip
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -445,8 +445,6 @@ class Schema:
         """Plain values, complete with defaults, that :meth:`from_dict` takes back."""
         values = asdict(self)
         del values["derive"]
-        if self.timestamp is None:
-            del values["timestamp"]
         values["feature"] = [feature.to_dict() for feature in self.feature]
         for key in ("feature", "keep"):  # schemas without these have the hashes that they always had
             if not values[key]:
@@ -459,21 +457,11 @@ class Schema:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "schema") -> Schema:
         """A schema from plain values. Unknown or mistyped keys raise SchemaError naming ``where``."""
-        parts: dict[str, Any] = {
-            "label": Label,
-            "dense": DenseColumn,
-            "categorical": CategoricalColumn,
-            "sequence": SequenceColumn,
-            "split": SplitRule,
-            "source": SourceFormat,
-            "timestamp": Timestamp,
-            "feature": _feature,
-        }
-        return cast(Schema, build_schema(cls, values, parts, where, RULE_KEYS))
+        return cast(Schema, build_part(cls, values, where, {"label": _label, "split": _split, "feature": _feature}))
 
     @classmethod
     def from_file(cls, path: str | Path) -> Schema:
-        """A schema from a TOML or YAML file. Files that its features merge may lie beside it."""
+        """A schema from a TOML or YAML file. Files that its features merge may be next to it."""
         from stoker.prep.features.learned import Merge
 
         schema = cls.from_dict(read_mapping(Path(path)), where=str(path))
@@ -487,25 +475,21 @@ class Schema:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_categorical(column: CategoricalColumn, where: str) -> None:
-    choice(where, "type", column.type, VALUE_TYPES)
-    choice(where, "oov", column.oov, OOV_POLICIES)
-    choice(where, "missing", column.missing, MISSING_POLICIES)
-    positive(where, "min_count", column.min_count)
-    positive(where, "modulo", column.modulo)
-    positive(where, "hash_buckets", column.hash_buckets)
-    if column.hash_buckets is not None and column.hash_buckets >= 2**32:  # codes have at most 32 bits
-        fail(where, "hash_buckets", f"{column.hash_buckets:,} is above {2**32 - 1:,}, the most there may be")
-    if column.modulo is not None and column.type not in ("int", "hex"):
-        fail(where, "modulo", f"needs type int or hex, not {column.type}. Use hash_buckets for text")
-    if column.hash_buckets is not None and column.min_count > 1:
-        fail(where, "min_count", "has no effect with hash_buckets. Leave one of them out")
-    if column.fill is not None:
-        if column.missing != "oov":
-            fail(where, "fill", "and missing='category' contradict each other. Leave one of them out")
-        wanted = {"hex": (int, str), "int": (int,), "float": (int, float), "string": (str,)}[column.type]
-        if not isinstance(column.fill, wanted) or isinstance(column.fill, bool):
-            fail(where, "fill", f"{column.fill!r} is not a value of type {column.type}")
+def _label(value: Any, where: str) -> Label:
+    return cast(Label, build_part(Label, {"column": value} if isinstance(value, str) else value, where))
+
+
+def _split(value: Any, where: str) -> SplitRule:
+    # A complete dictionary (from a manifest) repeats every default; only a file that names one rule's key
+    # under another rule is a mistake worth stopping for.
+    rule = value.get("rule", "hash") if isinstance(value, Mapping) else None
+    all_keys = {key for keys in RULE_KEYS.values() for key in keys}
+    if isinstance(rule, str) and rule in RULE_KEYS and not all_keys <= {*value, "column"}:
+        foreign = sorted((set(value) & all_keys) - set(RULE_KEYS[rule]))
+        if foreign:
+            takes = ", ".join(RULE_KEYS[rule])
+            raise SchemaError(f"{where}: {foreign[0]} does not belong to rule {rule!r}, which takes: {takes}.")
+    return cast(SplitRule, build_part(SplitRule, value, where))
 
 
 def _feature(value: Any, where: str) -> Derivation:
@@ -518,3 +502,84 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+# Per word: rule of the schema, whether it needs a column, and what numbers may follow: shares, or one for this setting.
+_SPLIT_FORMS: dict[str, tuple[str, bool, str]] = {
+    "random": ("hash", False, "shares"),
+    "hash": ("hash", True, "shares"),
+    "time": ("time", False, "shares"),
+    "last_touch": ("last_touch", True, "shares"),
+    "leave_last_out": ("leave_last_out", True, "min_rows"),
+    "runs": ("runs", False, "runs"),
+    "column": ("column", True, ""),
+}
+_SPLIT_HELP = """\
+The forms, with shares of train and valid (the rest is test; behind train alone, valid and test halve it):
+  random:0.8,0.1                  by chance, row by row
+  hash:COLUMN:0.8,0.1             by chance, rows with equal values of the column together
+  time:0.8,0.1                    the earliest rows train
+  last_touch:COLUMN:0.8,0.1       whole users, the earliest by their last row train
+and
+  leave_last_out:COLUMN[:ROWS]    each user's last row is test, the one before valid, of users with ROWS (3) or more
+  runs[:RUNS]                     equal runs of lines (7), the last is half test, half valid
+  column:COLUMN                   by a column that holds train, valid, test or drop"""
+
+
+def split_of(text: str | SplitRule) -> SplitRule:
+    """Return the split rule that a line such as ``hash:user:0.8,0.1`` describes; a rule is returned as it is.
+
+    >>> split_of("time:0.9").train, split_of("time:0.9").test
+    (0.9, 0.05)
+
+    Raises:
+        ConfigError: the line has none of the forms, which the message lists.
+    """
+    if isinstance(text, SplitRule):
+        return text
+    try:
+        return SplitRule(**_split_values(text))
+    except SchemaError as error:
+        raise ConfigError(f"split {text!r}: {error} {_SPLIT_HELP}") from error
+
+
+def _split_values(text: str) -> dict[str, Any]:
+    """Return the settings of the rule that a line describes; SchemaError says what is wrong with it."""
+    word, *given = text.split(":")
+    if word not in _SPLIT_FORMS:
+        raise SchemaError(f"{word!r} is no rule.{near(word, list(_SPLIT_FORMS))}")
+    rule, column, numbers = _SPLIT_FORMS[word]
+    values = _numbers(given[-1]) if len(given) > bool(column) else []  # a column may have a number for a name
+    given = given[:-1] if values else given
+    if numbers == "shares" and column and len(given) == 1 and not values and _numbers(given[0]):
+        raise SchemaError(f"{word} needs a column before its shares.")
+    name = ":".join(given)
+    if column and not name:
+        raise SchemaError(f"{word} needs a column.")
+    if name and not column:
+        raise SchemaError(f"{name!r} is not a number." if numbers else f"{name!r} is too much.")
+    settings: dict[str, Any] = {"rule": rule, "column": name or None}
+    if numbers == "shares":
+        values = values or [0.8, 0.1]
+        if len(values) == 1:
+            values.append(round((1 - values[0]) / 2, 12))
+        if len(values) == 2:
+            values.append(round(1 - sum(values), 12))
+        if len(values) > 3 or not all(0 <= value <= 1 for value in values) or abs(sum(values) - 1) > 1e-9:
+            raise SchemaError("the shares must be from 0 to 1, and sum to 1 in all.")
+        return settings | dict(zip(SPLIT_NAMES, values, strict=True))
+    if len(values) > 1 or any(value != int(value) for value in values) or (values and not numbers):
+        raise SchemaError(f"{word} takes {'one whole' if numbers else 'no'} number.")
+    if rule == "column":
+        settings["values"] = {value: value for value in (*SPLIT_NAMES, "drop")}
+    if values:
+        settings[numbers] = int(values[0])
+    return settings
+
+
+def _numbers(text: str) -> list[float]:
+    """Return the numbers of a list such as ``0.8,0.1``; none where it is no such list."""
+    with suppress(ValueError):
+        found = [float(one) for one in text.split(",")]
+        return found if all(map(math.isfinite, found)) else []
+    return []

@@ -14,11 +14,9 @@ from stoker.prep.parse.frames import MissingColumnError
 from stoker.prep.parse.ingest import file_columns
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.recipe import Recipe
-from stoker.prep.schema import Schema
+from stoker.prep.schema import COLUMNS, Schema
 
 __all__ = ["fitted_to"]
-
-_SECTIONS = ("dense", "categorical", "sequence")
 
 
 def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
@@ -28,7 +26,8 @@ def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
         SchemaError: a pattern that matches nothing, or a column that another one matches, too; or a pattern for rows
             that a recipe derives. DataError: the first file lacks a column that ``keep`` names, or cannot be read.
     """
-    patterns = [column for key in _SECTIONS for column in getattr(schema, key) if column.pattern]
+    columns = [column for key in COLUMNS for column in getattr(schema, key)]
+    patterns = [column for column in columns if column.pattern]
     if recipe.derive is not None:
         for column in patterns:
             fail(
@@ -44,25 +43,17 @@ def fitted_to(schema: Schema, recipe: Recipe, files: Sequence[Path]) -> Schema:
     missing = [name for name in schema.keep if name not in (*present, *made, schema.label.column)]
     if missing and source_kind(files[0], schema.source.kind) != "jsonl":  # whose first object may lack any key
         raise MissingColumnError(files[0], missing, present, ", which keep names")
-    return _expanded(schema, files[0], present) if patterns else schema
-
-
-def _expanded(schema: Schema, file: Path, present: Sequence[str]) -> Schema:
-    columns = list(chain.from_iterable(getattr(schema, key) for key in _SECTIONS))
-    patterns = [column for column in columns if column.pattern and column.name not in present]
+    patterns = [column for column in patterns if column.name not in present]
     named = {column.raw for column in columns if column not in patterns}
-    named |= {schema.label.column, schema.group or "", schema.split.column or ""}
-    named |= {schema.timestamp.column} if schema.timestamp is not None else set()
+    named |= {schema.label.column, schema.group, schema.split.column, schema.timestamp and schema.timestamp.column}
     free = [name for name in present if name not in named]
     taken: dict[str, str] = {}  # column -> pattern
     for column in patterns:
         names = column.matches(free)
         where = f"column {column.name!r}"
         if not names:
-            outputs = [output for feature in schema.feature for output in feature.outputs]
-            also = f". Features make: {listed(outputs)}" if outputs else ""
-            there = f"It has: {listed(present)}{also}"
-            fail(where, "name", f"matches no column of {file} besides those named elsewhere. {there}")
+            there = f"It has: {listed(present)}" + (f". Features make: {listed(made)}" if made else "")
+            fail(where, "name", f"matches no column of {files[0]} besides those named elsewhere. {there}")
         for name in names:
             if name in taken:
                 fail(where, "name", f"matches {name!r}, as {taken[name]!r} does. Narrow one of them")
@@ -71,5 +62,5 @@ def _expanded(schema: Schema, file: Path, present: Sequence[str]) -> Schema:
     def expanded(column: Any) -> list[Any]:
         return [replace(column, name=name) for name in column.matches(free)] if column in patterns else [column]
 
-    made: dict[str, Any] = {key: tuple(chain.from_iterable(map(expanded, getattr(schema, key)))) for key in _SECTIONS}
-    return replace(schema, **made)
+    parts: dict[str, Any] = {key: tuple(chain.from_iterable(map(expanded, getattr(schema, key)))) for key in COLUMNS}
+    return replace(schema, **parts) if patterns else schema

@@ -8,25 +8,12 @@ Figures from synthetic logs must say so.
 
 from __future__ import annotations
 
-from stoker.synthetic.clicks import ClickLog, IdColumn, NumberColumn
-from stoker.synthetic.curve import Curve, Sampler, measure_curve, zipf
+from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Sampler, measure_curve, zipf
 from stoker.synthetic.dataset import dataset
-from stoker.synthetic.formats import KAGGLE_SIZES
-from stoker.synthetic.truth import SyntheticTruth, TruthMeter
-from stoker.synthetic.writer import RECIPES, write
+from stoker.synthetic.logs import KAGGLE_SIZES, RECIPES
+from stoker.synthetic.writer import SyntheticTruth, TruthMeter, write
 
 __all__ = [
-    "KAGGLE_SIZES",
-    "RECIPES",
-    "ClickLog",
-    "Curve",
-    "IdColumn",
-    "NumberColumn",
-    "Sampler",
-    "SyntheticTruth",
-    "TruthMeter",
-    "dataset",
-    "measure_curve",
-    "write",
-    "zipf",
-]
+    "KAGGLE_SIZES", "RECIPES", "ClickLog", "Curve", "IdColumn", "NumberColumn", "Sampler", "SyntheticTruth",
+    "TruthMeter", "dataset", "measure_curve", "write", "zipf",
+]  # fmt: skip

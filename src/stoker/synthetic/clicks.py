@@ -1,5 +1,8 @@
 """Rows with a planted click probability: ids by a frequency curve, counts, and a logit made of both.
 
+A curve says how unequal ids are: the share of all occurrences by rank, from Zipf's law or from counts of a real column.
+It holds a few dozen aggregate numbers, so a curve can be published where the data it was measured on cannot.
+
 The logit of a row is a bias, a hidden weight per id and column, a slope per number, and products of hidden
 factors for a few pairs of columns. Weights and factors are hashes of the ids, so no table of them is kept.
 Bias and scale are set on the first 65,536 rows such that the label has the asked base rate and the logit the
@@ -9,18 +12,161 @@ asked spread.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.prep.recipes import draw
-from stoker.synthetic.curve import Curve, Sampler, zipf
 
-__all__ = ["ClickBlock", "ClickLog", "IdColumn", "NumberColumn", "Options"]
+__all__ = ["ClickLog", "Curve", "IdColumn", "NumberColumn", "Options", "Sampler", "measure_curve", "zipf"]
+
+_EXACT_HEAD = 4096  # ranks summed one by one; beyond, a sum is its Euler-Maclaurin integral
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Cumulative share of occurrences at some ranks; between two of them shares fall like 1 / rank."""
+
+    name: str
+    num_ids: int  # distinct ids
+    ranks: tuple[int, ...]  # rising, 1-based, the last is num_ids
+    shares: tuple[float, ...]  # cumulative share of the ids up to that rank, the last is 1
+    occurrences: int = 0  # how many were counted; 0 for a formula
+
+    def __post_init__(self) -> None:
+        ranks, shares = np.array(self.ranks), np.array(self.shares)
+        fits = len(ranks) == len(shares) > 0 and ranks[0] >= 1 and ranks[-1] == self.num_ids
+        if not fits or np.any(np.diff(ranks) <= 0) or np.any(np.diff(shares) < 0) or abs(shares[-1] - 1) > 1e-9:
+            raise ConfigError(
+                f"curve {self.name!r} is not a cumulative share by rank: {len(ranks)} ranks must rise "
+                f"to num_ids={self.num_ids:,}, with as many shares rising to 1. Use measure_curve()."
+            )
+
+    def share_of_top(self, num_ids: int) -> float:
+        """Share of all occurrences on the ``num_ids`` most frequent ids."""
+        return float(self.cumulative(np.array([float(num_ids)]))[0])
+
+    def cumulative(self, ranks: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Cumulative share at (fractional, 1-based) ranks; linear in rank below 1 and in log rank above."""
+        known = np.array(self.ranks, dtype=np.float64)
+        at = np.interp(np.log(np.maximum(ranks, 1.0)), np.log(known), np.array(self.shares))
+        return np.asarray(at * np.minimum(ranks, 1.0), dtype=np.float64)
+
+    def stretched(self, num_ids: int) -> Curve:
+        """The same inequality over another number of ids: the top x % keep their share of occurrences."""
+        if num_ids == self.num_ids:
+            return self
+        ranks = _knots(num_ids)
+        shares = self.cumulative(ranks * (self.num_ids / num_ids))
+        shares[-1] = 1.0
+        return _curve(self.name, ranks, shares)
+
+    def save(self, path: str | Path) -> None:
+        """Write the curve as JSON."""
+        fields = {"name": self.name, "num_ids": self.num_ids, "occurrences": self.occurrences}
+        fields |= {"ranks": list(self.ranks), "shares": [round(share, 7) for share in self.shares]}
+        Path(path).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, name: str | Path) -> Curve:
+        """A curve file by path, or one of the package's own: ``globo-articles``, ``book-crossing-books``."""
+        own = resources.files("stoker.synthetic") / "curves"
+        source = own / f"{name}.json"
+        if not source.is_file():
+            source = Path(name)
+        if not source.is_file():
+            names = ", ".join(sorted(entry.name.removesuffix(".json") for entry in own.iterdir()))
+            raise ConfigError(f"no frequency curve {str(name)!r}: neither a file nor one of {names}.")
+        try:
+            fields: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+            return cls(
+                name=str(fields["name"]), num_ids=int(fields["num_ids"]), occurrences=int(fields.get("occurrences", 0)),
+                ranks=tuple(map(int, fields["ranks"])), shares=tuple(map(float, fields["shares"])),
+            )  # fmt: skip
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise DataError(f"{source} is no frequency curve ({error!r}). Write one with Curve.save().") from error
+
+
+def zipf(alpha: float, num_ids: int) -> Curve:
+    """Zipf's law: the share of rank r is proportional to ``r ** -alpha``. ``alpha`` 0 makes all ids equal."""
+    if num_ids < 1 or not 0 <= alpha <= 10:
+        raise ConfigError(f"Zipf's law needs num_ids >= 1 and alpha in 0..10, not {num_ids:,} and {alpha}.")
+    ranks = _knots(num_ids)
+    head = np.cumsum(np.arange(1, min(num_ids, _EXACT_HEAD) + 1, dtype=np.float64) ** -alpha)
+    mass = head[np.minimum(ranks, len(head)) - 1]
+    beyond = ranks > len(head)
+    if beyond.any():
+        low, high = len(head) + 0.5, ranks[beyond] + 0.5
+        if abs(alpha - 1) < 1e-9:
+            mass[beyond] += np.log(high / low)
+        else:
+            mass[beyond] += (high ** (1 - alpha) - low ** (1 - alpha)) / (1 - alpha)
+    return _curve(f"zipf-{alpha:g}", ranks, mass / mass[-1])
+
+
+def _curve(name: str, ranks: NDArray, shares: NDArray, occurrences: int = 0) -> Curve:
+    values = {"ranks": tuple(ranks.tolist()), "shares": tuple(shares.tolist())}
+    return Curve(name=name, num_ids=int(ranks[-1]), occurrences=occurrences, **values)
+
+
+def measure_curve(counts: Iterable[int] | NDArray, *, name: str = "measured") -> Curve:
+    """The curve of a column, from how often each of its values occurs.
+
+    Takes any array or tensor of counts in any order (``dataset.counts["item"]`` for one); zeros are left
+    out. Keeps every rank up to 16 and then one in every quarter more: some fifty numbers for 50,000 ids.
+    """
+    ordered = np.sort(np.asarray(counts, dtype=np.int64).ravel())[::-1]
+    ordered = ordered[ordered > 0]
+    if len(ordered) == 0:
+        raise DataError(f"no counts above 0 to measure the curve {name!r} from.")
+    cumulative = np.cumsum(ordered)
+    ranks = _knots(len(ordered), ratio=1.25, exact=16)
+    return _curve(name, ranks, cumulative[ranks - 1] / cumulative[-1], int(cumulative[-1]))
+
+
+class Sampler:
+    """Ranks drawn from a curve: uniform numbers in, 0-based ranks out, by a search in under 1,000 knots."""
+
+    def __init__(self, curve: Curve) -> None:
+        fine = _knots(curve.num_ids)
+        self.num_ids = curve.num_ids
+        self._low = np.append(0, fine).astype(np.float64)  # segment i is the ranks low[i]..low[i + 1] - 1
+        self._cumulative = np.append(0.0, curve.cumulative(fine.astype(np.float64)))
+        widths = np.diff(self._cumulative)
+        # Ranks of an empty segment are never drawn: the search cannot end there.
+        self._slope = np.diff(self._low) / np.where(widths > 0, widths, 1.0)
+
+    def __call__(self, uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+        """0-based ranks for numbers in [0, 1), [n]."""
+        segment = np.searchsorted(self._cumulative, uniforms, side="right") - 1
+        np.minimum(segment, len(self._slope) - 1, out=segment)
+        rank = uniforms - self._cumulative[segment]
+        rank *= self._slope[segment]
+        rank += self._low[segment]
+        ranks: NDArray[np.int64] = rank.astype(np.int64)
+        np.minimum(ranks, self.num_ids - 1, out=ranks)
+        return ranks
+
+    def share(self, ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The probability of each 0-based rank, [n]."""
+        segment = np.minimum(np.searchsorted(self._low, ranks, side="right"), len(self._slope)) - 1
+        return np.asarray((np.diff(self._cumulative) / np.diff(self._low))[segment])
+
+
+def _knots(num_ids: int, *, ratio: float = 1.02, exact: int = 256) -> NDArray[np.int64]:
+    """Every rank up to ``exact``, then ranks that grow by ``ratio``, the last one ``num_ids``."""
+    steps = max(0, int(np.ceil(np.log(max(num_ids / exact, 1.0)) / np.log(ratio))))
+    tail = exact * ratio ** np.arange(1, steps + 1)
+    ranks = np.concatenate([np.arange(1, exact + 1), tail.astype(np.int64), [num_ids]])
+    return np.unique(np.minimum(ranks, num_ids))
+
 
 _SAMPLE = 65_536  # rows that bias and scale are set on
 _PAIRS = 3  # of columns that interact
@@ -47,8 +193,7 @@ class NumberColumn:
     negative: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClickBlock:
+class ClickBlock(NamedTuple):
     """Rows ``start..start + n - 1`` of a log."""
 
     start: int
@@ -71,13 +216,15 @@ class Options:
     seed: int = 0
     universe: int | None = None  # seed of the hidden weights and of what belongs to an id; None: ``seed``
     alpha: float = 1.05  # exponent of Zipf's law for the ids, where there is no curve
-    curve: Curve | None = None
+    curve: Curve | str | Path | None = None  # or the name or the file of one
     drift: float = 0.0  # share of the ranks whose id has been replaced by another one at the end of the log
     scale: float = 1.0  # factor on the sizes of the tables
     base_rate: float | None = None  # None: that of the real log
     signal: float = 1.3  # standard deviation of the true logit; 0 plants nothing (best AUC 0.5)
 
     def __post_init__(self) -> None:
+        if isinstance(self.curve, str | Path):
+            object.__setattr__(self, "curve", Curve.load(self.curve))
         for name, value, most in (("alpha", self.alpha, 10), ("drift", self.drift, 1), ("signal", self.signal, 5)):
             if not 0 <= value <= most:
                 raise ConfigError(f"{name} {value:g} lies outside 0 to {most}.", settings=(name,))
@@ -94,9 +241,22 @@ class Options:
         """The seed of what belongs to ids: raw values, attributes, hidden weights."""
         return self.seed if self.universe is None else self.universe
 
+    def uniform(self, rows: NDArray, *names: str) -> NDArray[np.float64]:
+        """What rows draw from [0, 1) by the seed and a name, [n]."""
+        return draw.uniform(draw.key_of(self.seed, *names), rows)
+
+    def integers(self, rows: NDArray, below: int, *names: str) -> NDArray[np.int64]:
+        """What rows draw from [0, below) by the seed and a name, [n]."""
+        return draw.integers(draw.key_of(self.seed, *names), rows, below)
+
+    def belonging(self, ids: NDArray, below: int, *names: str) -> NDArray[np.int64]:
+        """What belongs to ids in the universe, such as a user's country: whole numbers in [0, below), [n]."""
+        return draw.integers(draw.key_of(self.world, *names), ids, below)
+
     def sampler(self, num_ids: int) -> Sampler:
         """Draws from the curve stretched over ``num_ids``, or from Zipf's law where there is none."""
-        return Sampler(zipf(self.alpha, num_ids) if self.curve is None else self.curve.stretched(num_ids))
+        curve = self.curve.stretched(num_ids) if isinstance(self.curve, Curve) else zipf(self.alpha, num_ids)
+        return Sampler(curve)
 
     def sized(self, num_ids: int) -> int:
         """``num_ids`` by the scale, at least 3 (or what the real table has)."""
@@ -145,21 +305,14 @@ class ClickLog:
         self._calibration = original._calibrated()  # here, since blocks are made on several threads
 
     def block(self, start: int, stop: int) -> ClickBlock:
-        """Rows [start, stop); may lie past ``rows``."""
+        """Rows [start, stop); may be past ``rows``."""
         rows = np.arange(start, stop, dtype=np.uint64)
         ids = self.draw_ids(rows)
         numbers, missing = self._draw_numbers(rows)
         centre, scale, bias = self._calibration
         logits = self._raw_logits(ids, numbers, centre) * np.float32(scale) + np.float32(bias)
-        chance = draw.uniform(draw.key_of(self.options.seed, "label"), rows)
-        return ClickBlock(
-            start=start,
-            ids=ids,
-            numbers=numbers,
-            number_missing=missing,
-            logits=logits,
-            labels=chance < 1.0 / (1.0 + np.exp(-logits.astype(np.float64))),
-        )
+        labels = self.options.uniform(rows, "label") < 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+        return ClickBlock(start, ids, numbers, missing, logits, labels)
 
     def draw_ids(self, rows: NDArray[np.uint64], *, still: bool = False) -> list[NDArray[np.int64]]:
         """Ids of every column for these rows, -1 where missing, [n] each; ``still`` leaves the drift out."""
@@ -167,9 +320,9 @@ class ClickLog:
         for column in self.ids:
             if column.of is not None:
                 parent = drawn[self._position[column.of]]
-                drawn.append(draw.integers(draw.key_of(self.options.world, column.name, "of"), parent, column.num_ids))
+                drawn.append(self.options.belonging(parent, column.num_ids, column.name, "of"))
                 continue
-            rank = self._samplers[column.num_ids](draw.uniform(draw.key_of(self.options.seed, column.name), rows))
+            rank = self._samplers[column.num_ids](self.options.uniform(rows, column.name))
             if not still and column.num_ids > 2:
                 rank = self.options.drifted(rank, rows, column.num_ids, column.name)
             if column.missing:
@@ -180,7 +333,7 @@ class ClickLog:
     def _draw_numbers(self, rows: NDArray[np.uint64]) -> tuple[list[NDArray], list[NDArray]]:
         values, empty = [], []
         for column in self.numbers:
-            value = self._counts[column.largest](draw.uniform(draw.key_of(self.options.seed, column.name), rows))
+            value = self._counts[column.largest](self.options.uniform(rows, column.name))
             if column.negative:
                 value[self._missing(column.name + "-", column.negative, rows)] = -1
             gone = self._missing(column.name, column.missing, rows)
@@ -192,23 +345,25 @@ class ClickLog:
     def _missing(self, name: str, share: float, rows: NDArray[np.uint64]) -> NDArray[np.bool_]:
         if not share:
             return np.zeros(len(rows), dtype=bool)
-        return draw.uniform(draw.key_of(self.options.seed, name, "missing"), rows) < share
+        return self.options.uniform(rows, name, "missing") < share
 
     def _raw_logits(
         self, ids: list[NDArray], numbers: list[NDArray], centre: NDArray[np.float32]
     ) -> NDArray[np.float32]:
+        def hidden(kind: str, name: str, values: NDArray) -> NDArray[np.float32]:
+            return draw.normal(draw.key_of(self.options.world, name, kind), values)
+
         total = np.zeros(len((ids or numbers)[0]), dtype=np.float32)
         for column, values in zip(self.ids, ids, strict=True):
-            # Rare ids cannot be learnt from one occurrence: the larger the table, the less hangs on it.
+            # Rare ids cannot be learnt from one occurrence: the larger the table, the less depends on it.
             strength = self._strength(column.name) / (1 + np.log10(column.num_ids) / 2)
-            total += draw.normal(draw.key_of(self.options.world, column.name, "weight"), values) * np.float32(strength)
+            total += hidden("weight", column.name, values) * np.float32(strength)
         for number, values, middle in zip(self.numbers, numbers, centre, strict=True):
             shape = np.log1p(np.maximum(values, 0).astype(np.float32)) - middle
             total += shape * np.float32(0.25 * self._strength(number.name))
-        for left, right in self._pairs:
-            factor = draw.normal(draw.key_of(self.options.world, self.ids[left].name, "factor"), ids[left])
-            factor *= draw.normal(draw.key_of(self.options.world, self.ids[right].name, "factor"), ids[right])
-            total += factor * np.float32(0.4)
+        for pair in self._pairs:
+            left, right = (hidden("factor", self.ids[at].name, ids[at]) for at in pair)
+            total += left * right * np.float32(0.4)
         return total
 
     def _strength(self, name: str) -> float:

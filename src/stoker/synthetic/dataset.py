@@ -6,7 +6,7 @@ frequency as the preparer does; the second writes shards. Memory: 12 bytes per t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,10 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import describe_file, hash_schema, write_counts, write_manifest
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
-from stoker.prep.recipes import draw
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn
-from stoker.synthetic.clicks import ClickBlock, ClickLog, IdColumn, NumberColumn, Options
-from stoker.synthetic.curve import Curve
-from stoker.synthetic.formats import KAGGLE_SIZES
-from stoker.synthetic.truth import SyntheticTruth, TruthMeter
-from stoker.synthetic.writer import BLOCK, ordered_blocks
+from stoker.synthetic.clicks import ClickLog, Curve, IdColumn, NumberColumn, Options
+from stoker.synthetic.logs import KAGGLE_SIZES
+from stoker.synthetic.writer import BLOCK, SyntheticTruth, TruthMeter, ordered_blocks
 
 __all__ = ["dataset"]
 
@@ -81,37 +78,38 @@ def dataset(
         raise ConfigError(f"a dataset needs training rows and tables, not rows={rows} and sizes {tuple(sizes)}.")
     options = Options(
         rows=sum(splits.values()), seed=seed, alpha=alpha, drift=drift, scale=scale, base_rate=base_rate, signal=signal,
-        curve=curve if curve is None or isinstance(curve, Curve) else Curve.load(curve),
+        curve=curve,
     )  # fmt: skip
-    names = {f"C{i + 1}": max(1, round(size * scale)) for i, size in enumerate(sizes)}
-    generator = _Generator(
-        [IdColumn(name=name, num_ids=size, missing=missing) for name, size in names.items()],
-        [NumberColumn(name=f"I{i + 1}") for i in range(num_dense)],
-        dict(sequences or {}),
-        options,
-    )
-    generator.number_ids(splits["train"], workers)
+    tables = {f"C{i}": max(1, round(size * scale)) for i, size in enumerate(sizes, 1)}
+    generator = _Generator(tables, num_dense, missing, dict(sequences or {}), options)
+    counts = generator.number_ids(splits["train"], workers)
     entries, meter, start = {}, TruthMeter(), 0
     for name, count in splits.items():
         meter = TruthMeter()
-        entries[name] = generator.write_split(out, name, start, start + count, meter, workers)
+        entries[name] = generator.write_split(out / name, start, start + count, meter, workers)
         start += count
     truth = meter.truth(recipe="synthetic", rows=start, bad=0, seed=seed, task=f"one row of the {name} split")
     truth.save(out / "truth.json")
-    schema = generator.schema().to_dict()
+    schema = generator.schema()
+    spec = FeatureSpec(
+        dense=schema.dense_names,
+        features=tuple(column.feature() for column in schema.features),
+        num_embeddings={name: size + 1 for name, size in tables.items()},
+    )
+    values = schema.to_dict()
     write_manifest(
         out,
         {
             "created_by": "stoker.synthetic.dataset",
             "stoker_version": __version__,
             "recipe": "synthetic",
-            "schema": schema,
-            "schema_hash": hash_schema(schema),
-            "features": generator.spec().to_dict(),
+            "schema": values,
+            "schema_hash": hash_schema(values),
+            "features": spec.to_dict(),
             "dense_stats": {},
             "splits": entries,
             "files": {
-                "counts.safetensors": write_counts(out, generator.counts()),
+                "counts.safetensors": write_counts(out, counts),
                 "truth.json": describe_file(out / "truth.json"),
             },
             "sources": [],
@@ -122,128 +120,108 @@ def dataset(
 
 
 class _Generator:
+    """Rows of a click log whose ids are numbered by falling frequency, and bags of further ids of its tables."""
+
     def __init__(
-        self,
-        ids: list[IdColumn],
-        numbers: list[NumberColumn],
-        sequences: dict[str, tuple[str, int]],
+        self, tables: dict[str, int], num_dense: int, missing: float, sequences: dict[str, tuple[str, int]],
         options: Options,
-    ) -> None:
-        self.log = ClickLog(ids, numbers, **vars(options))
-        self.sequences = sequences
-        self.sizes = {column.name: column.num_ids for column in ids}
+    ) -> None:  # fmt: skip
         for name, (table, longest) in sequences.items():
-            if table not in self.sizes or longest < 1:
+            if table not in tables or longest < 1:
                 raise ConfigError(
-                    f"sequence {name!r}, up to {longest} ids of table {table!r}: tables are C1..C{len(ids)}."
+                    f"sequence {name!r}, up to {longest} ids of table {table!r}: tables are C1..C{len(tables)}."
                 )
-        self._samplers = {table: options.sampler(self.sizes[table]) for table, _ in sequences.values()}
-        self._occurrences: dict[str, NDArray[np.int64]] = {}  # by generated id, the last one counts missing
+        ids = [IdColumn(name=name, num_ids=size, missing=missing) for name, size in tables.items()]
+        numbers = [NumberColumn(name=f"I{i + 1}") for i in range(num_dense)]
+        self.log = ClickLog(ids, numbers, **vars(options))
+        self.tables, self.sequences = tables, sequences
+        self._samplers = {table: options.sampler(tables[table]) for table, _ in sequences.values()}
         self._id_of: dict[str, NDArray[np.int32]] = {}  # generated id -> row of the table, the last one -> 0
 
-    def number_ids(self, rows: int, workers: int | None) -> None:
-        """Count generated ids of the training rows and number them by falling count, ties by generated id."""
-        counted = {name: np.zeros(size + 1, dtype=np.int64) for name, size in self.sizes.items()}
+    def number_ids(self, rows: int, workers: int | None) -> dict[str, torch.Tensor]:
+        """Number the generated ids by falling count in the training rows, ties by generated id.
+
+        Returns:
+            Training occurrences by table row; row 0 counts missing ids.
+        """
+        counted = {name: np.zeros(size + 1, dtype=np.int64) for name, size in self.tables.items()}
 
         def make(start: int, stop: int) -> list[tuple[str, NDArray]]:
             at = np.arange(start, stop, dtype=np.uint64)
-            drawn = list(zip(self.sizes, self.log.draw_ids(at), strict=True))
-            for name, (table, _) in self.sequences.items():
-                values, lengths = self._bags(name, at)
-                drawn.append((table, values[np.arange(values.shape[1]) < lengths[:, None]]))
-            return drawn
+            bags = [(table, values[kept]) for table, values, kept in self._bags(at)]
+            return [*zip(self.tables, self.log.draw_ids(at), strict=True), *bags]
 
         for drawn in ordered_blocks(rows, make, workers):
             for table, values in drawn:
                 np.add.at(counted[table], values, 1)  # -1 is the last place
+        occurrences = {}
         for table, counts in counted.items():
             order = np.argsort(-counts[:-1], kind="stable")
-            ids = np.zeros(len(counts), dtype=np.int32)
-            ids[order] = np.arange(1, len(counts), dtype=np.int32)
-            self._id_of[table] = ids
-            self._occurrences[table] = np.concatenate([counts[-1:], counts[order]])
-
-    def counts(self) -> dict[str, torch.Tensor]:
-        """Training occurrences by table row."""
-        return {table: torch.from_numpy(counts) for table, counts in self._occurrences.items()}
+            self._id_of[table] = np.zeros(len(counts), dtype=np.int32)
+            self._id_of[table][order] = np.arange(1, len(counts), dtype=np.int32)
+            occurrences[table] = torch.from_numpy(np.append(counts[-1:], counts[order]))
+        return occurrences
 
     def write_split(
-        self, out: Path, split: str, start: int, stop: int, meter: TruthMeter, workers: int | None
+        self, folder: Path, start: int, stop: int, meter: TruthMeter, workers: int | None
     ) -> dict[str, object]:
-        """Rows [start, stop) as shards; the split's entry in the manifest."""
+        """Write rows [start, stop) as shards; return the split's entry in the manifest."""
 
-        def make(first: int, last: int) -> tuple[ClickBlock, NDArray, NDArray | None, NDArray]:
+        def make(first: int, last: int) -> tuple[NDArray, dict[str, NDArray]]:
             block = self.log.block(start + first, start + last)
-            dense = [np.log1p(np.maximum(values, 0)) for values in block.numbers]
-            matrix = np.stack(dense, axis=1) if dense else np.zeros((last - first, 0))
-            ids = [self._id_of[name][values] for name, values in zip(self.sizes, block.ids, strict=True)]
-            columns = np.stack(ids, axis=1)
-            lengths = None
+            dense = [np.log1p(np.maximum(values, 0)).astype(np.float32) for values in block.numbers]
+            ids = [self._id_of[name][values] for name, values in zip(self.tables, block.ids, strict=True)]
+            tensors = {
+                "dense": np.stack(dense, axis=1) if dense else np.zeros((last - first, 0), dtype=np.float32),
+                "labels": block.labels.astype(np.float32),
+                "ids": np.stack(ids, axis=1),
+            }
             if self.sequences:
-                columns, lengths = self._jagged(columns, np.arange(start + first, start + last, dtype=np.uint64))
-            return block, columns, lengths, matrix.astype(np.float32)
+                tensors |= self._jagged(tensors["ids"], np.arange(start + first, start + last, dtype=np.uint64))
+            return block.logits, tensors
 
         shards: list[dict[str, object]] = []
-        positives = 0
-        held: list[tuple[NDArray, NDArray, NDArray, NDArray | None]] = []
-        for block, columns, lengths, dense in ordered_blocks(stop - start, make, workers):
-            meter.add(block.logits)
-            positives += int(block.labels.sum())
-            held.append((dense, block.labels.astype(np.float32), columns, lengths))
-            if len(held) == SHARD_ROWS // BLOCK or block.start + len(block.labels) == stop:
-                shards.append(_write(out / split / f"{len(shards):05d}.safetensors", held))
-                held = []
+        positives, rows = 0, 0
+        pending: list[dict[str, NDArray]] = []
+        for logits, tensors in ordered_blocks(stop - start, make, workers):
+            meter.add(logits)
+            positives, rows = positives + int(tensors["labels"].sum()), rows + len(logits)
+            pending.append(tensors)
+            if len(pending) == SHARD_ROWS // BLOCK or rows == stop - start:
+                whole = {name: np.concatenate([one[name] for one in pending]) for name in tensors}
+                if "lengths" in whole:
+                    whole["row_offsets"] = np.append(0, np.cumsum(whole["lengths"].sum(axis=1, dtype=np.int64)))
+                shards.append(write_shard(folder / f"{len(shards):05d}.safetensors", **whole).to_dict())
+                pending = []
         return {"rows": stop - start, "positives": positives, "shards": shards}
 
-    def _bags(self, name: str, rows: NDArray[np.uint64]) -> tuple[NDArray, NDArray]:
-        table, longest = self.sequences[name]
-        lengths = draw.integers(draw.key_of(self.log.options.seed, name, "length"), rows, longest + 1)
-        cells = (rows[:, None] * np.uint64(longest) + np.arange(longest, dtype=np.uint64)).ravel()
-        values = self._samplers[table](draw.uniform(draw.key_of(self.log.options.seed, name), cells))
-        return values.reshape(-1, longest), lengths
-
-    def _jagged(self, columns: NDArray[np.int32], rows: NDArray[np.uint64]) -> tuple[NDArray, NDArray]:
-        """One-hot ids and bags side by side: flat ids [L], sample-major, and lengths [n, F]."""
-        blocks, kept = [columns], [np.ones(columns.shape, dtype=bool)]
-        lengths = [np.ones(columns.shape, dtype=np.int32)]
+    def _bags(self, rows: NDArray[np.uint64]) -> Iterator[tuple[str, NDArray, NDArray[np.bool_]]]:
+        """The table of each sequence, generated ids of these rows, [n, longest], and which ones are in the bags."""
+        options = self.log.options
         for name, (table, longest) in self.sequences.items():
-            values, size = self._bags(name, rows)
-            blocks.append(self._id_of[table][values])
-            kept.append(np.arange(longest) < size[:, None])
-            lengths.append(size.astype(np.int32)[:, None])
-        flat = np.concatenate(blocks, axis=1)[np.concatenate(kept, axis=1)]
-        return flat, np.concatenate(lengths, axis=1)
+            lengths = options.integers(rows, longest + 1, name, "length")
+            cells = (rows[:, None] * np.uint64(longest) + np.arange(longest, dtype=np.uint64)).ravel()
+            values = self._samplers[table](options.uniform(cells, name)).reshape(-1, longest)
+            yield table, values, np.arange(longest) < lengths[:, None]
 
-    def spec(self) -> FeatureSpec:
-        """What models see."""
-        schema = self.schema()
-        return FeatureSpec(
-            dense=tuple(column.name for column in schema.dense),
-            features=tuple(column.feature() for column in schema.features),
-            num_embeddings={name: size + 1 for name, size in self.sizes.items()},
-        )
+    def _jagged(self, columns: NDArray, rows: NDArray[np.uint64]) -> dict[str, NDArray]:
+        """One-hot ids and bags together: flat ids [L], sample-major, and lengths [n, F]."""
+        ids, kept = [columns], [np.ones(columns.shape, dtype=bool)]
+        lengths = [np.ones(columns.shape, dtype=np.int32)]
+        for table, values, in_bag in self._bags(rows):
+            ids.append(self._id_of[table][values])
+            kept.append(in_bag)
+            lengths.append(in_bag.sum(axis=1, dtype=np.int32, keepdims=True))
+        return {"ids": np.hstack(ids)[np.hstack(kept)], "lengths": np.hstack(lengths)}
 
     def schema(self) -> Schema:
         """The schema that such a dataset would have been prepared by."""
+        dense = [DenseColumn(name=column.name, transforms=("log1p",)) for column in self.log.numbers]
+        tables = [CategoricalColumn(name=n, type="int", hash_buckets=size) for n, size in self.tables.items()]
+        bags = [
+            SequenceColumn(name=n, type="int", table=t, hash_buckets=self.tables[t], max_length=longest)
+            for n, (t, longest) in self.sequences.items()
+        ]
         return Schema(
-            name="synthetic",
-            label=Label(column="label"),
-            dense=tuple(DenseColumn(name=column.name, transforms=("log1p",)) for column in self.log.numbers),
-            categorical=tuple(
-                CategoricalColumn(name=n, type="int", hash_buckets=size) for n, size in self.sizes.items()
-            ),
-            sequence=tuple(
-                SequenceColumn(name=n, type="int", table=t, hash_buckets=self.sizes[t], max_length=longest)
-                for n, (t, longest) in self.sequences.items()
-            ),
+            name="synthetic", label=Label(column="label"), dense=(*dense,), categorical=(*tables,), sequence=(*bags,)
         )
-
-
-def _write(path: Path, held: list[tuple[NDArray, NDArray, NDArray, NDArray | None]]) -> dict[str, object]:
-    dense, labels, ids, lengths = zip(*held, strict=True)
-    tensors = {"dense": np.concatenate(dense), "labels": np.concatenate(labels), "ids": np.concatenate(ids)}
-    if lengths[0] is not None:
-        tensors["lengths"] = np.concatenate(lengths)
-        ends = np.cumsum(tensors["lengths"].sum(axis=1, dtype=np.int64))
-        tensors["row_offsets"] = np.concatenate([[0], ends])
-    return write_shard(path, **tensors).to_dict()

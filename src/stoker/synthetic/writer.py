@@ -1,45 +1,39 @@
-"""Writing synthetic logs: blocks of 65,536 rows rendered by a few threads, written in order."""
+"""Write synthetic logs: blocks of 65,536 rows rendered by a few threads, written in order, and the truth of them.
+
+The truth is what the best possible model would reach, known because the true probabilities are: nothing can rank better
+than the probability that drew the label, nor have a lower expected log loss.
+"""
 
 from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.base.device import cpu_count
-from stoker.base.errors import ConfigError
+from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
 from stoker.dataset.leftovers import absent_folders, remove_empty
 from stoker.prep.recipes import draw
-from stoker.synthetic import choices, formats, purchases
-from stoker.synthetic.clicks import Options
-from stoker.synthetic.curve import Curve
-from stoker.synthetic.formats import METADATA, Part, Source
-from stoker.synthetic.truth import SyntheticTruth, TruthMeter
+from stoker.synthetic.clicks import Curve, Options
+from stoker.synthetic.logs import METADATA, RECIPES, Part, Source
 
-__all__ = ["BLOCK", "RECIPES", "ordered_blocks", "source_of", "write"]
+__all__ = ["BLOCK", "SyntheticTruth", "TruthMeter", "ordered_blocks", "source_of", "write"]
 
 BLOCK = 65_536
 T = TypeVar("T")
 _SPOILED = {"label": ord("x"), "number": ord("x"), "hex": ord("z"), "utf8": 0xFF}
-
-RECIPES: dict[str, Callable[[Options], Source]] = {
-    "criteo": formats.criteo,
-    "avazu": formats.avazu,
-    "taobao": purchases.taobao,
-    "trivago": choices.trivago,
-    "movielens": formats.movielens,
-    "online-retail": purchases.online_retail,
-    "globo": purchases.globo,
-    "ebnerd": choices.ebnerd,
-}
 
 
 def write(
@@ -60,7 +54,7 @@ def write(
     overwrite: bool = False,
     metadata: str | Path | None = None,
 ) -> SyntheticTruth:
-    """Write a log in the raw format of ``recipe`` and, beside it, ``<out>.truth.json``.
+    """Write a log in the raw format of ``recipe`` and, next to it, ``<out>.truth.json``.
 
     The bytes depend on the arguments only, never on ``workers`` or the machine. Memory does not grow with
     ``rows``.
@@ -101,43 +95,38 @@ def write(
     if total < 1:
         raise ConfigError(f"{total} rows make no log. Ask for at least 1.")
     options = Options(
-        rows=total,
-        seed=seed,
-        universe=universe,
-        alpha=alpha,
-        curve=curve if curve is None or isinstance(curve, Curve) else Curve.load(curve),
-        drift=drift,
-        scale=scale,
-        base_rate=base_rate,
-        signal=signal,
-    )
+        rows=total, seed=seed, universe=universe, alpha=alpha, curve=curve, drift=drift, scale=scale,
+        base_rate=base_rate, signal=signal,
+    )  # fmt: skip
     source = source_of(recipe, options)
     out = Path(out)
     if share and not source.spoil:
-        raise ConfigError(
-            f"bad {share:g}: {recipe} logs have no lines of text to spoil. Leave it out.", settings=("bad",)
-        )
+        message = f"bad {share:g}: {recipe} logs have no lines of text to spoil. Leave it out."
+        raise ConfigError(message, settings=("bad",))
     truth_file = out.with_name(out.name + ".truth.json")
     paths = {name: out / name if name else out for name in source.files}
     files = dict(source.files)
     if metadata is not None:
-        paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file), recipe, source)
-        files[METADATA] = cast(Any, source.metadata)
+        if source.metadata is None:
+            message = f"metadata: {recipe} logs have none; trivago's have. Leave it out."
+            raise ConfigError(message, settings=("metadata",))
+        paths[METADATA] = _metadata_path(Path(metadata), (out, truth_file))
+        files[METADATA] = source.metadata
     _check_place(out, [*paths.values(), truth_file], source, overwrite)
     made = [folder for path in paths.values() for folder in absent_folders(path.parent)]
     meter, spoiled = TruthMeter(), 0
     try:
         with ExitStack() as stack:  # the files of a log appear together, when the last is whole
             for name, (count, render) in files.items():
-                spoiled += _write_file(stack, paths[name], source, name, count, render, share, seed, meter, workers)
+                spoil = partial(_spoil, kinds={} if name else source.spoil, share=share, seed=seed)
+                header = source.header.get(name, "")
+                spoiled += _write_file(stack, paths[name], header, count, render, spoil, meter, workers)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(
-            f"interrupted; nothing was written to {out}. Give the same command again to start over."
-        ) from stop
+        message = f"interrupted; nothing was written to {out}. Give the same command again to start over."
+        raise KeyboardInterrupt(message) from stop
     except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written ({error.strerror}). Choose a place that you may write to."
-        ) from error
+        message = f"{out} cannot be written ({error.strerror}). Choose a place that you may write to."
+        raise ConfigError(message) from error
     finally:
         remove_empty(made)
     truth = meter.truth(recipe=recipe, rows=total, bad=spoiled, seed=seed, task=source.task, universe=universe)
@@ -152,10 +141,8 @@ def _parsed(name: str, parse: Callable[[Any], T], value: object) -> T:
         raise ConfigError(f"{name}: {error}", settings=(name,)) from None
 
 
-def _metadata_path(path: Path, taken: tuple[Path, ...], recipe: str, source: Source) -> Path:
+def _metadata_path(path: Path, taken: tuple[Path, ...]) -> Path:
     """Return ``path``, or refuse it where it cannot hold metadata that ``prepare`` recognises."""
-    if source.metadata is None:
-        raise ConfigError(f"metadata: {recipe} logs have none; trivago's have. Leave it out.", settings=("metadata",))
     remedy = ""
     if path.is_dir():
         remedy = f"this is a directory. Name a file in it: {path / 'item_metadata.csv'}."
@@ -177,10 +164,8 @@ def _check_place(out: Path, files: list[Path], source: Source, overwrite: bool) 
         raise ConfigError(f"{out} is a file, but this log has {len(source.files)}. Name a directory for them.")
     present = next((path for path in files if path.exists()), None)
     if present is not None and not overwrite:
-        raise ConfigError(
-            f"{present} is there already. Choose another out, or pass overwrite=True to replace it.",
-            settings=("out", "overwrite"),
-        )
+        message = f"{present} is there already. Choose another out, or pass overwrite=True to replace it."
+        raise ConfigError(message, settings=("out", "overwrite"))
 
 
 def source_of(recipe: str, options: Options) -> Source:
@@ -199,40 +184,25 @@ def ordered_blocks(rows: int, make: Callable[[int, int], Any], workers: int | No
 
 
 def _write_file(
-    stack: ExitStack,
-    path: Path,
-    source: Source,
-    name: str,
-    rows: int,
-    render: Callable[[int, int], Part],
-    bad: float,
-    seed: int,
-    meter: TruthMeter,
-    workers: int | None,
-) -> int:
-    spoil = source.spoil if name == "" and bad else {}
+    stack: ExitStack, path: Path, header: str, rows: int, render: Callable[[int, int], Part],
+    spoil: Callable[[Part, int], tuple[Part, int]], meter: TruthMeter, workers: int | None,
+) -> int:  # fmt: skip
+    """Write one file, which appears when ``stack`` closes, and return how many of its lines were spoiled."""
 
-    def make(start: int, stop: int) -> tuple[bytes, Part, int]:
+    def make(start: int, stop: int) -> tuple[Any, Part, int]:
         part = render(start, stop)
         if part.block is None:
-            return b"", part, 0
-        count, part = _spoil(part, spoil, start, bad, seed)
-        assert part.block is not None
-        return part.block.tobytes().translate(None, b"\0"), part, count
+            return part.table, part, 0
+        part, bad = spoil(part, start)
+        return cast(Any, part.block).tobytes().translate(None, b"\0"), part, bad
 
-    spoiled, parquet = 0, None
-    sink: BinaryIO | None = None
-    for lines, part, count in ordered_blocks(rows, make, workers):
-        if part.table is not None:
-            parquet = parquet or _parquet(stack, path, part.table)
-            parquet.write_table(part.table)
-        else:
-            if sink is None:
-                sink = stack.enter_context(_text_sink(path))
-                if name in source.header:
-                    sink.write(source.header[name].encode() + b"\n")
-            sink.write(lines)
-        spoiled += count
+    spoiled, put = 0, None
+    for content, part, bad in ordered_blocks(rows, make, workers):
+        if put is None:
+            sink = _text(path, header) if part.table is None else _parquet(path, part.table.schema)
+            put = stack.enter_context(sink)
+        put(content)
+        spoiled += bad
         if part.labels is None:
             meter.add(part.logits)
         else:
@@ -240,51 +210,137 @@ def _write_file(
     return spoiled
 
 
-def _spoil(part: Part, spoil: Any, start: int, bad: float, seed: int) -> tuple[int, Part]:
-    if not spoil or part.block is None:
-        return 0, part
-    block = part.block
-    rows = np.arange(start, start + len(block))
-    hit = draw.uniform(draw.key_of(seed, "bad"), rows) < bad
-    kinds = draw.integers(draw.key_of(seed, "bad kind"), rows, len(spoil))
-    for number, (kind, column) in enumerate(spoil.items()):
-        lines = hit & (kinds == number)
+def _spoil(part: Part, start: int, *, kinds: Mapping[str, int], share: float, seed: int) -> tuple[Part, int]:
+    """Return a block of lines with a share of them spoiled, in place, and how many; they leave the truth."""
+    if not kinds or not share or part.block is None:
+        return part, 0
+    rows = np.arange(start, start + len(part.block))
+    hit = draw.uniform(draw.key_of(seed, "bad"), rows) < share
+    chosen = draw.integers(draw.key_of(seed, "bad kind"), rows, len(kinds))
+    for number, (kind, column) in enumerate(kinds.items()):
+        lines = hit & (chosen == number)
         if kind == "columns":
-            block[lines, part.starts[column] - 1] = 0  # two fields run together
+            part.block[lines, part.starts[column] - 1] = 0  # two fields run together
         else:
-            block[lines, part.starts[column]] = _SPOILED[kind]
-    logits, labels = part.logits, part.labels
-    if labels is None and len(logits) == len(block):
-        logits = logits[~hit]
-    elif labels is not None and len(logits) == 2 * len(block):
-        keep = np.concatenate([~hit, ~hit])
-        logits, labels = logits[keep], labels[keep]
-    return int(hit.sum()), Part(block=block, starts=part.starts, logits=logits, labels=labels)
+            part.block[lines, part.starts[column]] = _SPOILED[kind]
+    times = 1 if part.labels is None else 2
+    if len(part.logits) == times * len(rows):
+        keep = np.tile(~hit, times)
+        part = replace(part, logits=part.logits[keep], labels=None if part.labels is None else part.labels[keep])
+    return part, int(hit.sum())
 
 
 @contextmanager
-def _text_sink(path: Path) -> Iterator[BinaryIO]:
-    with atomic_file(path) as file, ExitStack() as stack:
-        out: Any = file
+def _text(path: Path, header: str) -> Iterator[Callable[[bytes], object]]:
+    if path.suffix == ".parquet":
+        raise ConfigError(f"{path.name}: this log is text. Name it .tsv, .csv or .txt, with .gz or .zst to compress.")
+    with ExitStack() as stack:
+        out: Any = stack.enter_context(atomic_file(path))
         if path.suffix == ".gz":
-            # No file name and no time in the header, and pieces of fixed size: the same bytes each time.
-            packed = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
+            # No file name and no time in the header, and blocks of fixed size: the same bytes each time.
+            packed = stack.enter_context(gzip.GzipFile("", "wb", 6, out, mtime=0))
             out = stack.enter_context(io.BufferedWriter(cast(Any, packed), 1 << 20))
         elif path.suffix == ".zst":
             import zstandard
 
-            out = stack.enter_context(zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False))
-        elif path.suffix == ".parquet":
-            raise ConfigError(
-                f"{path.name}: this log is text. Name it .tsv, .csv or .txt, with .gz or .zst to compress."
-            )
-        yield out
+            out = stack.enter_context(zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False))
+        if header:
+            out.write(header.encode() + b"\n")
+        yield out.write
 
 
-def _parquet(stack: ExitStack, path: Path, table: Any) -> Any:
+@contextmanager
+def _parquet(path: Path, schema: Any) -> Iterator[Callable[[Any], object]]:
     import pyarrow.parquet as pq
 
     if path.suffix != ".parquet":
         raise ConfigError(f"{path.name}: this log is Parquet. Name it {path.stem}.parquet.")
-    file = stack.enter_context(atomic_file(path))
-    return stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
+    with atomic_file(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        yield writer.write_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticTruth:
+    """The planted truth of one log; AUC, log loss (nats) and base rate are expectations over the labels."""
+
+    recipe: str
+    rows: int  # rows of the log, bad lines included
+    bad: int  # lines spoiled on purpose
+    examples: int  # labelled examples that the figures below speak of
+    seed: int
+    base_rate: float  # share of positives
+    best_auc: float
+    best_log_loss: float
+    task: str  # what an example is, and what its negatives are
+    universe: int | None = None  # None: the seed, as in files that do not name it
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, without a universe where it is None."""
+        kept = {name: value for name, value in asdict(self).items() if name != "universe" or value is not None}
+        Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> SyntheticTruth:
+        """Read what :meth:`save` wrote; ``write`` puts it next to the log as ``<out>.truth.json``."""
+        try:
+            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, TypeError, json.JSONDecodeError) as error:
+            message = f"{path} is no synthetic truth file ({error}). stoker.synthetic.write makes one."
+            raise DataError(message) from error
+
+
+class TruthMeter:
+    """Sums up true logits in bounded memory: expected AUC by a fine histogram, expected log loss exactly."""
+
+    BINS = 2**17
+    RANGE = 20.0  # logits beyond +-20 fall into the end bins; they are certain to 2e-9
+
+    def __init__(self) -> None:
+        self._positive = np.zeros(self.BINS)
+        self._negative = np.zeros(self.BINS)
+        self._entropy = 0.0
+        self.examples = 0
+
+    def add(self, logits: NDArray) -> None:
+        """Examples with these true logits, each drawn positive with ``1 / (1 + exp(-logit))``, [n]."""
+        z = logits.astype(np.float64)
+        p = 1.0 / (1.0 + np.exp(-z))
+        self._add(z, p, 1.0 - p)
+
+    def add_known(self, logits: NDArray, labels: NDArray) -> None:
+        """Examples whose best logits are known and whose labels are fixed by how they were made, [n] each."""
+        y = labels.astype(np.float64)
+        self._add(logits.astype(np.float64), y, 1.0 - y)
+
+    def _add(self, z: NDArray, positive: NDArray, negative: NDArray) -> None:
+        bins = ((np.clip(z, -self.RANGE, self.RANGE) + self.RANGE) * (self.BINS / (2 * self.RANGE))).astype(np.int64)
+        np.minimum(bins, self.BINS - 1, out=bins)
+        self._positive += np.bincount(bins, weights=positive, minlength=self.BINS)
+        self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)
+        self._entropy += float(positive @ np.logaddexp(0.0, -z) + negative @ np.logaddexp(0.0, z))
+        self.examples += len(z)
+
+    def truth(self, **log: Any) -> SyntheticTruth:
+        """The planted truth of the log whose examples were added; ``log``: the other fields of it."""
+        figures: dict[str, Any] = {"base_rate": self.base_rate, "best_auc": self.auc, "best_log_loss": self.log_loss}
+        return SyntheticTruth(examples=self.examples, **figures, **log)
+
+    @property
+    def base_rate(self) -> float:
+        """Expected share of positives."""
+        return float(self._positive.sum() / total) if (total := self._total()) else float("nan")
+
+    @property
+    def auc(self) -> float:
+        """Expected AUC of ranking by the true probability; ties within a bin count half."""
+        below = np.cumsum(self._negative) - self._negative
+        pairs = self._positive.sum() * self._negative.sum()
+        return float((self._positive * (below + self._negative / 2)).sum() / pairs) if pairs else float("nan")
+
+    @property
+    def log_loss(self) -> float:
+        """Expected log loss of predicting the true probability, nats per example."""
+        return self._entropy / total if (total := self._total()) else float("nan")
+
+    def _total(self) -> float:
+        return float(self._positive.sum() + self._negative.sum())

@@ -7,41 +7,18 @@ from collections.abc import Callable
 from stoker.base.checks import near
 from stoker.base.errors import ConfigError
 from stoker.prep.recipe import Recipe
-
-# Imported here and not on first use: importing the module `criteo` later would put the module in the
-# function's place.
-from stoker.prep.recipes.avazu import avazu
-from stoker.prep.recipes.criteo import criteo
-from stoker.prep.recipes.ebnerd import ebnerd
-from stoker.prep.recipes.globo import globo
-from stoker.prep.recipes.movielens import movielens
-from stoker.prep.recipes.online_retail import online_retail
-from stoker.prep.recipes.taobao import taobao
-from stoker.prep.recipes.trivago import trivago
-
-__all__ = [
-    "avazu",
-    "criteo",
-    "ebnerd",
-    "get",
-    "globo",
-    "movielens",
-    "names",
-    "online_retail",
-    "taobao",
-    "trivago",
-]
+from stoker.prep.recipes.ads import avazu, criteo, movielens
+from stoker.prep.recipes.lists import ebnerd, globo, trivago
+from stoker.prep.recipes.shops import online_retail, taobao
 
 _RECIPES: dict[str, Callable[..., Recipe]] = {
-    "criteo": criteo,
-    "avazu": avazu,
-    "taobao": taobao,
-    "trivago": trivago,
-    "movielens": movielens,
-    "online-retail": online_retail,
-    "globo": globo,
-    "ebnerd": ebnerd,
+    build.__name__.replace("_", "-"): build
+    for build in (criteo, avazu, taobao, trivago, movielens, online_retail, globo, ebnerd)
 }
+
+__all__ = [
+    "avazu", "criteo", "ebnerd", "get", "globo", "movielens", "names", "online_retail", "taobao", "trivago",
+]  # fmt: skip
 
 
 def names() -> list[str]:

@@ -1,63 +1,112 @@
-"""Tools for recipes that derive training rows: seeded choices, counts of the past, rows in batches."""
+"""Tools of the recipes: columns by the dozen, seeded choices, histories, negatives, rows in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+from polars import selectors
 from polars.io.plugins import register_io_source
 
 from stoker.base.errors import DataError
 from stoker.prep.recipes.draw import integers, key_of, uniform
+from stoker.prep.schema import CategoricalColumn, DenseColumn, SplitRule
 
-__all__ = ["PastCounts", "negatives", "one_of", "pick", "streamed"]
+__all__ = [
+    "LOGGED", "SPLITS", "Histories", "PastCounts", "among", "categorical", "dense", "from_batches", "negatives", "pick",
+    "split_column", "streamed", "with_negatives",
+]  # fmt: skip
 
-_BATCH = 65_536  # rows derived at a time
+SPLITS = ("train", "valid", "test")
+LOGGED = ("log1p", "zscore")
 _ROUNDS = 64  # draws of a negative before it is given up
 
+Ints = NDArray[np.int64]
 
-def streamed(
-    schema: Mapping[str, Any], rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int = _BATCH
-) -> pl.LazyFrame:
-    """A lazy frame whose rows come from ``make(start, stop)`` over ``range(0, rows, step)``, in order.
 
-    Only a few batches exist at a time, however many rows one of the ``rows`` expands to.
-    """
+def dense(names: Iterable[str], *transforms: str, **settings: Any) -> tuple[DenseColumn, ...]:
+    """Dense columns that share their settings."""
+    return tuple(DenseColumn(name=name, transforms=transforms, **settings) for name in names)
+
+
+def categorical(names: Iterable[str], kind: str = "int", **settings: Any) -> tuple[CategoricalColumn, ...]:
+    """Categorical columns of one type."""
+    return tuple(CategoricalColumn(name=name, type=kind, **settings) for name in names)
+
+
+def split_column(names: Iterable[str] = SPLITS) -> SplitRule:
+    """The rule for rows that name their split in the column ``split``."""
+    return SplitRule(rule="column", column="split", values={name: name for name in names})
+
+
+def from_batches(schema: Mapping[str, Any], batches: Callable[[], Iterable[pl.DataFrame]]) -> pl.LazyFrame:
+    """A lazy frame of the rows of some frames, one after another; only a few exist at a time."""
 
     def generate(
         columns: list[str] | None, predicate: pl.Expr | None, limit: int | None, _: int | None
     ) -> Iterator[pl.DataFrame]:
-        left = limit
-        for start in range(0, rows, step):
-            frame = make(start, min(start + step, rows)).cast(pl.Schema(dict(schema)))
-            if left is not None:
-                frame = frame.head(left)
-                left -= frame.height
+        for frame in batches():
+            if limit is not None:
+                frame = frame.head(limit)
+                limit -= frame.height
             if predicate is not None:
                 frame = frame.filter(predicate)
             yield frame.select(columns) if columns is not None else frame
-            if left is not None and left <= 0:
+            if limit == 0:
                 return
 
-    return register_io_source(generate, schema=pl.Schema(dict(schema)))
+    return register_io_source(generate, schema=pl.Schema(schema))
+
+
+def streamed(rows: int, make: Callable[[int, int], pl.DataFrame], *, step: int) -> pl.LazyFrame:
+    """A lazy frame whose rows come from ``make(start, stop)`` over ``range(0, rows, step)``, in order.
+
+    Truth values become 0 and 1, whole numbers Int64. ``make(0, 0)`` tells the columns.
+    """
+
+    def typed(start: int, stop: int) -> pl.DataFrame:
+        frame = make(start, stop)
+        return frame.with_columns(selectors.boolean().cast(pl.Int8), selectors.integer().cast(pl.Int64))
+
+    starts = range(0, rows, step)
+    return from_batches(typed(0, 0).schema, lambda: (typed(start, min(start + step, rows)) for start in starts))
 
 
 def pick(seed: int, name: str, column: str, below: int) -> pl.Expr:
-    """A whole number in [0, below) that hangs on the seed and the value only; the same everywhere."""
+    """A whole number in [0, below) that depends on the seed and the value only; the same everywhere."""
     key = key_of(seed, name)
     return pl.col(column).map_batches(
-        lambda values: pl.Series(integers(key, values.to_numpy(), below)),
-        return_dtype=pl.Int64,
-        is_elementwise=True,
+        lambda values: pl.Series(integers(key, values.to_numpy(), below)), return_dtype=pl.Int64, is_elementwise=True
     )
 
 
+class Histories(NamedTuple):
+    """The rows of each owner, in order of time. Arrays are by row, [n] each, unless said otherwise."""
+
+    order: Ints  # rows by owner, then time, [n]: the places below point into it
+    place: Ints  # of the row itself
+    first: Ints  # of the owner's first row
+    stop: Ints  # behind the owner's last row of an earlier moment
+    end: Ints  # behind the owner's last row
+
+    @classmethod
+    def find(cls, owner: Ints, time: Ints) -> Histories:
+        """Return the histories of at least one row; an owner's rows must be in order of time."""
+        order = np.argsort(owner, kind="stable")
+        place = np.empty_like(order)
+        place[order] = places = np.arange(len(order))
+        new_owner, new_time = (np.append(True, np.diff(values[order]) != 0) for values in (owner, time))
+        starts = np.flatnonzero(new_owner)
+        number = (np.cumsum(new_owner) - 1)[place]
+        stop = np.maximum.accumulate(np.where(new_owner | new_time, places, 0))
+        return cls(order, place, starts[number], stop[place], np.append(starts[1:], len(order))[number])
+
+
 class PastCounts:
-    """How often a key occurred strictly before a moment, from events held as one sorted array of 64-bit
-    numbers.
+    """How often a key occurred strictly before a moment, from events in one sorted array of 64-bit numbers.
 
     Args:
         keys: code of each event's key, 0 or more, [n].
@@ -71,9 +120,7 @@ class PastCounts:
             raise DataError("times spread too far to count events by key; is the time column in nanoseconds?")
         self._events = np.sort(keys.astype(np.int64) * self._span + (times - self._origin))
 
-    def before(
-        self, keys: NDArray[np.integer], times: NDArray[np.integer], *, window: int | None = None
-    ) -> NDArray[np.int64]:
+    def before(self, keys: NDArray[np.integer], times: NDArray[np.integer], *, window: int | None = None) -> Ints:
         """Events of each key with time < the given one (and >= time - window), [n]."""
         base = keys.astype(np.int64) * self._span
         at = times.astype(np.int64) - self._origin
@@ -86,9 +133,9 @@ class PastCounts:
 def negatives(
     seed: int,
     count: int,
-    draw: Callable[[NDArray[np.float64], NDArray[np.int64]], NDArray[np.int64]],
-    refused: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
-) -> NDArray[np.int64]:
+    draw: Callable[[NDArray[np.float64], Ints], Ints],
+    refused: Callable[[Ints, Ints], NDArray[np.bool_]],
+) -> Ints:
     """Items for ``count`` negative rows, drawn again where they are refused; -1 where none was found.
 
     Args:
@@ -107,6 +154,17 @@ def negatives(
     return items
 
 
-def one_of(names: Sequence[str], codes: NDArray[np.integer]) -> pl.Series:
-    """``names[codes]`` as text, for splits."""
-    return pl.Series(list(names)).gather(pl.Series(codes.astype(np.uint32)))
+def with_negatives(taken: Ints, others: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Each taken item, [n], followed by those of its negatives, [n, K], that are not -1.
+
+    Returns:
+        Of each row the number of the taken item, the item, and whether it is the taken one.
+    """
+    items = np.column_stack([taken, others])
+    number, slot = np.nonzero(items >= 0)
+    return number, items[number, slot], slot == 0
+
+
+def among(values: Ints, known: Ints) -> NDArray[np.bool_]:
+    """Which values are among the known ones, which rise; there is at least one."""
+    return np.asarray(known[np.minimum(np.searchsorted(known, values), len(known) - 1)] == values)

@@ -1,26 +1,26 @@
-"""Draft a commented schema for a log from its first rows."""
+"""Schemas as TOML: the commented draft for a log that nobody has described yet, and any schema."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import plural
-from stoker.prep.draft.guess import Guess, guess_columns, null_texts
-from stoker.prep.draft.look import Sample, look
-from stoker.prep.draft.toml import entries, toml_value
+from stoker.prep.features.base import Derivation
+from stoker.prep.guess import Guess, Sample, guess_columns, look, null_texts
 from stoker.prep.inputs import Input, Inputs, files_of
 from stoker.prep.parse.sources import FRAME, expand, source_kind
-from stoker.prep.schema import VALUE_TYPES
+from stoker.prep.schema import COLUMNS, RULE_KEYS, VALUE_TYPES, Schema, SplitRule
 from stoker.prep.source_format import SourceFormat
 
-__all__ = ["ROWS", "Draft", "draft_log", "draft_schema"]
+__all__ = ["ROWS", "Draft", "draft_log", "draft_schema", "entries", "schema_toml", "toml_value"]
 
-ROWS = 100_000  # looked at unless told otherwise
+ROWS = 100_000  # to look at by default
 _USER_NAME = re.compile(r"user|member|customer|visitor|client|account|cookie|uid|person|reader|player", re.I)
 _UNNAMED = re.compile(r"c\d+").fullmatch  # a name of ours, for a log without a header
 _GROUP_NAME = re.compile(
@@ -33,23 +33,14 @@ _MOST_MISSING = 0.2  # share of rows without a time from which on a column is no
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A schema draft and what it was made of.
+    """A schema draft and what it was made of."""
 
-    Args:
-        text: the schema, TOML with comments.
-        columns: a guess for each column, in the order of the log.
-        label: the column to predict; None: none was found, and ``[label]`` is a comment.
-        features: columns that a model would see.
-        rows: that were looked at.
-        unsure: comments of the text that want a person's answer.
-    """
-
-    text: str
-    columns: Sequence[Guess]
-    label: str | None
-    features: int
-    rows: int
-    unsure: int
+    text: str  # the schema, TOML with comments
+    columns: Sequence[Guess]  # for each column, in the order of the log
+    label: str | None  # the column to predict; None: none was found, and ``[label]`` is a comment
+    features: int  # columns that a model would see
+    rows: int  # that were looked at
+    unsure: int  # comments of the text that want a person's answer
 
     def role(self, column: Guess) -> str:
         """Return what the draft makes of a column: label, dense, categorical, sequence, time or left out."""
@@ -83,7 +74,6 @@ def draft_log(log: Input | Sequence[Input], *, rows: int = ROWS, command: str | 
 
 
 def _draft(log: Any, inputs: Inputs, rows: int, command: str | None) -> Draft:
-    given = [log] if not isinstance(log, Sequence) or isinstance(log, str) else list(log)
     tables = [name for path, name in inputs.names.items() if path.suffix == FRAME]
     files, _ = expand(inputs.files)
     sample = look(files, rows)
@@ -92,20 +82,24 @@ def _draft(log: Any, inputs: Inputs, rows: int, command: str | None) -> Draft:
     if source_kind(files[0], sample.source.kind) == "csv":
         sample.source = replace(sample.source, null_values=tuple(null_texts(sample.frame)))
     columns = guess_columns(sample)
-    label = _choose_label(columns)
+    outcomes = [column for column in columns if column.outcome]
+    label = min(outcomes, key=lambda one: one.outcome.order if one.outcome else 0, default=None)
     time = _choose_time(columns, label)
     _leave_out_others(columns, label, time)
-    names = ", ".join(tables) or " ".join(shlex.quote(str(one)) for one in given)
-    if tables and command is None:
-        command = 'stoker.prepare("schema.toml", frame, out="data")'
+    if tables:
+        stem, names = "log", ", ".join(tables)
+        usual = 'stoker.prepare("schema.toml", frame, out="data")'
+    else:
+        given = [log] if not isinstance(log, Sequence) or isinstance(log, str) else log
+        stem, names = files[0].name.split(".")[0] or "log", " ".join(shlex.quote(str(one)) for one in given)
+        usual = f"stoker prepare schema.toml {names} --out data"
+    height = sample.frame.height
     head = [
-        f"Draft of a schema from {plural(sample.frame.height, 'row')} of {names}"
-        f"{'' if sample.whole else ', not all of its rows'}.",
+        f"Draft of a schema from {plural(height, 'row')} of {names}{'' if sample.whole else ', not all of its rows'}.",
         "Comments that begin with `unsure:` want your answer; docs/prepare.md describes every key. Then:",
-        f"  {command or f'stoker prepare schema.toml {names} --out data'}",
+        f"  {command or usual}",
     ]
-    stem = "log" if tables else files[0].name.split(".")[0] or "log"
-    features = [column for column in columns if column is not label and column.kind in _FEATURES]
+    features = [column for column in columns if column is not label and column.kind in COLUMNS]
     if not features:
         head.append(
             "unsure: no column could be a feature. Add at least one [[dense]], [[categorical]] or [[sequence]]."
@@ -117,22 +111,13 @@ def _draft(log: Any, inputs: Inputs, rows: int, command: str | None) -> Draft:
         _label(label, columns),
         _timestamp(time),
         _split(columns, label, time),
-        *_columns(features, sample.frame.height),
+        *_columns(features, height),
         _left_out([column for column in columns if column.kind == "left out"]),
     ]
     text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-    return Draft(
-        text=text, columns=columns, label=label.name if label else None, features=len(features),
-        rows=sample.frame.height, unsure=sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines()),
-    )  # fmt: skip
-
-
-_FEATURES = ("dense", "categorical", "sequence")
-
-
-def _choose_label(columns: Sequence[Guess]) -> Guess | None:
-    found = [(column.outcome.order, place) for place, column in enumerate(columns) if column.outcome]
-    return columns[min(found)[1]] if found else None
+    unsure = sum(line.lstrip("# ").startswith("unsure:") for line in text.splitlines())
+    name = label.name if label else None
+    return Draft(text=text, columns=columns, label=name, features=len(features), rows=height, unsure=unsure)
 
 
 def _choose_time(columns: Sequence[Guess], label: Guess | None) -> Guess | None:
@@ -163,30 +148,21 @@ def _doubts(doubts: Sequence[str]) -> list[str]:
     return [_comment(f"unsure: {text}") for text in doubts]
 
 
-def _keys(values: dict[str, Any]) -> list[str]:
-    return [f"{key} = {toml_value(value)}" for key, value in values.items()]
-
-
 def _source(sample: Sample) -> list[str]:
     values = entries(sample.source)
     if not values and not sample.unsure and not sample.bad:
         return []
-    said = ""
-    if "separator" in values:
-        said = "the first line names the columns" if sample.header else "no header: c1, c2, ... are for you to rename"
-    lines = [f"[source]  {_comment(said)}" if said else "[source]", *_doubts(sample.unsure)]
+    said = "the first line names the columns" if sample.header else "no header: c1, c2, ... are for you to rename"
+    lines = [f"[source]  {_comment(said)}" if "separator" in values else "[source]", *_doubts(sample.unsure)]
     if sample.bad:
         lines.append(_comment(f"{plural(sample.bad, 'line')} with other fields than the rest: bad lines, set aside"))
-    return lines + _keys(values)
+    return lines + _lines(values)
 
 
 def _group(columns: Sequence[Guess]) -> list[str]:
     found = [one.name for one in columns if _GROUP_NAME.search(one.name) and one.repeats > 1 and one.distinct > 1]
-    if not found:
-        return []
-    return [
-        f"# group = {_printable(found[0])}  # if its rows are one list to rank: MRR, nDCG and hit rate are reported"
-    ]
+    said = "if its rows are one list to rank: MRR, nDCG and hit rate are reported"
+    return [f"# group = {_printable(name)}  # {said}" for name in found[:1]]
 
 
 def _printable(text: str) -> str:
@@ -213,7 +189,7 @@ def _label(label: Guess | None, columns: Sequence[Guess]) -> list[str]:
     said = _comment(f"{plural(label.distinct, 'value')}, such as {label.example!r}")
     return [
         f"[label]  {said}", *_doubts(doubts), *more,
-        *_keys({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
+        *_lines({"column": label.name, **({"rule": found.rule} if found.rule else {})}),
     ]  # fmt: skip
 
 
@@ -221,9 +197,11 @@ def _timestamp(time: Guess | None) -> list[str]:
     if time is None:
         return []
     missing = [f"{time.missing:.1%} of the rows have no time: they are bad lines, set aside"] if time.missing else []
-    values = {"column": time.name, **time.settings}
-    lines = [f"[timestamp]  {_comment('; '.join([*time.notes, f'such as {time.example!r}']))}"]
-    return [*lines, *_doubts([*time.doubts, *missing]), *_keys({k: v for k, v in values.items() if v != "int"})]
+    settings = {key: value for key, value in time.settings.items() if value != "int"}
+    return [
+        f"[timestamp]  {_comment('; '.join([*time.notes, f'such as {time.example!r}']))}",
+        *_doubts([*time.doubts, *missing]), *_lines({"column": time.name, **settings}),
+    ]  # fmt: skip
 
 
 def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) -> list[str]:
@@ -246,18 +224,14 @@ def _split(columns: Sequence[Guess], label: Guess | None, time: Guess | None) ->
 
 def _columns(features: Sequence[Guess], rows: int) -> Iterator[list[str]]:
     names: set[str] = set()
-    for kind in _FEATURES:
-        for column in features:
-            if column.kind != kind:
-                continue
-            name = _safe(column.name, names)
-            names.add(name)
-            values = {"name": name, **({} if name == column.name else {"source": column.name}), **column.settings}
-            said = [plural(column.distinct, "value") + (f" in {rows:,} rows" if kind == "categorical" else "")]
-            said += [f"{column.missing:.1%} missing"] if column.missing else []
-            said += [*column.notes, f"such as {column.example!r}"]
-            lines = [f"[[{kind}]]  {_comment('; '.join(said))}", *_doubts(column.doubts)]
-            yield lines + _keys(values)
+    for column in sorted(features, key=lambda one: COLUMNS.index(one.kind)):
+        name = _safe(column.name, names)
+        names.add(name)
+        values = {"name": name, **({} if name == column.name else {"source": column.name}), **column.settings}
+        said = [plural(column.distinct, "value") + (f" in {rows:,} rows" if column.kind == "categorical" else "")]
+        said += [f"{column.missing:.1%} missing"] if column.missing else []
+        said += [*column.notes, f"such as {column.example!r}"]
+        yield [f"[[{column.kind}]]  {_comment('; '.join(said))}", *_doubts(column.doubts), *_lines(values)]
 
 
 def _safe(name: str, taken: set[str]) -> str:
@@ -280,3 +254,68 @@ def _left_out(columns: Sequence[Guess]) -> list[str]:
         if column.settings.get("type") in VALUE_TYPES:
             lines.append(f'# type = "{column.settings["type"]}"')
     return lines
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def schema_toml(schema: Schema) -> str:
+    """Return a schema as TOML text; loading the text gives an equal schema with an equal hash."""
+    values = entries(schema)
+    tables = {name: values.pop(name, None) for name in ("source", "label", "timestamp", "split")}
+    lists = {name: values.pop(name, ()) for name in (*COLUMNS, "feature")}
+    parts = [_lines(values)]
+    parts += [[f"[{name}]", *keys] for name, part in tables.items() if part and (keys := _lines(entries(part)))]
+    parts += [[f"[[{name}]]", *_lines(entries(part))] for name, some in lists.items() for part in some]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def entries(part: Any) -> dict[str, Any]:
+    """Return the keys of a schema, or of a part of one, that differ from their defaults."""
+    values: dict[str, Any] = {"kind": part.kind} if isinstance(part, Derivation) else {}
+    values |= {item.name: getattr(part, item.name) for item in fields(part) if _differs(item, getattr(part, item.name))}
+    if isinstance(part, SplitRule):
+        rule = {"rule": part.rule} if values else {}
+        if set(values) - {"rule", *RULE_KEYS[part.rule]}:  # a key of another rule is allowed only among all keys
+            values = {item.name: getattr(part, item.name) for item in fields(part)}
+        values = rule | values
+    return {key: "" if value is None else value for key, value in values.items() if value is not None or key == "quote"}
+
+
+def _differs(item: Field[Any], value: Any) -> bool:
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    return repr(value) != repr(default)  # 0 and 0.0 have different hashes
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    return [f"{_toml_key(key)} = {toml_value(value)}" for key, value in values.items()]
+
+
+def _toml_key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else toml_value(key)
+
+
+def toml_value(value: object) -> str:
+    """Return a text, number, truth value, list or table in TOML."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        items = [toml_value(item) for item in value]
+        line = f"[{', '.join(items)}]"
+        return line if len(line) <= 100 else "[\n" + "".join(f"    {row}\n" for row in _rows(items)) + "]"
+    return repr(value)
+
+
+def _rows(items: list[str]) -> Iterator[str]:
+    row = ""
+    for item in items:
+        if row and len(row) + len(item) > 100:
+            yield row.rstrip()
+            row = ""
+        row += f"{item}, "
+    yield row.rstrip()

@@ -1,0 +1,596 @@
+"""Read the first rows of a log that nobody has described, and guess how it is written and what its columns are."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import polars as pl
+
+from stoker.base.errors import DataError
+from stoker.prep.parse.moments import UNKNOWN, read_moments, suggestions
+from stoker.prep.parse.sources import line_blocks, source_kind
+from stoker.prep.source_format import SourceFormat
+
+__all__ = ["Guess", "Outcome", "Sample", "guess_columns", "look", "null_texts"]
+
+_BLOCK = 2**20  # bytes of text read together
+_MOST_BYTES = 2**27  # of text, of all files
+_LINES = 200  # that show how a text is written
+_SEPARATORS = ("\t", ",", ";", "|", "::", "\x01")
+_ALIKE = 0.8  # share of lines with the same number of fields that settles a separator
+_CONTROL = re.compile(rb"[\x00\x02-\x08\x0e-\x1a\x7f]")  # not \x01, which Hive writes between fields
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|nan|inf", re.IGNORECASE)
+_WORD = re.compile(r"[^\W\d][\w .\-/#%()\[\]:]{0,63}")
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """The first rows of a log."""
+
+    frame: pl.DataFrame  # texts where the file is text, typed where it is typed
+    source: SourceFormat  # how the files are written; keys that the file names settle are left out
+    header: bool = True  # whether columns have names of their own
+    whole: bool = True  # whether these are all rows
+    bad: int = 0  # lines that do not have the fields of the others
+    unsure: list[str] = field(default_factory=list)  # doubts about the format
+
+
+def look(files: Sequence[Path], rows: int) -> Sample:
+    """Read about ``rows`` rows, the same number from the beginning of each file, at most 128 MiB of text.
+
+    Raises:
+        DataError: a file that is empty or no log, or that has other columns than the first one.
+    """
+    samples: list[Sample] = []
+    for path in files:
+        like = samples[0] if samples else None
+        samples.append(_look_at(path, max(1, rows // len(files)), _MOST_BYTES // len(files), like))
+        names, first = samples[-1].frame.columns, samples[0].frame.columns
+        if names != first and samples[0].source.kind != "jsonl":
+            raise DataError(
+                f"{path} has the columns {', '.join(names)[:200]}, but {files[0]} has {', '.join(first)[:200]}. "
+                "Draft a schema for each kind of file."
+            )
+    try:
+        frame = pl.concat([one.frame for one in samples], how="diagonal_relaxed")
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"columns have other types in some files than in {files[0]}: {error}.") from error
+    if not frame.height:
+        raise DataError(f"{files[0]} has a header but no rows. Name a file with rows.")
+    whole, bad = all(one.whole for one in samples), sum(one.bad for one in samples)
+    return replace(samples[0], frame=frame, whole=whole, bad=bad)
+
+
+def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"PAR1" or (magic and source_kind(path) == "parquet"):
+        return _parquet(path, rows)
+    head = next((block.load().tobytes() for block in line_blocks(path, block_bytes=2**16)), b"") if magic else b""
+    if not head.strip():
+        raise DataError(f"{path} is empty. Name a file with rows.")
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16 text. Convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8.")
+    if b"\0" in head or len(_CONTROL.findall(head)) > len(head) // 100:
+        raise DataError(
+            f"{path} is a binary file, not a log. Logs are text or JSON lines (also .gz and .zst), or Parquet."
+        )
+    if source_kind(path) == "jsonl" or _object(head.lstrip().split(b"\n", 1)[0]) is not None:
+        return _json_lines(path, rows, most)
+    return _delimited(path, head, rows, most, like)
+
+
+def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
+    """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
+    lines: list[bytes] = []
+    for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
+        data = block.load().tobytes()
+        most -= len(data)
+        lines += filter(bytes.strip, data.split(b"\n"))
+        if len(lines) > rows or most <= 0:
+            return lines[:rows], False
+    return lines, True
+
+
+def _parquet(path: Path, rows: int) -> Sample:
+    source = SourceFormat() if source_kind(path) == "parquet" else SourceFormat(kind="parquet")
+    try:
+        frame = pl.scan_parquet(path).head(rows + 1).collect(engine="streaming")
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}.") from error
+    sample = Sample(frame=frame.head(rows), source=source, whole=frame.height <= rows)
+    if "" in frame.columns:
+        sample.frame = sample.frame.drop("")
+        sample.unsure.append("a column without a name: left out")
+    return sample
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None if there is none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _json_lines(path: Path, rows: int, most: int) -> Sample:
+    lines, whole = _lines(path, rows, most)
+    objects = [found for line in lines if (found := _object(line)) is not None]
+    names = dict.fromkeys(name for found in objects for name in found if name)
+    if not names:
+        raise DataError(f"{path} has no JSON object in its first lines. JSON lines have one object per line.")
+    source = SourceFormat() if source_kind(path) == "jsonl" else SourceFormat(kind="jsonl")
+    frame = pl.DataFrame([_json_series(name, [found.get(name) for found in objects]) for name in names])
+    return Sample(frame=frame, source=source, whole=whole, bad=len(lines) - len(objects))
+
+
+def _json_series(name: str, values: list[object]) -> pl.Series:
+    """Return JSON values as a series: of their type if they have one, else of texts."""
+    kinds = {type(value) for value in values if value is not None}
+    with suppress(pl.exceptions.PolarsError, TypeError, OverflowError):
+        if kinds and kinds <= {int, float}:
+            return pl.Series(name, values, dtype=pl.Float64 if float in kinds else pl.Int64)
+        if len(kinds) == 1:
+            return pl.Series(name, values, strict=True)
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pl.Series(name, texts, dtype=pl.String if kinds else pl.Null)
+
+
+def _delimited(path: Path, head: bytes, rows: int, most: int, like: Sample | None) -> Sample:
+    sample = _notation(path, head) if like is None else replace(like, bad=0, unsure=[])
+    source = sample.source
+    separator, names = source.separator or ",", list(source.columns)
+    raw, sample.whole = _lines(path, rows + (not names), most)
+    lines = [line.decode(source.encoding, errors="replace").rstrip("\r") for line in raw]
+    if not names:
+        names = [name.strip().strip(source.quote or "") for name in lines.pop(0).split(separator)]
+    found = [_fields(line, separator, source.quote) for line in lines]
+    fitting = [fields for fields in found if len(fields) == len(names)]
+    sample.bad = len(found) - len(fitting)
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    kept = {name: place for place, name in enumerate(names) if name and name not in twice}
+    for name in sorted(twice):
+        sample.unsure.append(f"column {name!r} is there more than once: left out, as its name says not which")
+    if "" in names and "" not in twice:
+        sample.unsure.append(f"column {names.index('') + 1} has no name: left out (a row number, as pandas writes it?)")
+    if not kept:
+        raise DataError(f"{path} has no column with a name of its own. Give it a header line.")
+    columns = {name: [fields[place] or None for fields in fitting] for name, place in kept.items()}
+    sample.frame = pl.DataFrame(columns, schema=dict.fromkeys(columns, pl.String))
+    return sample
+
+
+def _fields(line: str, separator: str, quote: str | None) -> list[str]:
+    if quote is None or quote not in line or len(separator) != 1:
+        return line.split(separator)
+    return next(csv.reader([line], delimiter=separator, quotechar=quote), [])
+
+
+def _notation(path: Path, head: bytes) -> Sample:
+    """Settle encoding, separator, quotes and header of a text from its first lines."""
+    unsure: list[str] = []
+    encoding = "utf-8"
+    try:
+        text = head[: head.rfind(b"\n") + 1 or None].decode()
+    except UnicodeDecodeError:
+        encoding, text = "latin-1", head.decode("latin-1")
+        unsure.append("the text is not UTF-8; latin-1 is assumed")
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()][:_LINES]
+    separator, alike, quote = _separator(lines)
+    if separator is None:
+        raise DataError(
+            f"{path} has no separator between fields: comma, tab, semicolon, |, :: or \\x01. Its first line is "
+            f"{lines[0][:60]!r}. Rewrite it with one of these."
+        )
+    if alike < _ALIKE:
+        unsure.append(f"only {alike:.0%} of the first lines have the same number of fields with this separator")
+    table = [_fields(line, separator, quote) for line in lines]
+    width = Counter(map(len, table[1:] or table)).most_common(1)[0][0]
+    header, sure = _is_header(table[0], [row for row in table[1:] if len(row) == width])
+    if not sure:
+        said = "taken for names of columns" if header else "not taken for names of columns"
+        unsure.append(f"the first line is {said}")
+    columns = () if header else tuple(f"c{place + 1}" for place in range(width))
+    source = SourceFormat(separator=separator, columns=columns, quote=quote, encoding=encoding)
+    return Sample(frame=pl.DataFrame(), source=source, header=header, unsure=unsure)
+
+
+def _separator(lines: Sequence[str]) -> tuple[str | None, float, str | None]:
+    """Return the separator that cuts most lines into the same number of fields, that share of lines, and the quote."""
+    found: dict[tuple[str, str | None], tuple[int, float]] = {}  # fields of a line, and the share of such lines
+    for separator, quote in product(_SEPARATORS, ('"', None)):
+        width, count = Counter(len(_fields(line, separator, quote)) for line in lines).most_common(1)[0]
+        if width > 1 and not (quote and len(separator) > 1):
+            # "::" goes before "|" and "," inside its fields.
+            found[separator, quote] = width + 1000 * (separator == "::"), count / len(lines)
+    if not found:
+        return None, 0.0, '"'
+
+    def order(one: tuple[str, str | None]) -> tuple[bool, float, float]:
+        width, share = found[one]
+        return share >= _ALIKE, width if share >= _ALIKE else share, share
+
+    separator, quote = max(found, key=order)
+    # Quotes stay unless lines fit better without them.
+    if found.get((separator, '"'), (0, 0.0))[1] >= found[separator, quote][1] - 0.02:
+        quote = '"'
+    return separator, found[separator, quote][1], quote
+
+
+def _is_header(first: list[str], rows: Sequence[list[str]]) -> tuple[bool, bool]:
+    """Return whether the first line names the columns, and whether that is certain."""
+    named = [text.strip().strip('"') for text in first]
+    if any(_NUMBER.fullmatch(text) for text in named):
+        return False, True
+    if not all(_WORD.fullmatch(text) for text in named if text) or sum(not text for text in named) > 1:
+        return False, len(rows) > 1
+    if rows and len(first) != len(rows[0]):
+        return True, False
+    for place in range(len(first)):
+        values = [row[place].strip() for row in rows if row[place].strip()]
+        if values and sum(bool(_NUMBER.match(value)) for value in values) > 0.9 * len(values):
+            return True, True
+    again = sum(any(row[place] == first[place] for row in rows) for place in range(len(first)))
+    return 2 * again < len(first), not rows or 4 * again < len(first)
+
+
+Kind = Literal["dense", "categorical", "sequence", "time", "left out"]
+
+NULLS = ("NULL", "null", "\\N", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "None", "none", "-", "--", "?")
+_PLAIN_NULLS = ("NULL", "null", "\\N", "NaN", "nan")  # which mean nothing else, in texts neither
+_CODES = 20  # whole numbers with at most so many different values are codes, unless their name says otherwise
+_NUMERIC = 0.95  # share of numbers from which on other texts count as damage
+_TIME_NAME = re.compile(r"time|date|(^|_)(ts|when|day|at|dt|epoch|moment|created|updated)($|_)", re.I)
+_CODE_NAME = re.compile(
+    r"(^|[_\W])(id|ids|uid|code|key|zip|postcode|user|item|product|sku|brand|category|cat|movie|film|song|artist|ad|"
+    r"campaign|creative|shop|store|seller|merchant|publisher|site|app|device|session|visitor|customer|member|hotel|city|"
+    r"country|region|genre|type|class|kind|os|browser|channel|segment|hour|weekday|month|gender|occupation|author|"
+    r"article|page|query|group|hash|position|slot|bucket)s?($|[_\W])|[a-z]I[dD]$|[a-z]id$"
+)
+_NUMBER_NAME = re.compile(
+    r"price|amount|count|(^|_)(num|n|nr|avg|mean|sum|total|min|max|std|age|qty|rate|ctr|pct|lat|lon|lng)($|_)|number|"
+    r"quantity|score|duration|length|size|width|height|weight|seconds|minutes|days|hours|dwell|revenue|cost|bid|"
+    r"distance|ratio|share|percent|latitude|longitude|value|balance|income|level|rank", re.I,
+)  # fmt: skip
+_OUTCOME_NAME = re.compile(
+    r"^(label|labels|click|clicks|clicked|is_?click(ed)?|clk|target|y|outcome|conversion|converted|conv|is_?conv\w*|"
+    r"purchase|purchased|bought|buy|is_?buy|is_?purchased?|liked|like|is_?like[d]?|is_?label|response|booked|installed|"
+    r"subscribed|churn(ed)?|engaged|watched)$", re.I,
+)  # fmt: skip
+_IS_NAME = re.compile(r"^(is|has|did)_?[A-Za-z]")
+_RATING_NAME = re.compile(r"(^|_)(rating|ratings|stars?|score|grade|review_?score)($|_)", re.I)
+_EVENTS = ("clickout item", "clickout", "purchase", "order", "transaction", "buy", "conversion", "click", "like")
+_YES = ("true", "yes", "y", "t")
+_NO = ("false", "no", "n", "f")
+_EPOCHS = {"seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
+_FIRST_EPOCH, _LAST_EPOCH = 631_152_000, 2_051_222_400  # 1990 and 2035
+
+
+class Outcome(NamedTuple):
+    """A way to make a label of a column; the candidate of least ``order`` is the best."""
+
+    order: int
+    rule: str | None = None
+    doubt: str = ""  # what is not certain
+
+
+@dataclass(kw_only=True)
+class Guess:
+    """What a column seems to be."""
+
+    name: str  # in the file
+    distinct: int  # different values seen, without missing ones
+    missing: float  # share of missing values
+    example: str  # a value, shortened
+    repeats: float  # rows with a value, by the number of different ones
+    kind: Kind = "categorical"  # time: a candidate for [timestamp]
+    settings: dict[str, Any] = field(default_factory=dict)  # keys of its table in the schema besides its name
+    reason: str = ""  # why it is left out
+    doubts: list[str] = field(default_factory=list)  # what is not certain
+    notes: list[str] = field(default_factory=list)  # what a person may want to know
+    outcome: Outcome | None = None  # how it could be the label; None: it could not
+    code: bool = False  # whether its values name something: users, items
+
+    def leave_out(self, reason: str) -> None:
+        """Settle that the column is not used."""
+        self.kind, self.reason = "left out", reason
+
+
+def null_texts(frame: pl.DataFrame) -> list[str]:
+    """Return texts such as NULL that stand for missing values in a frame of texts."""
+    found: set[str] = set()
+    for column in frame.select(pl.col(pl.String)).iter_columns():
+        seen = set(column.filter(column.is_in(NULLS)).unique())
+        rest = column.filter(~column.is_in(NULLS))
+        numeric = len(rest) and rest.cast(pl.Float64, strict=False).count() >= _NUMERIC * len(rest)
+        found |= seen if numeric else seen & set(_PLAIN_NULLS)
+    return [text for text in NULLS if text in found]
+
+
+def guess_columns(sample: Sample) -> list[Guess]:
+    """Return a guess for each column of the first rows; texts in ``source.null_values`` are taken as missing."""
+    nulls = pl.col(pl.String).is_in(sample.source.null_values)
+    frame = sample.frame.with_columns(pl.when(~nulls).then(pl.col(pl.String)))
+    return [_guess(column, named=sample.header) for column in frame.iter_columns()]
+
+
+def _guess(column: pl.Series, *, named: bool) -> Guess:
+    rows, values = len(column), column.drop_nulls()
+    if values.dtype.is_float():
+        values = values.drop_nans()
+    plain = not values.dtype.is_nested()
+    distinct = values.n_unique() if plain else len(set(map(str, values.to_list())))
+    guess = Guess(
+        name=column.name, distinct=distinct, missing=1 - len(values) / rows, example=_example(values),
+        repeats=len(values) / max(distinct, 1),
+    )  # fmt: skip
+    if not len(values):
+        guess.leave_out("no row read has a value")
+    elif not plain or values.dtype in (pl.Binary, pl.Object):
+        _nested(guess, values)
+    elif values.dtype in (pl.Time, pl.Duration):
+        guess.leave_out("a time of day or a duration: write it as a number")
+    elif values.dtype.is_temporal():
+        guess.kind, guess.settings = "time", {"type": "datetime"}
+    else:
+        _scalar(guess, values, rows, named=named)
+        if distinct == 1 and guess.missing == 0 and rows > 1:
+            guess.leave_out(f"the same value in every row read: {guess.example}")
+    return guess
+
+
+def _scalar(guess: Guess, values: pl.Series, rows: int, *, named: bool) -> None:
+    """Settle what a column of numbers or texts is."""
+    if values.dtype in (pl.Boolean, pl.Categorical, pl.Enum):
+        values = values.cast(pl.String)
+    elif values.dtype.is_decimal():
+        values = values.cast(pl.Float64)
+    name = guess.name if named else ""  # c1, c2, ... say nothing
+    found, whole = _numbers(values)
+    if values.dtype == pl.String and found.count() < _NUMERIC * len(values):
+        guess.outcome = _text_outcome(name, values)
+        _text(guess, name, values, rows)
+        return
+    numbers = found.drop_nulls()
+    if wrong := len(values) - len(numbers):
+        bad = str(values.filter(found.is_null())[0])[:30]
+        guess.doubts.append(f"{wrong:,} of {len(values):,} values are no numbers, such as {bad!r}: bad lines")
+    guess.outcome = _number_outcome(name, numbers, named=named)
+    _number(guess, name, values, numbers, whole=whole, rows=rows)
+
+
+def _example(values: pl.Series) -> str:
+    if not len(values):
+        return ""
+    text = str(values[0].to_list() if isinstance(values[0], pl.Series) else values[0])
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _nested(guess: Guess, values: pl.Series) -> None:
+    if not isinstance(values.dtype, pl.List | pl.Array):
+        return guess.leave_out("an object in each row: give its parts columns of their own")
+    lists = values.arr.to_list() if isinstance(values.dtype, pl.Array) else values
+    items = lists.explode().drop_nulls()
+    if items.dtype.is_nested() or items.dtype in (pl.Binary, pl.Object):
+        return guess.leave_out("lists of lists or objects")
+    if items.dtype.is_float():
+        return guess.leave_out("lists of numbers, such as embeddings, are no ids")
+    settings = {"type": "int"} if items.dtype.is_integer() else {}
+    return _sequence(guess, items, settings, int(lists.list.len().max() or 1))  # type: ignore[arg-type]
+
+
+def _sequence(guess: Guess, items: pl.Series, settings: dict[str, Any], longest: int) -> None:
+    guess.kind, guess.distinct, guess.code = "sequence", items.n_unique(), True
+    guess.settings = {**settings, "max_length": max(1, min(longest, 50))}
+    guess.notes.append(f"lists of up to {longest:,} values")
+
+
+def _numbers(values: pl.Series) -> tuple[pl.Series, bool]:
+    """Return the values as numbers, null where they are none, and whether all are written as whole numbers."""
+    if values.dtype.is_integer():
+        return values, True
+    if values.dtype.is_float():
+        return values, False
+    stripped = values.str.strip_chars()
+    whole = stripped.str.contains(r"^[+-]?[0-9]+$")
+    if whole.all():
+        ints = stripped.cast(pl.Int64, strict=False)
+        if not ints.null_count():
+            return ints, True
+    found = stripped.cast(pl.Float64, strict=False)
+    return found.set(found.is_nan() | found.is_infinite(), None), bool(whole.filter(found.is_not_null()).all())
+
+
+def _spread(numbers: pl.Series) -> tuple[float, float, float]:
+    """Return the least, the median and the greatest number."""
+    return float(numbers.min()), float(numbers.median()), float(numbers.max())  # type: ignore[arg-type]
+
+
+def _number(guess: Guess, name: str, values: pl.Series, numbers: pl.Series, *, whole: bool, rows: int) -> None:
+    """Settle whether numbers are moments, codes, row ids or quantities."""
+    quantity, code = bool(_NUMBER_NAME.search(name)), bool(_CODE_NAME.search(name))
+    low, middle, high = _spread(numbers)
+    if _epoch(guess, name, low, high, whole=whole) or _day_number(guess, name, values):
+        return
+    padded = values.dtype == pl.String and bool(values.str.contains(r"^0[0-9]").any())
+    guess.settings = {"type": "int"}
+    if whole and padded and guess.repeats > 1 and not quantity:
+        guess.settings, guess.code = {}, True  # 007 is not 7
+        return
+    different = guess.distinct == rows and whole and rows >= 10 and low >= 0 and not (quantity and not code)
+    if different and (code or rows >= 1000 or bool((numbers.diff().drop_nulls() == 1).all())):
+        return guess.leave_out("a different whole number in every row read: a row id, which teaches nothing")
+    counts = guess.missing > 0 and low <= 1 and high > 20 * middle  # small in most rows, large in a few
+    if not whole and code and not quantity and bool((numbers == numbers.round()).all()):
+        guess.settings, guess.code = {"type": "float"}, True
+        guess.doubts.append("whole numbers written as floats; taken for codes because of the name")
+    elif not whole or (quantity and not code and guess.distinct > 2):
+        _dense(guess, low, middle, high)
+    elif code and not quantity:
+        guess.code = True
+    elif guess.distinct > _CODES and (low < 0 or guess.repeats < 1.5 or (high < 1000 and name) or counts):
+        _dense(guess, low, middle, high)
+        guess.doubts.append('numbers or codes? Taken for numbers; codes want [[categorical]] with type = "int"')
+    else:
+        guess.code = guess.distinct > _CODES
+        if guess.distinct > 2:
+            guess.doubts.append("numbers or codes? Taken for codes; numbers want [[dense]]")
+    if guess.kind == "categorical" and whole and max(-low, high) >= 2**63:
+        guess.settings = {}  # type int has 64 bits
+    if guess.kind == "categorical" and values.dtype == pl.String and len(numbers) < len(values):
+        guess.settings = {}
+        guess.doubts = ["most values are whole numbers, some are not: taken for texts"]
+
+
+def _dense(guess: Guess, low: float, middle: float, high: float) -> None:
+    skewed = low >= 0 and high > 50 * max(middle, 0.02)
+    guess.kind, guess.settings = "dense", {"fill": "median"} if guess.missing else {}
+    guess.settings["transforms"] = ["log1p", "zscore"] if skewed else ["zscore"]
+    guess.notes.append(f"{low:g} to {high:g}, median {middle:g}")
+
+
+def _epoch(guess: Guess, name: str, low: float, high: float, *, whole: bool) -> bool:
+    """Settle whether numbers count seconds or parts of them since 1970."""
+    for unit, factor in _EPOCHS.items():
+        if low < _FIRST_EPOCH * factor or high > _LAST_EPOCH * factor or guess.distinct < 3:
+            continue
+        if not _TIME_NAME.search(name):
+            if name and _CODE_NAME.search(name):
+                return False
+            guess.doubts.append(f"the values could be {unit} since 1970")
+            if name:
+                return False
+        guess.kind, guess.settings = "time", {"type": "int" if whole else "float"}
+        guess.notes.append(f"{unit} since 1970")
+        return True
+    return False
+
+
+def _day_number(guess: Guess, name: str, values: pl.Series) -> bool:
+    """Settle whether texts such as 20170307 are days."""
+    if values.dtype != pl.String or not _TIME_NAME.search(name) or not values.str.contains(r"^(19|20)\d{6}$").all():
+        return False
+    if guess.distinct < 2 or (read_moments(values, None) == UNKNOWN).any():
+        return False
+    guess.kind, guess.settings = "time", {"type": "datetime"}
+    return True
+
+
+def _text(guess: Guess, name: str, values: pl.Series, rows: int) -> None:
+    """Settle whether texts are moments, lists, codes or free text."""
+    if _moments(guess, values):
+        return
+    if values.str.contains(r"^\s*[\[{].*[\]}]\s*$").mean() > 0.9:  # type: ignore[operator]
+        return guess.leave_out("lists or objects written as text: write them as 1|2|3, or as JSON lines")
+    if _list_text(guess, values):
+        return
+    lengths = values.str.len_chars()
+    if guess.distinct == rows and rows >= 10:
+        what = "a row id" if int(lengths.max()) <= 40 else "free text"  # type: ignore[arg-type]
+        return guess.leave_out(f"a different text in every row read: {what}, which teaches nothing as it is")
+    if float(lengths.mean()) > 60:  # type: ignore[arg-type]
+        guess.doubts.append("long texts: every different one gets an id. Leave it out if it is free text")
+    width = int(lengths[0])
+    if guess.distinct >= _CODES and width in (8, 16) and values.str.contains(rf"^[0-9a-fA-F]{{{width}}}$").all():
+        guess.settings = {"type": "hex"}
+    guess.code = guess.distinct > 2
+    if guess.distinct > len(values) / 2 and guess.distinct > 100:
+        guess.notes.append("most values are there once: min_count = 2 would keep them out of the table")
+
+
+def _moments(guess: Guess, values: pl.Series) -> bool:
+    """Settle whether texts are dates, and how they are written."""
+    texts = values.unique(maintain_order=True).head(1000)
+    if not texts.str.contains(r"\d").all() or guess.distinct < 2:
+        return False
+    iso = read_moments(texts, None) != UNKNOWN
+    if iso.mean() >= _NUMERIC:
+        guess.kind, guess.settings = "time", {"type": "datetime"}
+        return True
+    if len(values[0]) < 6 or not values[0][-1:].strip() or not re.search(r"[-/.: ]", values[0].strip()):
+        return False
+    patterns = [one.split('"')[1] for one in suggestions(texts) if one.startswith("format")]
+    good = [one for one in patterns if (read_moments(texts, one) != UNKNOWN).mean() >= _NUMERIC]
+    if not good:
+        return False
+    guess.kind, guess.settings = "time", {"type": "datetime", "format": good[0]}
+    if len(good) > 1:
+        guess.doubts.append(f'the dates could also be written as format = "{good[1]}"')
+    return True
+
+
+def _list_text(guess: Guess, values: pl.Series) -> bool:
+    """Settle whether texts are lists with a separator between their values."""
+    for separator in ("|", ";", ",", " "):
+        having = values.filter(values.str.contains(separator, literal=True))
+        if len(having) < 0.3 * len(values) and not (separator == "|" and len(having) >= 0.05 * len(values)):
+            continue
+        pieces = values.str.split(separator).explode()
+        codes = bool(pieces.str.contains(r"^[A-Za-z]?[0-9]+$").mean() >= _NUMERIC)  # type: ignore[operator]
+        blanks = bool(pieces.str.contains(r"^\s|\s$").any())
+        if (separator == " " and not codes) or (separator == "," and blanks) or pieces.n_unique() > len(pieces) / 1.5:
+            continue
+        whole = bool(pieces.drop_nulls().str.contains(r"^(0|[1-9][0-9]{0,17})$").all())
+        longest = int(values.str.count_matches(separator, literal=True).max()) + 1  # type: ignore[arg-type]
+        _sequence(guess, pieces, {"separator": separator, **({"type": "int"} if whole else {})}, longest)
+        if not codes and separator in ",;":
+            guess.doubts.append(f"lists separated by {separator!r}, or texts with such a character in them?")
+        return True
+    return False
+
+
+def _number_outcome(name: str, numbers: pl.Series, *, named: bool) -> Outcome | None:
+    """Return how a column of numbers could be the label."""
+    if not len(numbers):
+        return None
+    values = numbers.unique().sort().to_list() if numbers.n_unique() <= 11 else []
+    strong = bool(_OUTCOME_NAME.match(name))
+    if values and set(values) <= {0, 1}:
+        if strong:
+            return Outcome(0, doubt="" if len(values) == 2 else f"only {values[0]:g} was seen")
+        if len(values) == 2 and _IS_NAME.match(name):
+            return Outcome(4, doubt="chosen because its values are 0 and 1 and its name begins with is or has")
+        return Outcome(6, doubt="chosen because its values are 0 and 1") if len(values) == 2 else None
+    if len(values) == 2:
+        if strong:
+            return Outcome(1, f"== {values[1]:g}")
+        return Outcome(7, "> -1", "chosen because it has two values") if values == [-1, 1] else None
+    halves = all(value * 2 == round(value * 2) and 0 <= value <= 10 for value in values)
+    rating = bool(_RATING_NAME.search(name))
+    if len(values) >= 3 and halves and (rating or not named):
+        top = max(values)
+        rule = f">= {'4' if top == 5 else '7' if top == 10 else f'{top:g}'}"
+        sure = rating and top in (5, 10)
+        return Outcome(
+            2 if rating else 8, rule, "" if sure else "a rating? Say from which value on a row counts as liked"
+        )
+    if not strong:
+        return None
+    low, middle, _ = _spread(numbers)
+    return Outcome(3, "> 0" if low == 0 else f">= {middle:g}", "many values. Say which of them count as 1")
+
+
+def _text_outcome(name: str, values: pl.Series) -> Outcome | None:
+    """Return how a column of texts could be the label."""
+    found: Sequence[str] = values.unique().sort().to_list() if values.n_unique() <= 20 else []
+    strong = bool(_OUTCOME_NAME.match(name))
+    lower = {text.lower(): text for text in reversed(found)}  # the first of those that differ in capitals
+    yes, no = (next((lower[one] for one in words if one in lower), None) for words in (_YES, _NO))
+    if len(found) == 2 and yes and no:
+        return Outcome(1 if strong else 5, f"== '{yes}'", "" if strong else "chosen because of its values")
+    event = next((lower[one] for one in _EVENTS if one in lower), None)
+    if len(found) > 1 and event:
+        return Outcome(1 if strong else 5, f"== '{event}'", "say which of the events count as 1")
+    if strong and len(found) == 2 and "'" not in found[1]:
+        return Outcome(2, f"== '{found[1]}'", f"say which of {found} counts as 1")
+    return None
