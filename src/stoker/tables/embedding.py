@@ -36,12 +36,11 @@ from stoker.tables.config import (
     feature_order,
 )
 from stoker.tables.group import TableGroup
-from stoker.tables.lease import Lease, Staged
 from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of, without_tables
 from stoker.tables.replicas import Replicas
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.steps import StepLayout
-from stoker.tables.storage import Rows
+from stoker.tables.storage import Lease, Rows, Staged
 
 __all__ = ["EmbeddingTables"]
 

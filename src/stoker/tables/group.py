@@ -15,12 +15,11 @@ from stoker.ops.space import slot_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
 from stoker.tables.layers import SUM, Layers
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_examples, by_rows
 from stoker.tables.replicas import Replicas
 from stoker.tables.slots.slotted import TooFewSlots, make_slotted
-from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["TableGroup"]
 

@@ -15,10 +15,9 @@ from stoker.ops.lamb import Touched, direct, move, squares, touched, trust_ratio
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace, slot_space
 from stoker.tables.config import TableConfig
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
 from stoker.tables.parts import by_rows
-from stoker.tables.storage import Rows, Storage
+from stoker.tables.storage import Lease, Rows, Storage
 
 __all__ = ["SUM", "Layers", "gradients", "update_core"]
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from stoker.ops import Bags
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups, keep_lookups
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots
-from stoker.tables.storage import Storage
+from stoker.tables.storage import Lease, Storage
 
 __all__ = ["by_examples", "by_rows"]
 

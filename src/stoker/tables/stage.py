@@ -25,11 +25,11 @@ from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.storage import Lease
 from stoker.tables.stores.file_home import FileHome
 
 __all__ = ["Stage", "stage"]
@@ -401,7 +401,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 def _keeps(storage: SlottedRows) -> bool:
     """Whether rows stay after their use, so that it matters when the next one is."""
-    return not storage.residency.shape.transient
+    return not storage.residency.transient
 
 
 def stage(

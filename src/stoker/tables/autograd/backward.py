@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from stoker.ops import Bags
 from stoker.tables.autograd.stepping import RowSteps
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
+from stoker.tables.storage import Lease
 
 __all__ = ["Gradient", "Lookup"]
 

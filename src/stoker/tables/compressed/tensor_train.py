@@ -29,9 +29,8 @@ from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
 from stoker.tables.group import TableGroup
 from stoker.tables.layers import SUM, update_core
-from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups
-from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 

@@ -8,6 +8,7 @@ Legend: N rows at home, C slots, H of them for hot rows, U distinct rows of a ba
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 import weakref
@@ -28,17 +29,15 @@ from stoker.ops.distinct import Distinct, split_rows
 from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
-from stoker.tables.lease import Lease
 from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, Link, QueuedLink, TransferStats
-from stoker.tables.slots.fastest import make_residency
-from stoker.tables.slots.residency import ENOUGH, Hints, Ints, SlotPlan
-from stoker.tables.storage import Rows, Storage, allocate
+from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
+from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Home, Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome, index_bytes
 
-__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_slotted"]
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_residency", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
 _INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
@@ -123,13 +122,10 @@ class SlottedRows(Storage):
                 f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch, in transit. Give more "
                 "memory (slots=, fraction= or memory= count hot rows and transit together), or make fewer rows hot."
             )
-        self.weight = allocate((slots, home.dim), home.dtype, device, fill=None)
-        self.state = {
-            name: allocate((slots, home.dim) if kind == "row" else (slots,), torch.float32, device, fill=None)
-            for name, kind in home.state.items()
-        }
-        # Slots in transit, as plans and links know them: counted from 0 behind the hot ones.
-        self.transit = Rows(self.weight[held:], {name: tensor[held:] for name, tensor in self.state.items()})
+        made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
+        self.weight, self.state = made.weight, made.state
+        # Slots in flight, as plans and links know them: counted from 0 behind the hot ones.
+        self.transit = made[held:]
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
@@ -150,7 +146,7 @@ class SlottedRows(Storage):
         addresses = self.hot.addresses()
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
-            self.home.fetch(rows, _part(Rows(self.weight, self.state), begin, begin + len(rows)))
+            self.home.fetch(rows, self.slots[begin : begin + len(rows)])
             for labels, values in zip(self._labels, self._names(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
@@ -328,11 +324,11 @@ class SlottedRows(Storage):
             self._link.finish()
             found = self.home.empty(stop - start)
             for begin, end, slot in self.hot.runs(start, stop):
-                part = _part(found, begin - start, end - start)
+                part = slice(begin - start, end - start)
                 if slot < 0:
-                    self.home.fetch(np.arange(begin, end), part)
+                    self.home.fetch(np.arange(begin, end), found[part])
                 else:
-                    _copy(part, _part(Rows(self.weight, self.state), slot, slot + end - begin))
+                    found[part] = self.slots[slot : slot + end - begin]
             return found
 
     def gather(self, rows: Ints) -> Rows:
@@ -342,7 +338,7 @@ class SlottedRows(Storage):
             slots = self._slots_of(rows)
             away = np.flatnonzero(slots < 0)
             at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
-            found = Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+            found = self.slots[at]
             self._link.released(self._link.mark())  # nothing may come into those slots before they are read
             if len(away):
                 self._link.drain()
@@ -366,11 +362,11 @@ class SlottedRows(Storage):
             self.flush()
             self._link.finish()
             for begin, end, slot in self.hot.runs(start, start + len(rows.weight)):
-                part = _part(rows, begin - start, end - start)
+                part = rows[begin - start : end - start]
                 if slot < 0:
                     self.home.write(begin, part)
                 else:
-                    _copy(_part(Rows(self.weight, self.state), slot, slot + end - begin), part)
+                    self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
             slots = self.residency.resident(start, start + len(rows.weight))
             if len(slots):
                 self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
@@ -499,14 +495,16 @@ def _on_cpu(bags: Bags) -> Bags:
     return Bags(bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu(), None, bags.mean)
 
 
-def _part(rows: Rows, start: int, stop: int) -> Rows:
-    return Rows(rows.weight[start:stop], {name: tensor[start:stop] for name, tensor in rows.state.items()})
+def make_residency(
+    first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
+) -> Residency:
+    """The fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
+    kind = Residency
+    if importlib.util.find_spec("numba") is not None if fast is None else fast:
+        from stoker.tables.slots.fast_residency import FastResidency
 
-
-def _copy(target: Rows, source: Rows) -> None:
-    target.weight.copy_(source.weight.detach())
-    for name, tensor in target.state.items():
-        tensor.copy_(source.state[name].detach())
+        kind = FastResidency
+    return kind(np.ascontiguousarray(first_row, np.int64), slots, transient=transient)
 
 
 def make_slotted(

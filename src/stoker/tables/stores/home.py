@@ -1,13 +1,13 @@
-"""Homes: slow memory that holds every row of a table group, with its optimizer state.
+"""Backing stores: slow memory that holds every row of a table group, with its optimizer state.
 
 A row nobody has stored yet is a function of (seed, table name, row), so it is computed when it is fetched and takes no
-memory: a home of 100 GB costs a bit a row until rows come home. :class:`stoker.tables.stores.file_home.FileHome` and
-:class:`stoker.tables.stores.log_home.LogHome` are the homes in files.
+memory: a store of 100 GB costs a bit a row until rows are stored. :class:`stoker.tables.stores.file_home.FileHome` and
+:class:`stoker.tables.stores.log_home.LogHome` keep them in files.
 
-A home is asked from several threads at once, but never twice at the same time for one row unless both only fetch:
-keeping a fetch behind a pending store of its row is the caller's fence.
+Several threads may use a store at once, but never the same row at the same time unless both only fetch: keeping a fetch
+behind a pending store of its row is the caller's fence.
 
-Legend: N rows at home, n rows of one call, D columns, T tables.
+Legend: N rows, n rows of one call, D columns, T tables.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ from stoker.tables.storage import Rows, allocate
 
 __all__ = ["Held", "Home", "Initial", "MemoryHome"]
 
-_CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_LANES = 16  # float32 elements in one
 _PAGE = mmap.PAGESIZE  # bytes that are page-locked together
 _PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister: locked for every GPU, at an address that it can read
 _CHUNK = 2**20  # elements computed at a time by Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
-NO_INDEX = np.empty(0, dtype=np.int64)
+_NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
 
 
@@ -124,7 +122,7 @@ class Held:
     def mark(self, rows: np.ndarray) -> None:
         """``rows`` [n] int64 are held from now on."""
         if self._native:
-            from stoker.tables.stores.home_kernels import mark
+            from stoker.tables.stores.kernels import mark
 
             mark(self.words, rows)  # atomic: 64 rows share a word, and threads store different rows at once
             return
@@ -141,7 +139,8 @@ class Home(ABC):
     """
 
     kind: ClassVar[str]  # "memory" or "file"
-    pinned = False  # whether a GPU can read the rows where they lie
+    pinned = False  # whether a GPU can read the rows in place
+    threads: int | None = None  # threads of kernels; None means as many as torch uses
 
     def __init__(self, initial: Initial, state: Mapping[str, str]) -> None:
         unknown = {name: kind for name, kind in state.items() if kind not in ("row", "scalar")}
@@ -185,9 +184,7 @@ class Home(ABC):
         self._fetch(rows, local, None)
         device = target.weight.device
         index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(device)
-        target.weight[index] = local.weight.to(device)
-        for name, tensor in local.state.items():
-            target.state[name][index] = tensor.to(device)
+        target[index] = local.map(lambda tensor: tensor.to(device))
 
     def store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None = None) -> None:
         """Take rows home: row ``places[i]`` of ``source`` becomes ``rows[i]``, with its state, and is held.
@@ -207,8 +204,7 @@ class Home(ABC):
             return
         if not _plain_memory(source):
             index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(source.weight.device)
-            state = {name: source.state[name][index].cpu().contiguous() for name in self.state}
-            source, places = Rows(source.weight[index].cpu().contiguous(), state), None
+            source, places = source[index].map(lambda tensor: tensor.cpu().contiguous()), None
         self._store(rows, source, places)
 
     def read(self, start: int, stop: int) -> Rows:
@@ -223,12 +219,11 @@ class Home(ABC):
         count = len(rows.weight)
         self.store(np.arange(start, start + count, dtype=np.int64), Rows(rows.weight.detach().to(self.dtype), state))
 
-    def empty(self, count: int) -> Rows:
-        """Uninitialised rows on the CPU, of this home's width, type and state."""
-        state = {
-            name: torch.empty((count, self.dim) if kind == "row" else (count,)) for name, kind in self.state.items()
-        }
-        return Rows(torch.empty(count, self.dim, dtype=self.dtype), state)
+    def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
+        """Rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on the CPU."""
+        return Rows.make(
+            count, self.dim, self.dtype, self.state, make or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        )
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
         """Make sure that what was stored has arrived.
@@ -280,22 +275,38 @@ class Home(ABC):
                 raise IndexError(f"places {low:,} to {high:,} do not lie in the {len(weight):,} rows given.")
         return rows, places
 
+    def _copy_out(
+        self, rows: np.ndarray, words: np.ndarray, source: Rows, target: Rows, places: np.ndarray | None
+    ) -> None:
+        """Run the kernel that copies rows whose bit in ``words`` is set, and computes all others."""
+        from stoker.tables.stores.kernels import FETCH
+
+        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
+        self._run_kernel(FETCH, rows, places, words, *self._columns(source), *self._columns(target), *initial)
+
+    def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
+        """Initial rows, which nobody has stored, with state of zero."""
+        if self.native:
+            self._copy_out(rows, _NOTHING, target, target, places)
+            return
+        index = torch.from_numpy(places)
+        target.weight[index] = self.initial.rows(rows)
+        for tensor in target.state.values():
+            tensor[index] = 0.0
+
+    def _run_kernel(self, kernel: Any, rows: np.ndarray, places: np.ndarray | None, *given: np.ndarray) -> None:
+        threads = torch.get_num_threads() if self.threads is None else self.threads
+        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
+        block = min(512, max(64, len(rows) // (4 * threads)))
+        threads = min(threads, -(-len(rows) // block))
+        widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
+        places = _NOTHING if places is None else places
+        kernel.run(rows, places, *given, *widths, np.zeros(1, dtype=np.int64), block, threads=threads)
+
     def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
         """Weights and two states as flat arrays, for the kernels."""
         states = [flat(rows.state[name]) for name in self.state]
         return (flat(rows.weight), *states, *([_NO_STATE] * (_KERNEL_STATES - len(states))))
-
-    def _kernel_widths(self) -> tuple[int, ...]:
-        """What kernels are told: D, and elements a row of either state."""
-        return (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
-
-    def _specialised(self) -> tuple[int, ...]:
-        """What the kernels of memory are made for: widths of whole cache lines, or zeros.
-
-        A kernel takes a second to compile and saves some ns a row, so all other widths share one.
-        """
-        dim, *states = self._kernel_widths() if self.dim % _LANES == 0 else (0, 0, 0)
-        return (dim, self.dtype.itemsize, *states)
 
     def __repr__(self) -> str:
         state = "".join(f" + {name}" for name in self.state)
@@ -337,22 +348,13 @@ class MemoryHome(Home):
         self.threads = threads
         unit = _PAGE if pin else _LINE
         try:
-            self.arrays = Rows(
-                _aligned((self.num_rows, self.dim), self.dtype, unit),
-                {
-                    name: _aligned(
-                        (self.num_rows, self.dim) if kind == "row" else (self.num_rows,), torch.float32, unit
-                    )
-                    for name, kind in self.state.items()
-                },
-            )
+            self.arrays = self.empty(self.num_rows, lambda shape, dtype: _aligned(shape, dtype, unit))
         except MemoryError as error:
             raise ConfigError(
                 f"a home of {self.num_rows:,} rows in memory needs {format_size(self.num_rows * self.row_bytes)}; this "
                 f"machine has {format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
             ) from error
-        everything = (self.arrays.weight, *self.arrays.state.values())
-        self._locks = [_page_lock(self, tensor) for tensor in everything] if pin else []
+        self._locks = [_page_lock(self, tensor) for tensor in self.arrays.tensors] if pin else []
 
     def close(self) -> None:
         super().close()
@@ -365,49 +367,23 @@ class MemoryHome(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            from stoker.tables.stores.home_kernels import fetch_kernel
-
-            initial = self.initial
-            self._run(
-                fetch_kernel(*self._specialised()),
-                (rows, NO_INDEX if places is None else places, self.held.words),
-                (*self._columns(self.arrays), *self._columns(target), initial.first_row, initial.keys, initial.scales),
-            )
+            self._copy_out(rows, self.held.words, self.arrays, target, places)
             return
-        source = torch.from_numpy(rows)
-        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
-        weight = self.arrays.weight[source]
+        found = self.arrays[torch.from_numpy(rows)]  # state is zero where the row is not held
         fresh = ~self.held.of(rows)
         if fresh.any():
-            weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
-        target.weight[index] = weight
-        for name, tensor in self.arrays.state.items():
-            target.state[name][index] = tensor[source]  # zero where the row is not held
+            found.weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
+        target[slice(len(rows)) if places is None else torch.from_numpy(places)] = found
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            from stoker.tables.stores.home_kernels import store_kernel
+            from stoker.tables.stores.kernels import STORE
 
-            self._run(
-                store_kernel(*self._specialised()),
-                (rows, NO_INDEX if places is None else places, self.held.words),
-                (*self._columns(self.arrays), *self._columns(source)),
-            )
+            columns = (*self._columns(self.arrays), *self._columns(source))
+            self._run_kernel(STORE, rows, places, self.held.words, *columns)
             return
-        target = torch.from_numpy(rows)
-        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
-        self.arrays.weight[target] = source.weight[index]
-        for name, tensor in self.arrays.state.items():
-            tensor[target] = source.state[name][index]
+        self.arrays[torch.from_numpy(rows)] = source[slice(len(rows)) if places is None else torch.from_numpy(places)]
         self.held.mark(rows)
-
-    def _run(self, kernel: Any, indices: tuple[np.ndarray, ...], columns: tuple[np.ndarray, ...]) -> None:
-        threads = torch.get_num_threads() if self.threads is None else self.threads
-        count = len(indices[0])
-        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
-        block = min(512, max(64, count // (4 * threads)))
-        threads = min(threads, -(-count // block))
-        kernel.run(*indices, *columns, *self._kernel_widths(), np.zeros(1, dtype=np.int64), block, threads=threads)
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""
@@ -423,7 +399,7 @@ def flat(tensor: Tensor) -> np.ndarray:
 
 
 def _plain_memory(rows: Rows) -> bool:
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in (rows.weight, *rows.state.values()))
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in rows.tensors)
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
@@ -432,7 +408,7 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
     A row of whole cache lines then touches no other row's line, and page-locked pages belong to one tensor.
     """
     count = int(np.prod(shape, dtype=np.int64))
-    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype, _CPU, fill=None)
+    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype)
     skip = -memory.data_ptr() % unit // dtype.itemsize
     return memory[skip : skip + count].view(shape)
 

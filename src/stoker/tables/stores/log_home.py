@@ -27,8 +27,7 @@ import numpy as np
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_home import FileHome, page_aligned
-from stoker.tables.stores.file_layout import Layout
+from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
 from stoker.tables.stores.home import Held, Initial
 
 __all__ = ["LogHome", "index_bytes"]
