@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
-from stoker.tables.embedding import EmbeddingTables
+from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
@@ -61,17 +61,9 @@ class Stage(Generic[Item]):
     """
 
     def __init__(
-        self,
-        stream: Iterable[Item],
-        tables: EmbeddingTables,
-        lookahead: int,
-        in_flight: int | None,
-        background: bool,
-        *,
-        foresight: bool = False,
-        progress: Progress | None = None,
-        lookups: Callable[[Item], Lookup] | None = None,
-    ) -> None:
+        self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int, in_flight: int | None, background: bool,
+        *, foresight: bool = False, progress: Progress | None = None, lookups: Callable[[Item], Lookup] | None = None,
+    ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
         self.lookahead = lookahead
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
@@ -84,11 +76,8 @@ class Stage(Generic[Item]):
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader are in memory of their own: nobody changes them but through torch.
         self._private = bool(getattr(stream, "fresh", False))
-        self._groups = [
-            (index, group.storage)
-            for index, group in enumerate(tables.groups)
-            if isinstance(group.storage, SlottedRows)
-        ]
+        storages = [group.storage for group in tables.groups]
+        self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
         self._leaving = False  # the loop was left: nothing further is recorded
         self._foresight = self._watch(stream, progress) if foresight else None
 
@@ -112,11 +101,7 @@ class Stage(Generic[Item]):
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
-        """What each group looks up of a batch.
-
-        Raises:
-            ValueError: lookups that the tables would refuse.
-        """
+        """What each group looks up of a batch."""
         ids, offsets, weights = self._lookups_of(item)
         return self.tables.splitter.split(ids, self.tables.splitter.check(ids, offsets, weights), weights)
 
@@ -154,11 +139,7 @@ class Stage(Generic[Item]):
             run.close()
 
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
-        """The batch on the tables' device, its ids and offsets.
-
-        Raises:
-            ConfigError: the stream has overwritten it.
-        """
+        """The batch on the tables' device, its ids and offsets; raise ConfigError if the stream has overwritten it."""
         ids, copies = upcoming.ids, upcoming.copies
         if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
@@ -209,10 +190,8 @@ class _Run:
             return
         for queue in self._queues:
             queue.close()
-        for leases in (*(leases for _, leases in self._ready), list(self._begun.values())):
-            for lease in leases:
-                if lease is not None:
-                    lease.release(changed=False)
+        for leases in (*(leases for _, leases in self._ready), self._begun.values()):
+            release_all(leases)
         self._waiting.clear()
 
     def _look_ahead(self) -> None:
@@ -263,9 +242,8 @@ class _Run:
     def _next(self, *, busy: bool) -> _Staged | None:
         """Make the next waiting batch resident.
 
-        Args:
-            busy: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
-                result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
+        ``busy``: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
+        result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
         """
         for queue, (index, _) in zip(self._queues, self.stage._groups, strict=True):
             if index in self._begun:
@@ -372,11 +350,7 @@ _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
 def _lookups_of_batch(item: Any) -> Lookup:
-    """Ids, offsets and weights of a :class:`Batch` or what looks like one.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Ids, offsets and weights of a :class:`Batch` or what looks like one."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
         raise ConfigError(
@@ -471,16 +445,9 @@ def stage(
 
 
 def _tables_of(given: Any) -> EmbeddingTables:
-    """The one EmbeddingTables of a module.
-
-    Raises:
-        ConfigError: none or several, or no module.
-    """
-    if isinstance(given, EmbeddingTables):
-        return given
-    found = (
-        [each for each in given.modules() if isinstance(each, EmbeddingTables)] if isinstance(given, nn.Module) else []
-    )
+    """The one EmbeddingTables of a module, which may be it."""
+    modules = given.modules() if isinstance(given, nn.Module) else ()
+    found = [each for each in modules if isinstance(each, EmbeddingTables)]
     if len(found) != 1:
         raise ConfigError(
             f"stage() needs the EmbeddingTables whose rows to bring, but {type(given).__name__} holds {len(found)}. "

@@ -74,7 +74,7 @@ class Rows:
 
 
 class Lease:
-    """A batch's lookups as the kernels take them, and the promise that its rows stay in place.
+    """The right to work on a batch's rows: its lookups as the kernels take them, and the promise that rows stay.
 
     A lease that nobody works under can be revoked when its slots are needed: whoever holds it acquires the rows again.
     So work goes between :meth:`begin` and :meth:`end`, and ``begin`` says whether the rows are still there.
@@ -85,7 +85,7 @@ class Lease:
         tables, rows: what is in each slot, for the random bits of bfloat16; None where addresses are rows.
         give_back: called once with ``token`` and whether the rows were changed; None where no row ever leaves.
         token: kept alive for the storage.
-        ticket: stands for rows that may still be on their way; None where they have arrived.
+        ticket: stands for rows that may still be in flight; None where they have arrived.
     """
 
     __slots__ = (
@@ -94,16 +94,9 @@ class Lease:
     )  # fmt: skip
 
     def __init__(
-        self,
-        bags: Bags,
-        space: AddressSpace,
-        *,
-        tables: Tensor | None = None,
-        rows: Tensor | None = None,
-        give_back: Callable[[Any, bool], None] | None = None,
-        token: Any = None,
-        ticket: Any = None,
-    ) -> None:
+        self, bags: Bags, space: AddressSpace, *, tables: Tensor | None = None, rows: Tensor | None = None,
+        give_back: Callable[[Any, bool], None] | None = None, token: Any = None, ticket: Any = None,
+    ) -> None:  # fmt: skip
         self.bags, self.space, self.tables, self.rows = bags, space, tables, rows
         self._give_back, self.token, self.ticket = give_back, token, ticket
         self.ids: Tensor | None = None  # a copy of those whose rows these are, where the caller's may change unnoticed

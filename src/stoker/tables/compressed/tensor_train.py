@@ -10,7 +10,7 @@ Legend: B examples, F features of the table, D columns, U distinct rows of a bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,14 +21,14 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import spanned
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
+from stoker.ops.lamb import direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, update_rows
 from stoker.ops.space import slot_space
 from stoker.ops.tt.lookup import Trie, build_trie, expand, fill_core, gradients
 from stoker.ops.tt.shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.group import TableGroup
-from stoker.tables.layers import SUM, update_core
+from stoker.tables.group import TableGroup, row_gradients
 from stoker.tables.lookups import Lookups
 from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
@@ -180,22 +180,18 @@ class CompressedGroup(TableGroup):
         lease = lease or self.acquire(lookups)
         assert lease is not None
         if lookups.bags.ids.numel():
-            self._update(self._expanded(lease), grad)
+            slices = self._slices(self._expanded(lease), grad)
+            rule = self.optimizer.rule(self.tick)
+            self.version += 1
+            for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
+                update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
         lease.token = None
         self.tick += 1
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The gradient of each core: distinct slices, and theirs."""
-        sums = torch.zeros_like(found.rows)
-        self.backend.update(sums, {}, found.space, found.bags, grad, SUM, _NO_ROUNDING)
-        return gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
-
-    def _update(self, found: _Expanded, grad: Tensor) -> None:
-        slices = self._slices(found, grad)
-        rule = self.optimizer.rule(self.tick)
-        self.version += 1
-        for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
-            update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+        sums = row_gradients(self.backend, len(found.rows), found.space, found.bags, found.bags.ids, grad)
+        return gradients(self.storage.slices(), found.trie, found.values, sums)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """The sum of squares of the gradients of the cores."""
@@ -213,28 +209,12 @@ class CompressedGroup(TableGroup):
         found = self._expanded(lease)
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
 
-    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
-        """The rows of the table, computed, or by a core's name its slices with their state."""
+    def place(self, name: str) -> tuple[Storage, int, int]:
+        """A core's name stands for its slices, the table's for its rows, which are computed."""
         for table, core in zip(self.stored, self.storage.cores, strict=True):
             if table.name == name:
-                self.backend.synchronize()
-                for start in range(0, table.num_embeddings, chunk_rows):
-                    yield start, core.read(start, min(start + chunk_rows, table.num_embeddings))
-                return
-        yield from super().read(name, chunk_rows)
-
-    def write(self, name: str, start: int, rows: Rows) -> None:
-        """Replace slices of a core, by its name."""
-        for table, core in zip(self.stored, self.storage.cores, strict=True):
-            if table.name == name:
-                if start + len(rows.weight) > table.num_embeddings:
-                    raise IndexError(
-                        f"rows {start} to {start + len(rows.weight)} do not fit core {name!r} of {table.num_embeddings}"
-                    )
-                self.version += 1
-                core.write(start, rows)
-                return
-        super().write(name, start, rows)
+                return core, 0, table.num_embeddings
+        return super().place(name)
 
 
 def check_cores(optimizer: RowOptimizer, what: str) -> None:
@@ -250,18 +230,14 @@ def check_cores(optimizer: RowOptimizer, what: str) -> None:
 def update_slices(
     backend: Backend, weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule
 ) -> None:
-    """One optimizer step, in place, on the slices of a core at ``digits`` [n], which are distinct.
+    """One optimizer step, in place, with ``grad`` [n, width] on the slices of a core at ``digits`` [n], all distinct.
 
-    Args:
-        backend: kernels.
-        weight: [n_k, width] the core.
-        state: name -> [n_k, width] or [n_k].
-        digits: [n] int64.
-        grad: [n, width].
-        rule: the step.
+    The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
     if rule.kind == "lamb":
-        update_core(weight, state, digits, grad, rule)
+        directions = direct(weight, state, digits, grad, rule)  # a core is a layer of its own
+        ratios = trust_ratios(squares(weight), squares(directions), rule)
+        move(weight, digits, torch.zeros_like(digits), directions, ratios, rule, torch.zeros_like)
         return
     count, width = weight.shape
     piece = math.gcd(width, _PIECE)

@@ -24,10 +24,9 @@ from stoker.ops.tt.lookup import build_trie, expand, fill_core, gradients
 from stoker.ops.tt.shape import TTShape
 from stoker.ops.tt.svd import decompose
 from stoker.optim import RowOptimizer
-from stoker.tables.autograd.misuse import Remedies, check_export, check_modes
-from stoker.tables.autograd.stepping import RowSteps, new_handle
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.stepping import Remedies, RowSteps, check_export, check_modes, new_handle
 
 __all__ = ["TTEmbeddingBag"]
 
@@ -387,9 +386,8 @@ class TTEmbeddingBag(nn.Module):
         """The rows as (first row, [n, D]) chunks, for export."""
         device = self.cores[0].device
         for start in range(0, self.num_embeddings, chunk_rows):
-            trie = build_trie(
-                torch.arange(start, min(start + chunk_rows, self.num_embeddings), device=device), self.shape
-            )
+            stop = min(start + chunk_rows, self.num_embeddings)
+            trie = build_trie(torch.arange(start, stop, device=device), self.shape)
             yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
 
     def __getstate__(self) -> dict[str, Any]:

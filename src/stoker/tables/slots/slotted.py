@@ -30,7 +30,7 @@ from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink
-from stoker.tables.links.transfer import DirectLink, Link, QueuedLink, TransferStats
+from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
 from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
 from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.file_home import FileHome
@@ -102,17 +102,10 @@ class SlottedRows(Storage):
     """
 
     def __init__(
-        self,
-        home: Home,
-        space: AddressSpace,
-        *,
-        slots: int,
-        device: torch.device,
-        hot: Sequence[int] = (),
-        transient: bool = False,
-        link: Callable[[Home, Rows, TransferStats], Link] | None = None,
+        self, home: Home, space: AddressSpace, *, slots: int, device: torch.device, hot: Sequence[int] = (),
+        transient: bool = False, link: Callable[[Home, Rows, TransferStats], DirectLink] | None = None,
         fast: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
         self.hot = FixedRows(space, hot)
@@ -270,14 +263,9 @@ class SlottedRows(Storage):
         if space not in self._slot_spaces:
             self._slot_spaces[space] = slot_space(space, self.num_slots)
         lease = Lease(
-            Bags(ids, offsets, weights, bags.mean),
-            self._slot_spaces[space],
-            tables=self._table_in_slot,
-            rows=self._row_in_slot,
-            give_back=self._take_back,
-            token=(plan.number, plan.slots),
-            ticket=ticket,
-        )
+            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=self._table_in_slot,
+            rows=self._row_in_slot, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
+        )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease
 
@@ -319,8 +307,6 @@ class SlottedRows(Storage):
     def read(self, start: int, stop: int) -> Rows:
         with self._lock:
             self.flush()
-            if not self.num_hot:
-                return self.home.read(start, stop)
             self._link.finish()
             found = self.home.empty(stop - start)
             for begin, end, slot in self.hot.runs(start, stop):
@@ -421,12 +407,9 @@ class Queue:
 
     @spanned("plan")
     def announce(self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None) -> None:
-        """Append a batch; :meth:`stage` takes batches in this order.
+        """Append a batch: its lookups in ``space`` (None: the storage's own). :meth:`stage` takes them in order.
 
-        Args:
-            bags: its lookups.
-            space: what they address; None means the storage's own.
-            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
+        ``upcoming``: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
 
         Raises:
             IndexError: an id lies outside its table.
@@ -508,18 +491,10 @@ def make_residency(
 
 
 def make_slotted(
-    strategy: Slotted,
-    tables: Sequence[TableConfig],
-    space: AddressSpace,
-    seed: int,
-    state: dict[str, str],
+    strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
     device: torch.device,
-) -> SlottedRows:
-    """The storage of a group under ``strategy``.
-
-    Args:
-        seed: of the initial rows.
-        state: optimizer state, name -> "row" or "scalar".
+) -> SlottedRows:  # fmt: skip
+    """The storage of a group under ``strategy``; ``seed`` is that of the initial rows.
 
     Raises:
         ConfigError: hot rows that a table does not have, or that leave no slot for others.

@@ -108,20 +108,13 @@ class FileHome(Home):
     """Rows in one sparse file, read and written at random with many system calls in flight.
 
     Fetches and stores go through the system's page cache, which may take all memory that is free and gives it back
-    when asked. With ``direct`` they pass it by: memory use is then known, and every row that is not in a slot costs a
-    disk access; a store reads the rest of a page before it writes it, unless the whole page is stored.
+    when asked. With ``direct`` (O_DIRECT) they pass it by: memory use is then known, and every row that is not in a
+    slot costs a disk access; a store reads the rest of a page before it writes it, unless the whole page is stored.
 
-    The file is of no use to any other run: rows leave through ``read``, into a checkpoint. In a named directory it can
-    be seen while it is used, is removed by :meth:`close`, at exit, or when the store is no longer used, and after a
-    kill by the next one made there. In the temporary directory (beware: on some systems that is memory) it is unnamed
-    from the start.
-
-    Args:
-        initial: what the rows are before they are first stored.
-        state: as for :class:`stoker.tables.stores.home.Home`.
-        directory: where the file goes, made if missing; None means the system's temporary directory.
-        direct: pass the page cache by (O_DIRECT), where the file system can.
-        concurrent_reads: system calls in flight at once, each with a thread of its own.
+    The file is of no use to any other run: rows leave through ``read``, into a checkpoint. In a named ``directory``,
+    made if missing, it can be seen while it is used, is removed by :meth:`close`, at exit, or when the store is no
+    longer used, and after a kill by the next one made there. In the temporary directory (None; on some systems that is
+    memory) it is unnamed from the start. ``concurrent_reads`` system calls are in flight at once, each by a thread.
 
     Raises:
         ConfigError: a setting that cannot work here.
@@ -191,10 +184,7 @@ class FileHome(Home):
         self._seeking = threading.Lock()
 
     def flush(self) -> None:
-        """Wait until all stored rows are on the disk.
-
-        The system reports some failures of a disk only here: call it after the rows of a checkpoint were read.
-        """
+        """Wait until all stored rows are on the disk: the system reports some failures of a disk only here."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -406,15 +396,12 @@ class FileHome(Home):
                 free = f" ({format_size(shutil.disk_usage(self.path.parent).free)} free on its disk)"
             remedy = _REMEDY.get(code, "Check the disk, or name a directory on another one")
             return HomeError(f"{what} failed: {os.strerror(code)} (errno {code}){free}. {remedy}; {again}")
-        try:
+        length, made = 0, self.layout.file_bytes
+        with contextlib.suppress(OSError):
             length = os.fstat(self._fd).st_size
-        except OSError:
-            length = 0
-        made, lost = self.layout.file_bytes, ""
         if length == made:
             return HomeError(f"{what} failed: the system moved no bytes. Check the disk; {again}")
-        if length < made:
-            lost = self._lost(length)
+        lost = self._lost(length) if length < made else ""
         return HomeError(
             f"{what} failed: the file is {length:,} B long and was made {made:,} B long: something has changed its "
             f"length.{lost} Keep other programs away from it; {again}"
@@ -440,16 +427,7 @@ def _no_direct(directory: Path) -> ConfigError:
 
 
 def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
-    """A new file of our own in ``directory``: its path and descriptor. Files left there by a kill are removed.
-
-    Args:
-        directory: made if missing; None means the system's temporary directory.
-        direct: open it for direct I/O (O_DIRECT).
-
-    Raises:
-        ConfigError: the file system does not take direct I/O.
-        HomeError: no file can be made there.
-    """
+    """A new file in ``directory``: its path and descriptor. Files left there by a kill are removed."""
     folder = Path(tempfile.gettempdir() if directory is None else directory)
     if direct and not hasattr(os, "O_DIRECT"):
         raise _no_direct(folder)

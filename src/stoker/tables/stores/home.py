@@ -51,7 +51,7 @@ def has_numba() -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Initial:
-    """The rows of a group before any update: those that :class:`stoker.tables.group.TableGroup` starts from.
+    """The rows that :class:`stoker.tables.group.TableGroup` starts from, before any update.
 
     Uniform in [-scale, scale) by table, drawn by counter (:func:`stoker.ops.reference.init_rows`), so a row does not
     depend on when, where or with which others it is made.
@@ -162,15 +162,10 @@ class Home(ABC):
         return self.dim * self.dtype.itemsize + 4 * sum(self.widths)
 
     def fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None = None) -> None:
-        """Copy rows out: weights and state of ``rows[i]`` go to row ``places[i]`` of ``target``.
-
-        Args:
-            rows: [n] int64 addresses, in any order.
-            target: at least n rows, on any device.
-            places: [n] int64, distinct; None means i.
+        """Copy weights and state of ``rows[i]`` to row ``places[i]`` (None: i) of ``target``, on any device.
 
         Raises:
-            HomeError: the home failed; ``target`` may hold some of the rows. Or it is closed.
+            HomeError: the store failed; ``target`` may hold some of the rows. Or it is closed.
             IndexError: a row or a place that does not exist.
             ValueError: ``target`` has another width, type or state.
         """
@@ -187,15 +182,10 @@ class Home(ABC):
         target[index] = local.map(lambda tensor: tensor.to(device))
 
     def store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None = None) -> None:
-        """Take rows home: row ``places[i]`` of ``source`` becomes ``rows[i]``, with its state, and is held.
-
-        Args:
-            rows: [n] int64 addresses, distinct, in any order.
-            source: at least n rows, on any device.
-            places: [n] int64; None means i.
+        """Store row ``places[i]`` (None: i) of ``source``, on any device, with its state as ``rows[i]``, all distinct.
 
         Raises:
-            HomeError: the home failed. Some of the rows may be home, others not; storing all of them again is safe.
+            HomeError: the store failed. Some of the rows may be stored, others not; storing all again is safe.
             IndexError: a row or a place that does not exist.
             ValueError: ``source`` has another width, type or state.
         """
@@ -216,8 +206,8 @@ class Home(ABC):
     def write(self, start: int, rows: Rows) -> None:
         """Replace the rows from ``start`` on; ``rows`` may have another float type."""
         state = {name: rows.state[name].detach().to(torch.float32) for name in self.state}
-        count = len(rows.weight)
-        self.store(np.arange(start, start + count, dtype=np.int64), Rows(rows.weight.detach().to(self.dtype), state))
+        given = Rows(rows.weight.detach().to(self.dtype), state)
+        self.store(np.arange(start, start + len(rows.weight), dtype=np.int64), given)
 
     def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
         """Rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on the CPU."""
@@ -226,11 +216,7 @@ class Home(ABC):
         )
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
-        """Make sure that what was stored has arrived.
-
-        Raises:
-            HomeError: something stored earlier did not arrive.
-        """
+        """Make sure that what was stored has arrived; raise HomeError if it did not."""
 
     def close(self) -> None:
         """Give the memory or the file back; no call may be under way, and none may follow."""
@@ -322,12 +308,7 @@ class MemoryHome(Home):
     """Rows in main memory, as :attr:`arrays`: weights [N, D] and each state [N, D] or [N].
 
     Memory is taken as rows are stored (by whole huge pages, where the system has them), so count on all of it.
-
-    Args:
-        initial: what the rows are before they are first stored.
-        state: as for :class:`Home`.
-        pin: page-lock the arrays, so that a GPU reads and copies them at full speed. Takes all memory at once.
-        threads: threads of a fetch or store; None means as many as torch uses.
+    ``pin`` page-locks the arrays, so that a GPU reads and copies them at full speed, and takes all memory at once.
 
     Raises:
         ConfigError: the memory cannot be had, or ``pin`` without a GPU.
@@ -344,8 +325,7 @@ class MemoryHome(Home):
                 f"MemoryHome(pin=True) was asked for, but torch {torch.__version__} sees no GPU here. "
                 "Leave pin=False, or install a CUDA build of torch."
             )
-        self.pinned = pin
-        self.threads = threads
+        self.pinned, self.threads = pin, threads
         unit = _PAGE if pin else _LINE
         try:
             self.arrays = self.empty(self.num_rows, lambda shape, dtype: _aligned(shape, dtype, unit))
