@@ -195,9 +195,9 @@ class CudaLink(QueuedLink):
         self._until(lambda: not buffer.busy)
         buffer.hold(slots, most=self._most)
         self._follow(stream)
-        streams.queue(stream, buffer.gather(self.slots))
+        streams.queue(stream, partial(buffer.gather, self.slots))
         self._before[streams.incoming].append(streams.record(stream))  # nothing may come into these slots before
-        streams.queue(stream, buffer.download())
+        streams.queue(stream, buffer.download)
         buffer.end, buffer.busy = streams.record(stream), True
         return buffer
 
@@ -211,16 +211,16 @@ class CudaLink(QueuedLink):
                 buffer = self._free_buffer()
                 buffer.hold(places[part], there[part], most=self._most)
                 self._follow(stream)
-                streams.queue(stream, buffer.read(self.home.arrays, self.slots))
+                streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))
                 buffer.end = streams.record(stream)
             rows, slots = rows[~held], slots[~held]
         for part in self._parts(len(rows)):
             buffer = self._free_buffer()
             buffer.hold(slots[part], most=self._most)
             self.home.fetch(rows[part], buffer.host)
-            streams.queue(stream, buffer.upload())
+            streams.queue(stream, buffer.upload)
             self._follow(stream)  # as late as can be: the copy above touches no slot
-            streams.queue(stream, buffer.scatter(self.slots))
+            streams.queue(stream, partial(buffer.scatter, self.slots))
             buffer.end = streams.record(stream)
 
     def _free_buffer(self) -> _Buffer:
@@ -303,9 +303,9 @@ class _Ticket(NamedTuple):
 
 
 class _Buffer:
-    """Room for n rows on their way, on the host and on the device, with the slots and rows that they are.
+    """Room for n rows in flight, on the host and on the device, with the slots and rows that they are.
 
-    Methods that return a function make work to be queued.
+    All methods but :meth:`hold` are work to be queued.
     """
 
     def __init__(self, home: Home, streams: Streams, stream: Any) -> None:
@@ -328,58 +328,42 @@ class _Buffer:
             self._device_names = streams.scratch(stream, (2, self._room), torch.int64)
         self.host, self.device = self._host[:count], self._device[:count]
         named = self._host_names[:, :count], self._device_names[:, :count]
-        self.names = [(host, device) for host, device in zip(*named, strict=True)]  # slots, addresses
+        self.names = list(zip(*named, strict=True))  # slots, addresses
         for (host, _), numbers in zip(self.names, (slots, rows), strict=True):
             if numbers is not None:
                 host.copy_(torch.from_numpy(numbers))
 
-    def upload(self) -> Callable[[], None]:
+    def upload(self) -> None:
         """Host to device."""
-        host, device, (at, device_at) = self.host, self.device, self.names[0]
+        self._name(0)
+        _copy_rows(self.device, self.host)
 
-        def work() -> None:
-            _copy(device_at, at)
-            _copy_rows(device, host)
-
-        return work
-
-    def scatter(self, slots: Rows) -> Callable[[], None]:
+    def scatter(self, slots: Rows) -> None:
         """Into their slots, after :meth:`upload`."""
-        device, (_, at) = self.device, self.names[0]
+        for target, tensor in zip(slots.tensors, self.device.tensors, strict=True):
+            _scatter(target, self.names[0][1], tensor)
 
-        def work() -> None:
-            for target, tensor in zip(slots.tensors, device.tensors, strict=True):
-                _scatter(target, at, tensor)
-
-        return work
-
-    def gather(self, slots: Rows) -> Callable[[], None]:
+    def gather(self, slots: Rows) -> None:
         """Out of their slots."""
-        device, (at, device_at) = self.device, self.names[0]
+        at = self._name(0)
+        for source, tensor in zip(slots.tensors, self.device.tensors, strict=True):
+            torch.index_select(source, 0, at, out=tensor)
 
-        def work() -> None:
-            _copy(device_at, at)
-            for source, tensor in zip(slots.tensors, device.tensors, strict=True):
-                torch.index_select(source, 0, device_at, out=tensor)
-
-        return work
-
-    def download(self) -> Callable[[], None]:
+    def download(self) -> None:
         """Device to host, after :meth:`gather`."""
-        host, device = self.host, self.device
-        return lambda: _copy_rows(host, device)
+        _copy_rows(self.host, self.device)
 
-    def read(self, arrays: Rows, slots: Rows) -> Callable[[], None]:
-        """Out of the page-locked ``arrays`` of a home into their slots."""
-        streams, ((slot, device_slot), (row, device_row)) = self._streams, self.names
+    def read(self, arrays: Rows, slots: Rows) -> None:
+        """Out of the page-locked ``arrays`` of a store into their slots."""
+        at, rows = self._name(0), self._name(1)
+        for source, target in zip(arrays.tensors, slots.tensors, strict=True):
+            self._streams.copy_rows(source, rows, target, at)
 
-        def work() -> None:
-            _copy(device_slot, slot)
-            _copy(device_row, row)
-            for source, target in zip(arrays.tensors, slots.tensors, strict=True):
-                streams.copy_rows(source, device_row, target, device_slot)
-
-        return work
+    def _name(self, which: int) -> Tensor:
+        """The slots or addresses, on the device."""
+        host, device = self.names[which]
+        _copy(device, host)
+        return device
 
 
 class _Staged(Writeback):

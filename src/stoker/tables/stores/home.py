@@ -261,33 +261,33 @@ class Home(ABC):
                 raise IndexError(f"places {low:,} to {high:,} do not lie in the {len(weight):,} rows given.")
         return rows, places
 
-    def _copy_out(
-        self, rows: np.ndarray, words: np.ndarray, source: Rows, target: Rows, places: np.ndarray | None
-    ) -> None:
-        """Run the kernel that copies rows whose bit in ``words`` is set, and computes all others."""
-        from stoker.tables.stores.kernels import FETCH
+    def _run_kernel(
+        self, rows: np.ndarray, words: np.ndarray, store: Rows, side: Rows, places: np.ndarray | None, *,
+        storing: bool,
+    ) -> None:  # fmt: skip
+        """Copy rows of ``store`` to ``side``, computing those whose bit in ``words`` is not set; or the other way."""
+        from stoker.tables.stores.kernels import MOVE
 
-        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
-        self._run_kernel(FETCH, rows, places, words, *self._columns(source), *self._columns(target), *initial)
-
-    def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
-        """Initial rows, which nobody has stored, with state of zero."""
-        if self.native:
-            self._copy_out(rows, _NOTHING, target, target, places)
-            return
-        index = torch.from_numpy(places)
-        target.weight[index] = self.initial.rows(rows)
-        for tensor in target.state.values():
-            tensor[index] = 0.0
-
-    def _run_kernel(self, kernel: Any, rows: np.ndarray, places: np.ndarray | None, *given: np.ndarray) -> None:
         threads = torch.get_num_threads() if self.threads is None else self.threads
         # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
         block = min(512, max(64, len(rows) // (4 * threads)))
         threads = min(threads, -(-len(rows) // block))
         widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
-        places = _NOTHING if places is None else places
-        kernel.run(rows, places, *given, *widths, np.zeros(1, dtype=np.int64), block, threads=threads)
+        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
+        MOVE.run(
+            rows, _NOTHING if places is None else places, words, *self._columns(store), *self._columns(side), *initial,
+            storing, *widths, np.zeros(1, dtype=np.int64), block, threads=threads,
+        )  # fmt: skip
+
+    def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
+        """Initial rows, which nobody has stored, with state of zero."""
+        if self.native:
+            self._run_kernel(rows, _NOTHING, target, target, places, storing=False)
+            return
+        index = torch.from_numpy(places)
+        target.weight[index] = self.initial.rows(rows)
+        for tensor in target.state.values():
+            tensor[index] = 0.0
 
     def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
         """Weights and two states as flat arrays, for the kernels."""
@@ -347,7 +347,7 @@ class MemoryHome(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            self._copy_out(rows, self.held.words, self.arrays, target, places)
+            self._run_kernel(rows, self.held.words, self.arrays, target, places, storing=False)
             return
         found = self.arrays[torch.from_numpy(rows)]  # state is zero where the row is not held
         fresh = ~self.held.of(rows)
@@ -357,10 +357,7 @@ class MemoryHome(Home):
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            from stoker.tables.stores.kernels import STORE
-
-            columns = (*self._columns(self.arrays), *self._columns(source))
-            self._run_kernel(STORE, rows, places, self.held.words, *columns)
+            self._run_kernel(rows, self.held.words, self.arrays, source, places, storing=True)
             return
         self.arrays[torch.from_numpy(rows)] = source[slice(len(rows)) if places is None else torch.from_numpy(places)]
         self.held.mark(rows)

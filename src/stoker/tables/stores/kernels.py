@@ -28,7 +28,7 @@ from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, 
 from stoker.ops.codegen.llvm_rows import row_init
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["FETCH", "STORE", "mark", "move_records", "system_calls"]
+__all__ = ["MOVE", "mark", "move_records", "system_calls"]
 
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
 _PAGE = mmap.PAGESIZE
@@ -78,10 +78,10 @@ def mark(words, rows):
         _mark_one(words, rows[i])
 
 
-def _fetch(p):
-    """Copy rows of a store to places of a target, or compute those whose bit in ``words`` is not set."""
+def _move(p):
+    """Copy rows of a store to places of ``side``, computing those whose bit in ``words`` is not set; or store these."""
     (
-        rows, places, words, weight, state, state2, out, out_state, out_state2, first_row, keys, scales,
+        rows, places, words, weight, state, state2, side, side_state, side_state2, first_row, keys, scales, storing,
         dim, first, second, cursor, block,
     ) = arguments(p)  # fmt: skip
     size, size1, size2 = dim * weight.itemsize, first * 4, second * 4
@@ -100,57 +100,30 @@ def _fetch(p):
                 prefetch_bytes(size1, state, row * first)
                 prefetch_bytes(size2, state2, row * second)
                 if placed:
-                    prefetch_bytes(size, out, places[i + _AHEAD] * dim)
+                    prefetch_bytes(size, side, places[i + _AHEAD] * dim)
             if i < start:
                 continue
             row = rows[i]
             place = places[i] if placed else i
-            if stored and (words[row >> 6] >> (row & 63)) & 1:
-                row_move(size, out, place * dim, weight, row * dim)
-                row_move(size1, out_state, place * first, state, row * first)
-                row_move(size2, out_state2, place * second, state2, row * second)
+            if storing:
+                row_move(size, weight, row * dim, side, place * dim)
+                row_move(size1, state, row * first, side_state, place * first)
+                row_move(size2, state2, row * second, side_state2, place * second)
+                _mark_one(words, row)
+            elif stored and (words[row >> 6] >> (row & 63)) & 1:
+                row_move(size, side, place * dim, weight, row * dim)
+                row_move(size1, side_state, place * first, state, row * first)
+                row_move(size2, side_state2, place * second, state2, row * second)
             else:
                 table = _table_of(first_row, row)
-                row_init(dim, out, place * dim, keys[table], (row - first_row[table]) * dim, scales[table])
+                row_init(dim, side, place * dim, keys[table], (row - first_row[table]) * dim, scales[table])
                 for d in range(first):
-                    out_state[place * first + d] = 0.0
+                    side_state[place * first + d] = 0.0
                 for d in range(second):
-                    out_state2[place * second + d] = 0.0
+                    side_state2[place * second + d] = 0.0
 
 
-def _store(p):
-    """Copy rows at places of a source to a store, and mark them in ``words``."""
-    (
-        rows, places, words, weight, state, state2, source, source_state, source_state2, dim, first, second, cursor,
-        block,
-    ) = arguments(p)  # fmt: skip
-    size, size1, size2 = dim * weight.itemsize, first * 4, second * 4
-    count, placed = len(rows), len(places) > 0
-    while True:
-        start = fetch_add(cursor, block)
-        if start >= count:
-            return
-        stop = min(start + block, count)
-        for i in range(start - _AHEAD, stop):
-            if i + _AHEAD < stop:
-                row = rows[i + _AHEAD]
-                prefetch(words, row >> 6)
-                prefetch_bytes(size, weight, row * dim)
-                prefetch_bytes(size1, state, row * first)
-                prefetch_bytes(size2, state2, row * second)
-                if placed:
-                    prefetch_bytes(size, source, places[i + _AHEAD] * dim)
-            if i < start:
-                continue
-            row = rows[i]
-            place = places[i] if placed else i
-            row_move(size, weight, row * dim, source, place * dim)
-            row_move(size1, state, row * first, source_state, place * first)
-            row_move(size2, state2, row * second, source_state2, place * second)
-            _mark_one(words, row)
-
-
-FETCH, STORE = Kernel(_fetch), Kernel(_store)
+MOVE = Kernel(_move)
 
 
 @cache
