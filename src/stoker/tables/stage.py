@@ -30,7 +30,6 @@ from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.storage import Lease
-from stoker.tables.stores.file_home import FileHome
 
 __all__ = ["Stage", "stage"]
 
@@ -92,11 +91,10 @@ class Stage(Generic[Item]):
         def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
             return lambda batch: storage.distinct(*self._split(batch)[index]).rows
 
-        watched = [group for group in self._groups if _keeps(group[1])]
         sources = [
-            (rows(*group), home.num_rows, home.path.parent if isinstance(home, FileHome) else None)
-            for group in watched
-            for home in [group[1].home]
+            (rows(index, storage), storage.num_rows, storage.home.directory)
+            for index, storage in self._groups
+            if _keeps(storage)
         ]
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
@@ -438,7 +436,7 @@ def stage(
         raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")
     slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
     if background is None:
-        background = any(storage.home.kind == "file" or tables.device.type == "cuda" for storage in slotted)
+        background = any(storage.home.is_blocking or tables.device.type == "cuda" for storage in slotted)
     return Stage(
         stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress, lookups=lookups
     )

@@ -17,10 +17,10 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["Remedies", "RowSteps", "TableOptimizer", "Trained", "check_export", "check_modes", "new_handle"]
+__all__ = ["Remedies", "RowSteps", "TableOptimizer", "check_export", "check_modes", "new_handle"]
 
 #: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
 #: right; its elements differ, so that clipping by value, which cannot be honoured, can be told from clipping by norm.
@@ -69,21 +69,6 @@ def new_handle(device: torch.device | str) -> nn.Parameter:
     return nn.Parameter(torch.ones(2, device=device))
 
 
-class Trained(Protocol):
-    """What :class:`RowSteps` trains: tables, or a tensor train."""
-
-    handle: nn.Parameter
-
-    def apply_gradients(self, gradients: Sequence[Any], scale: float) -> None:
-        """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
-
-    def gradient_norm(self, gradients: Sequence[Any]) -> float:
-        """The Euclidean norm of the sum of ``gradients``, row by row."""
-
-    def exchange(self, gradients: list[Any]) -> list[Any]:
-        """The gradients of all ranks, where there are several."""
-
-
 class _Backward:
     """The gradients of one ``backward``. The engine alone keeps it: it is gone with a backward that fails."""
 
@@ -107,12 +92,13 @@ class RowSteps:
     """Collects gradients, and has rows updated when it is time.
 
     Args:
-        trained: what is trained; only weakly referenced.
+        trained: tables or a tensor train, only weakly referenced. Has ``handle``, ``apply_gradients``, ``exchange``,
+            and ``gradient_norm`` where an optimizer drives it.
         name: what errors call it.
         remedies: what errors advise.
     """
 
-    def __init__(self, trained: Trained, name: str, remedies: Remedies = _REMEDIES) -> None:
+    def __init__(self, trained: Any, name: str, remedies: Remedies = _REMEDIES) -> None:
         self._trained = weakref.ref(trained)
         self.name, self.remedies = name, remedies
         self.handle: nn.Parameter | None = None  # what the trained one's handle must still be
@@ -325,11 +311,7 @@ class RowSteps:
             self.trained.handle.grad = self._published = None
 
     def check(self) -> None:
-        """Refuse a loop whose steps would mean something else.
-
-        Raises:
-            ConfigError: gradients were clipped or unscaled behind a step, or other ranks train on their own.
-        """
+        """Refuse ranks that train on their own, and gradients that were clipped or unscaled behind a step."""
         global _hook
         if not self.alone and _several_processes() and dist.get_world_size() > 1:
             raise ConfigError(
@@ -358,11 +340,9 @@ class RowSteps:
             )
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, latest: Callable[[], int]) -> None:
-        """Refuse an optimizer that steps once for several backwards, in each of which the rows stepped.
+        """Refuse an optimizer about to step once for several backwards, in each of which the rows stepped.
 
-        Args:
-            optimizer: about to step.
-            latest: the number of the last backward in this process.
+        ``latest`` finds the number of the last backward in this process.
         """
         count, self.since_optimizer = self.since_optimizer, 0
         if not self.checked or self.deferred or self.trained is None:
@@ -397,7 +377,8 @@ class RowSteps:
             _scalers.clear()
             for kind in _SCALERS:
                 _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
-        if _scalers and any(_has_scaled(each()) for each in _scalers):
+        scalers = [scaler for each in _scalers if (scaler := each()) is not None]
+        if any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers):
             raise ConfigError(
                 f"a GradScaler is in use, and the rows of {self.name} step inside backward: they would move by the "
                 f"scaled gradient. {self.remedies.step}{self.remedies.scaler}. If the scaler is not for this model, "
@@ -405,11 +386,7 @@ class RowSteps:
             )
 
     def _is_wanted(self) -> bool:
-        """Return False if the backward that runs is for other inputs than the rows, as ``backward(inputs=...)`` may be.
-
-        Raises:
-            ConfigError: ``torch.autograd.grad`` was asked for the gradient of the handle.
-        """
+        """Return False if the backward that runs is for other inputs than the rows (``backward(inputs=...)``)."""
         if self.node is None:
             return True
         try:
@@ -433,10 +410,6 @@ class RowSteps:
         return handle
 
 
-def _has_scaled(scaler: torch.amp.GradScaler | None) -> bool:
-    return scaler is not None and scaler.is_enabled() and scaler._scale is not None
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, TableOptimizer):
         found = cache(_latest_backward)
@@ -455,11 +428,7 @@ def _latest_backward() -> int:
 
 
 def check_modes() -> None:
-    """Refuse transforms of functions and traces, which see no rows.
-
-    Raises:
-        ConfigError: the call is inside torch.func or torch.jit.trace.
-    """
+    """Refuse calls inside torch.func or torch.jit.trace, which see no rows."""
     if torch._C._are_functorch_transforms_active():
         raise ConfigError(
             "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
@@ -474,11 +443,7 @@ def check_modes() -> None:
 
 
 def check_export() -> None:
-    """Refuse programs that leave this process.
-
-    Raises:
-        ConfigError: the call is inside torch.export.
-    """
+    """Refuse calls inside torch.export, whose programs leave this process."""
     if torch.compiler.is_exporting():
         raise ConfigError(
             "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "

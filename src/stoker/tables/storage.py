@@ -185,7 +185,7 @@ class Staged(NamedTuple):
 
 
 class Storage(ABC):
-    """Rows at home, slots in fast memory. Here N is the rows at home and C the slots."""
+    """N rows, of which C slots in fast memory hold all or some."""
 
     weight: Tensor  # [C, D] the slots that kernels work on
     state: dict[str, Tensor]  # name -> [C, D] or [C] float32, in the same slots

@@ -5,7 +5,6 @@ Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -297,14 +296,8 @@ class TTEmbeddingBag(nn.Module):
 
     def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
         """One step with the sum of ``gradients`` times ``scale``."""
-        slices = self._sum(gradients)
-        if scale != 1.0:
-            slices = _Slices(slices).scaled(scale).cores
-        self._update(slices)
-
-    def gradient_norm(self, gradients: Sequence[_Slices]) -> float:
-        """The Euclidean norm of the gradient of all cores."""
-        return math.sqrt(sum(float(grad.double().square().sum()) for _, grad in self._sum(gradients)))
+        slices = _Slices(self._sum(gradients))
+        self._update(slices.cores if scale == 1.0 else slices.scaled(scale).cores)
 
     def _sum(self, gradients: Sequence[_Slices]) -> list[tuple[Tensor, Tensor]]:
         """Slices of all gradients, each once, summed in order."""

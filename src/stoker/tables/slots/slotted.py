@@ -1,9 +1,9 @@
-"""N rows at home, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
+"""N rows in a backing store, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
 
-The first slots belong to hot rows, each to one for ever: their slot is found by an addition, no plan knows of them, and
-they have no other copy. The others, in transit, are given and taken by plans.
+The first slots belong to pinned hot rows: their slot is found by an addition, no plan knows of them, and they have no
+other copy. The others, for rows in flight, are given and taken by plans.
 
-Legend: N rows at home, C slots, H of them for hot rows, U distinct rows of a batch.
+Legend: N rows, C slots, H of them for hot rows, U distinct rows of a batch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,9 @@ _INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine'
 
 
 class TooFewSlots(StokerError):
-    """A batch needs more rows at once than there are slots to give.
+    """A batch needs more distinct rows at once than there are slots besides those of other work and of hot rows.
 
-    Args:
-        needed: distinct rows.
-        slots: those that other work leaves free.
-        hot: rows with slots of their own.
-        spill: whether such batches are worked on in parts already, so that one example alone does not fit.
+    ``spill``: such batches are worked on in chunks already, so that one example alone does not fit.
     """
 
     def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
@@ -68,7 +64,7 @@ class TooFewSlots(StokerError):
         self.needed, self.slots, self.hot = needed, slots, hot
 
     def of_one_example(self) -> TooFewSlots:
-        """The same where the batch was worked on in parts already, down to one example or row."""
+        """The same where the batch was worked on in chunks already, down to one example or row."""
         return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
 
 
@@ -83,7 +79,7 @@ class _Request:
 
 
 class SlottedRows(Storage):
-    """Rows at home, some of them in slots.
+    """Rows of a backing store, some of them in slots.
 
     Threads may call it: plans are made and carried out one at a time, releases wait for nobody.
 
@@ -91,7 +87,7 @@ class SlottedRows(Storage):
         home: all rows.
         space: of the group's tables.
         slots: C.
-        device: where the slots lie.
+        device: of the slots.
         hot: [T] rows of each table that stay in slots of their own; () means none.
         transient: every other row leaves after its last use in flight.
         link: makes what carries out plans; None means the fastest for ``device`` and ``home``.
@@ -159,11 +155,6 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
-    @property
-    def staged(self) -> int:
-        """Batches that are resident and not handed out yet."""
-        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
-
     def queue(self) -> Queue:
         """A queue of upcoming batches for one stage."""
         return Queue(self)
@@ -202,10 +193,9 @@ class SlottedRows(Storage):
         """The distinct rows that are not hot, in an order that is the same for the same bags.
 
         Raises:
-            IndexError: an id lies outside its table.
-            ValueError: offsets that do not rise from 0 to the number of ids.
+            IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
         """
-        return split_rows(_on_cpu(bags), space or self.space, self.hot)
+        return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
         """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
@@ -226,11 +216,7 @@ class SlottedRows(Storage):
                 self._enter_returned()
 
     def _enter_returned(self) -> None:
-        """Let the residency know which slots were given back.
-
-        Raises:
-            StokerError: rows could not be moved earlier.
-        """
+        """Let the residency know which slots were given back; raise StokerError if rows could not be moved earlier."""
         if self._broken is not None:
             raise StokerError(
                 f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
@@ -410,9 +396,6 @@ class Queue:
         """Append a batch: its lookups in ``space`` (None: the storage's own). :meth:`stage` takes them in order.
 
         ``upcoming``: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
-
-        Raises:
-            IndexError: an id lies outside its table.
         """
         storage, begin = self._storage, time.perf_counter()
         space = space or storage.space
@@ -469,13 +452,6 @@ class Queue:
             storage._queues.remove(self)
             self._waiting.clear()
             self._known = 0
-
-
-def _on_cpu(bags: Bags) -> Bags:
-    """The ids and offsets where plans are made."""
-    if bags.ids.device.type == "cpu":
-        return bags
-    return Bags(bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu(), None, bags.mean)
 
 
 def make_residency(

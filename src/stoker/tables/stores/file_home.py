@@ -125,6 +125,7 @@ class FileHome(Home):
     """
 
     kind = "file"
+    is_blocking = True
 
     def __init__(
         self,
@@ -143,6 +144,7 @@ class FileHome(Home):
         self.layout = self._lay_out()
         self._nowhere = self.layout.num_records  # the position of a row that was never stored
         self.path, self._fd = _make_file(directory, direct)
+        self.directory = self.path.parent
         self._remove = weakref.finalize(self, _dispose, self._fd, self.path, os.getpid())
         if directory is None:
             with contextlib.suppress(OSError):  # Windows keeps the name of an open file; it goes at close

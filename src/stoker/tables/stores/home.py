@@ -20,6 +20,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -139,6 +140,8 @@ class Home(ABC):
     """
 
     kind: ClassVar[str]  # "memory" or "file"
+    is_blocking = False  # whether a fetch or store waits for a device
+    directory: Path | None = None  # of its file
     pinned = False  # whether a GPU can read the rows in place
     threads: int | None = None  # threads of kernels; None means as many as torch uses
 
@@ -405,9 +408,4 @@ def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
             f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
             "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."
         )
-    return weakref.finalize(owner, _page_unlock, tensor)
-
-
-def _page_unlock(tensor: Tensor) -> None:
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(tensor.data_ptr())
+    return weakref.finalize(owner, lambda: cudart.cudaHostUnregister(tensor.data_ptr()))
