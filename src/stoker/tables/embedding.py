@@ -26,7 +26,6 @@ from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
     HotCold,
-    Slotted,
     Strategy,
     TableConfig,
     TensorTrain,
@@ -693,8 +692,7 @@ class EmbeddingTables(nn.Module):
             names = [table.name for table in group.tables]
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} tables)" if len(names) > 4 else "")
             where = type(group.strategy).__name__
-            if isinstance(group.storage, SlottedRows) and isinstance(group.strategy, Slotted):
-                storage = group.storage
+            if isinstance(storage := group.storage, SlottedRows):
                 hot = f", {storage.num_hot:,} of them hot" if storage.num_hot else ""
                 where += (
                     f", {storage.num_slots:,} slots for {storage.num_rows:,} rows{hot}, backed by {storage.home.kind}"

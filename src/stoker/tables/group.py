@@ -137,16 +137,15 @@ class TableGroup:
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Gradient of the per-sample weights [L]."""
-
-        def work(lease: Lease, grad: Tensor) -> Tensor:
-            return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
-
         if (lease := self._begin(lookups, lease)) is None:
-            return self._by_examples(work, lookups, grad)
+            return self._by_examples(self._weight_gradient, lookups, grad)
         try:
-            return work(lease, grad)
+            return self._weight_gradient(lease, grad)
         finally:
             lease.end()
+
+    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
+        return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """The sum of squares of the gradients of all distinct rows, duplicates summed first."""

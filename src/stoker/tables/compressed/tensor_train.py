@@ -156,10 +156,8 @@ class CompressedGroup(TableGroup):
         trie = build_trie(distinct, shape)
         values = expand(self.storage.slices(), trie)
         places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
-        return _Expanded(
-            version=self.version, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
-            bags=replace(bags, ids=places), space=slot_space(space, len(distinct)),
-        )  # fmt: skip
+        rows = values[-1].view(-1, shape.dim)
+        return _Expanded(self.version, trie, values, rows, replace(bags, ids=places), slot_space(space, len(distinct)))
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """As the lookup left it, or anew where the cores have changed since."""
@@ -169,15 +167,11 @@ class CompressedGroup(TableGroup):
         return found
 
     def _lookup(self, lease: Lease) -> Tensor:
-        if not lease.bags.ids.numel():
-            count = lease.bags.batch_size(len(lease.space.features))
-            return self.storage.weight.new_zeros(count, len(lease.space.features), self.dim)
         found = self._expanded(lease)
         return self.backend.lookup(found.rows, found.space, found.bags)
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
-        lease = lease or self.acquire(lookups)
         assert lease is not None
         if lookups.bags.ids.numel():
             slices = self._slices(self._expanded(lease), grad)
@@ -197,15 +191,9 @@ class CompressedGroup(TableGroup):
         """The sum of squares of the gradients of the cores."""
         lease = self.acquire(lookups)
         assert lease is not None
-        if not lookups.bags.ids.numel():
-            return 0.0
         return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
 
-    def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
-        lease = lease or self.acquire(lookups)
-        assert lease is not None
-        if not lookups.bags.ids.numel():
-            return grad.new_zeros(0)
+    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
 
