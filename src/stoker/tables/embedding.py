@@ -189,7 +189,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def positions(self) -> dict[str, slice]:
-        """Where each feature lies on the second axis of the [B, P, D] that a call returns."""
+        """Where each feature is on the second axis of the [B, P, D] that a call returns."""
         return dict(self._layout.slices)
 
     @property
@@ -326,7 +326,7 @@ class EmbeddingTables(nn.Module):
             where every feature is pooled; one with ``steps`` has as many places, the newest step in the last.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             ValueError: shapes that do not fit together, or more ids in a bag than steps.
             ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
         """
@@ -625,7 +625,7 @@ class EmbeddingTables(nn.Module):
         }
 
     def _kept(self) -> dict[str, Any]:
-        """What a module has beside its rows: hooks, whether it trains, attributes of subclasses."""
+        """What a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:

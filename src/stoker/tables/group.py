@@ -75,10 +75,10 @@ class TableGroup:
         return storage
 
     def acquire(self, lookups: Lookups) -> Lease | None:
-        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in parts.
+        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in chunks.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             TooFewSlots: the batch does not fit, and the user chose to refuse such batches.
         """
         try:

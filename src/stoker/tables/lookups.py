@@ -101,25 +101,17 @@ class StepLayout:
             found += [name] if count is None else [f"{name}[{step}]" for step in range(count)]
         return tuple(found)
 
-    def too_long(self, offsets: Tensor) -> Tensor:
-        """Whether some bag has more ids than its feature has steps: a bool scalar on the device of ``offsets``."""
-        lengths = bag_lengths(offsets).view(-1, len(self.features))
-        return torch.stack(
-            [(lengths[:, self.features.index(name)] > count).any() for name, count in self.steps.items()]
-        ).any()
-
-    def explain(self, offsets: Tensor) -> str:
-        """Which bag is too long, in words."""
+    def check(self, offsets: Tensor) -> None:
+        """Refuse a bag with more ids than its feature has steps."""
         lengths = bag_lengths(offsets).view(-1, len(self.features))
         for name, count in self.steps.items():
             column = lengths[:, self.features.index(name)]
             if len(examples := (column > count).nonzero()):
                 example = int(examples[0])
-                return (
+                raise ValueError(
                     f"example {example} has {int(column[example])} ids in feature {name!r}, which is kept for {count} "
                     f"steps. Cut it to its last {count} ids, or give the tables more steps."
                 )
-        raise AssertionError("no bag is too long")
 
     def expand(
         self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
@@ -138,7 +130,7 @@ class StepLayout:
             mine = slice(place, place + 1)
             if name in self.steps:
                 before_end = torch.arange(self.steps[name], 0, -1, device=offsets.device)
-                # A step k ids before the end; one that would lie before the bag is missing, and empty.
+                # A step k ids before the end; one that would be before the bag is missing, and empty.
                 torch.maximum(ends[:, mine] - before_end, begins[:, mine], out=starts[:, self.slices[name]])
             else:
                 starts[:, self.slices[name]] = begins[:, mine]
@@ -403,8 +395,8 @@ class Splitter:
                 f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
                 "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
             )
-        if self.layout.steps and bool(self.layout.too_long(offsets)):
-            raise ValueError(self.layout.explain(offsets))
+        if self.layout.steps:
+            self.layout.check(offsets)
         return offsets
 
     def split(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> list[Lookups]:

@@ -400,7 +400,7 @@ def stage(
         in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
             ``lookahead``. With more than the slots hold, batches wait until others are done, and more rows come than
             need to: the slots hold rows in flight alone. None adapts: it grows while training waits for rows.
-        background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
+        background: plan and move rows in a thread next to training. None: where that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would want the same cores.
         foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
             The ids of each epoch are read once before its first step, and next uses kept in a temporary file, 4 bytes

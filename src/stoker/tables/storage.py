@@ -200,7 +200,7 @@ class Storage(ABC):
         """Make the rows of a batch resident, fetching what is not: the right to look them up and to update them.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             TooFewSlots: the batch has more distinct rows than there are slots to give.
         """
 
@@ -214,7 +214,7 @@ class Storage(ABC):
 
     @abstractmethod
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
-        """Copies of the rows at the addresses ``rows`` [n], wherever they lie now; none moves or counts as used."""
+        """Copies of the rows at the addresses ``rows`` [n], wherever they are now; none moves or counts as used."""
 
     @abstractmethod
     def write(self, start: int, rows: Rows) -> None:

@@ -47,7 +47,7 @@ def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
 
 
 def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
-    """What lies in memory and in files for ``tables``: themselves, or the cores of those named in ``trains``."""
+    """What memory and files hold for ``tables``: themselves, or the cores of those named in ``trains``."""
     found: list[TableConfig] = []
     for table in tables:
         train = trains.get(table.name)
@@ -71,7 +71,7 @@ class TensorTrainCores(Storage):
 
     @property
     def state(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Rows have none: that of their cores lies with these."""
+        """Rows have none: their cores have state."""
         return {}
 
     @property

@@ -123,7 +123,7 @@ class TTEmbeddingBag(nn.Module):
         device, dtype: of the cores.
         rank: of the products that a row is a sum of, or one between each two cores.
         cores: 2 to 4.
-        own: instead of both, numbers that each row keeps for itself, beside one core [own, D] common to all: for rows
+        own: instead of both, numbers that each row keeps for itself, next to one core [own, D] common to all: for rows
             that have little in common, such as users. D / own times smaller.
         shape: factors and ranks, instead of those of :func:`stoker.ops.tt.shape.factorize`.
         std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
@@ -236,7 +236,7 @@ class TTEmbeddingBag(nn.Module):
             [B, D].
 
         Raises:
-            IndexError: an id lies outside the table.
+            IndexError: an id is outside the table.
             ValueError: ids that are no integers, or offsets that do not fit them.
             ConfigError: the cores are to be updated inside backward, but were turned into another type than float32; or
                 the call is inside torch.export, torch.func or torch.jit.trace.

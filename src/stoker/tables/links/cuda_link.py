@@ -3,7 +3,7 @@
 The host only queues work, so every hand-over is an event that the device waits for:
 
 * Rows leave their slots (``outgoing`` stream) after the work that used them: the marks of the leases that gave the
-  slots back. They go by way of page-locked buffers; a thread stores them at home when the copy has arrived.
+  slots back. They go through page-locked buffers; a thread stores them when the copy has arrived.
 * Rows come into slots (``incoming`` stream) after that work, and after the rows that leave were copied off.
 * Work on a batch waits for the ticket of its rows, not for those of later batches.
 * A buffer is used again when what was queued with it is done; memory of the device follows the stream that uses it.
@@ -43,7 +43,9 @@ _WAYS: tuple[Reading, ...] = ("staged", "direct")
 
 _BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
 _BUFFERS = 4  # each way
-_BULK = 2 * 2**20  # where all changed rows go home: a checkpoint does not make buffers grow that batches leave small
+_BULK = (
+    2 * 2**20
+)  # where all changed rows are written back: a checkpoint does not make buffers grow that batches leave small
 _NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
 _PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
 _ATTEMPTS = 5
@@ -131,7 +133,7 @@ class Streams:
 
 
 class CudaLink(QueuedLink):
-    """Carries plans out on copy streams beside the computation.
+    """Carries plans out on copy streams during the computation.
 
     Rows of a home in page-locked memory can be read by the GPU itself. Which way is faster depends on the link, the
     processor and the width of rows, so both are timed once. Rows that the home does not hold yet are computed by the

@@ -1,10 +1,10 @@
-"""Carries out plans: changed rows go home, wanted rows come into their slots, in an order that cannot lose either.
+"""Carries out plans: changed rows are written back, wanted rows fetched, in an order that cannot lose either.
 
 The fence: a fetch must not overtake the writeback of the same row. A plan names the last plan whose evictions it
 wants back; a link waits for that one's writebacks, and for nothing else. Writebacks older than
 :data:`stoker.tables.slots.residency.LANDED` plans have always landed.
 
-Legend: C slots, E rows that go home, F rows that come.
+Legend: C slots, E rows that are written back, F rows that come.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def _announce(rows, hints, start, step, directory, entries, slots, order, counte
         last = directory[at, LAST]
         directory[at, LAST] = entry
         if last >= 0:
-            # The step of the next use lies with the use before it: plans then read it in order.
+            # The step of the next use is kept with the use before it: plans then read it in order.
             entries[last & ring, 0] = entry
             entries[last & ring, 1] = step
             continue

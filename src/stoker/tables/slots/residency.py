@@ -6,7 +6,7 @@ has none, what was *hinted* when its last use was announced; if nothing was, it 
 the rarest leaves first: ids fall in frequency, so that is the larger row number within its table, then the later table
 (Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
 
-Legend: N rows at home, C slots, U distinct rows of a batch, T tables.
+Legend: N rows, C slots, U distinct rows of a batch, T tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
 NEVER = 2**62  # step of the next use of a row that has none known
 FARTHEST = 2**19  # batches that a hint reaches; later uses are equally far
-#: Plans after which every writeback of a plan has surely landed at home; whoever carries out plans keeps to it.
+#: Plans after which every writeback of a plan has surely landed; whoever carries out plans keeps to it.
 LANDED = 8
 #: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
 ENOUGH = 2
@@ -40,7 +40,7 @@ class SlotPlan:
     slots: Ints  # [U] slot of each distinct row of the batch
     fetch_rows: Ints  # [F] rows from home to slots
     fetch_slots: Ints  # [F]
-    evict_rows: Ints  # [E] changed rows that go home
+    evict_rows: Ints  # [E] changed rows to be written back
     evict_slots: Ints  # [E]
     fence: int  # the fetch must wait until the writebacks of this plan and those before it have landed; -1: of none
 

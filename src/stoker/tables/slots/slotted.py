@@ -40,7 +40,7 @@ from stoker.tables.stores.log_home import LogHome, index_bytes
 __all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_residency", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
-_INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
+_INDEX_SHARE = 64  # a log's index takes at most one part in so many of memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
@@ -318,7 +318,7 @@ class SlottedRows(Storage):
             return found
 
     def _slots_of(self, rows: Ints) -> Ints:
-        """The slot of each of the addresses ``rows`` [n]; -1 where it lies in none."""
+        """The slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
         own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)

@@ -35,7 +35,7 @@ __all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 PAGE = 4096  # bytes of a page; direct input and output is in whole ones
 _WASTE = 8  # at most one part in so many of a block is unused
 _SPAN = 128 * 1024  # bytes moved by one system call at most
-_CHUNK = 2**16  # records in memory beside the rows of a call
+_CHUNK = 2**16  # records in memory in addition to the rows of a call
 _RUNS_PER_THREAD = 4  # fewer are not worth waking a thread for
 _PREFIX, _SUFFIX = "stoker-home-", ".rows"
 _REMEDY = {
@@ -332,7 +332,7 @@ class FileHome(Home):
         return self._pool
 
     def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` lie there."""
+        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` are there."""
         view, done = buffer.data, 0
         while done < end - base:
             try:
@@ -370,7 +370,7 @@ class FileHome(Home):
         return next((int(row) for row, stop in zip(rows, ends, strict=True) if stop > end), last)
 
     def _place_of(self, row: int, action: str) -> str:
-        """Where a row lies, for a message."""
+        """Where a row is, for a message."""
         return f"{self.layout.record} B at byte {self.layout.offset(row):,}"
 
     def _lost(self, length: int) -> str:

@@ -132,7 +132,7 @@ class Held:
 
 
 class Home(ABC):
-    """N rows of one group at home: weights [N, D] and optimizer state, row by row.
+    """All N rows of one group: weights [N, D] and optimizer state, row by row.
 
     Args:
         initial: what the rows are before they are first stored.
