@@ -11,7 +11,7 @@ from benchmarks.gpu_limits import limits
 from benchmarks.gpu_tools import Clock, Setting
 from benchmarks.harness import Outcome, Table, WrongResult
 from stoker import DLRM, Cached, ConfigError
-from stoker.tables.slots.residency import ReferenceResidency
+from stoker.tables.slots.residency import Residency
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.tables.stores.home import MemoryHome
 
@@ -57,7 +57,7 @@ def _compare(workload: Workload, models: dict[str, DLRM], clock: Clock) -> Outco
     compared = same_rows(models, workload.batch(0, workload.batches[-1]))
     home, reading = storage.home, getattr(storage._link, "reading", "in line")
     locked = "page-locked" if isinstance(home, MemoryHome) and home.pinned else "ordinary"
-    planner = "plain Python" if isinstance(storage.residency, ReferenceResidency) else "Numba"
+    planner = "plain Python" if type(storage.residency) is Residency else "Numba"
     ratios = {examples: ratio(found[BASE], found[MINE]) for examples, found in cases.items()}
     data = {
         "planner": planner,

@@ -20,7 +20,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import parse_size
 from stoker.placement.expected import expect, uses_of
 from stoker.placement.profile import Profile, measure_profile
-from stoker.tables.slots.fastest import make_residency
+from stoker.tables.slots.slotted import make_residency
 
 ROW = 16 * 4 + 4  # bytes: 16 float32 columns and row-wise Adagrad's scalar
 PROFILE = Profile(

@@ -22,8 +22,7 @@ from placed import Case, Found, draw, placed_run, reconcile
 
 from stoker import EmbeddingTables
 from stoker.ops import Bags
-from stoker.tables.links.cuda_link import CudaLink
-from stoker.tables.links.streams import Streams
+from stoker.tables.links.cuda_link import CudaLink, Streams
 from stoker.tables.slots.slotted import SlottedRows
 
 __all__ = ["SimulatedLink", "SimulatedStreams", "defer", "draw_case", "log_outputs", "run", "use"]

@@ -160,7 +160,7 @@ def test_rows_that_a_failed_device_did_not_deliver_are_never_stored(monkeypatch)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             link.drain()
     assert not stored
-    assert not link._leaving.next().busy
+    assert not link._leaving[0].busy
 
 
 def simulated_job(link, slots):
@@ -294,7 +294,7 @@ def test_buffers_take_what_a_plan_counts_for_them(moved, bulk, monkeypatch):
     for _ in range(5):
         link.store(np.arange(350), np.arange(350))
     taken = {"host": 0, "device": 0}
-    for buffer in (*link._arriving._buffers, *link._leaving._buffers):
+    for buffer in (*link._arriving, *link._leaving):
         for side in taken:
             held = getattr(buffer, f"_{side}")
             tensors = [held.weight, *held.state.values(), getattr(buffer, f"_{side}_names")]

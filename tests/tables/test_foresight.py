@@ -29,9 +29,8 @@ from stoker.placement.id_trace import dataset_space, dataset_steps, record
 from stoker.placement.replay import simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
 from stoker.tables.slots import foresight as foresight_module
-from stoker.tables.slots.fastest import make_residency
 from stoker.tables.slots.foresight import Foresight, Recording
-from stoker.tables.slots.slotted import SlottedRows
+from stoker.tables.slots.slotted import SlottedRows, make_residency
 from stoker.testing import make_dataset
 
 ROWS = (300, 150, 10)

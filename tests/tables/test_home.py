@@ -29,10 +29,8 @@ from stoker import EmbeddingTables, RowWiseAdagrad, TableConfig
 from stoker.base.device import resident_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_home import FileHome
-from stoker.tables.stores.file_layout import PAGE, Layout
+from stoker.tables.stores.file_home import PAGE, FileHome, Layout, _sweep
 from stoker.tables.stores.home import Home, Initial, MemoryHome
-from stoker.tables.stores.home_file import _sweep
 from stoker.tables.stores.log_home import LogHome
 
 KINDS = ["memory", "file", "direct", "log", "direct log", "plain memory", "plain file", "plain direct", "plain log"]

@@ -16,10 +16,10 @@ import torch
 from checks import check
 from placed import draw, placed_run, resident_run, same
 
-from stoker.tables.autograd.backward import Gradient
-from stoker.tables.autograd.stepping import RowSteps
-from stoker.tables.lease import Lease, Staged
+from stoker.tables.autograd import Gradient
 from stoker.tables.slots.slotted import Queue, SlottedRows
+from stoker.tables.stepping import RowSteps
+from stoker.tables.storage import Lease, Staged
 
 PROGRAMS = 2000
 BLOCK = 50

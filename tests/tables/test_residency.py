@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.tables.slots.fastest import make_residency
 from stoker.tables.slots.residency import LANDED, Residency, SlotPlan
+from stoker.tables.slots.slotted import make_residency
 
 
 def same_plans(a: SlotPlan | None, b: SlotPlan | None) -> bool:
@@ -83,7 +83,7 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
         elif kind in ("plan", "now"):
             if kind == "plan" and not plain.announced:
                 continue
-            wanted = rows if kind == "now" else np.array(plain._window[0][1], np.int64)
+            wanted = rows if kind == "now" else np.array(plain._window[0][2], np.int64)
             a = plain.plan() if kind == "plan" else plain.plan_now(rows)
             planned = fast.plan() if kind == "plan" else fast.plan_now(rows)
             assert same_plans(a, planned)

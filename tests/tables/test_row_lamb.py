@@ -16,7 +16,7 @@ from stoker import LAMB, Cached, EmbeddingTables, TableConfig
 from stoker.base.errors import ConfigError
 from stoker.ops import lamb
 from stoker.ops.lamb import squares
-from stoker.tables import layers
+from stoker.tables import group as layers
 
 UNIT = Fraction(1, 2**80)
 
@@ -160,9 +160,9 @@ def test_what_was_kept_is_what_a_fresh_look_finds(placed):
         else:
             tables = trained(case)
         for group in tables.groups:
-            kept = list(group.layers.squares(group))
-            group.layers.forget()
-            assert group.layers.squares(group) == kept
+            kept = list(group.squares())
+            group._squares = None
+            assert group.squares() == kept
             fresh = [squares(tables.rows(table.name))[0] for table in group.tables]
             assert fresh == kept
         tables.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stoker.tables.side_by_side import side_by_side
+from stoker.tables.lookups import side_by_side
 
 
 def test_it_equals_slices_and_cat_forward_and_backward():

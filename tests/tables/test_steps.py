@@ -15,7 +15,7 @@ from torch import nn
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
-from stoker.tables.steps import StepLayout
+from stoker.tables.lookups import StepLayout
 
 PLACEMENTS = {
     "device": None,

@@ -1,4 +1,4 @@
-"""Embedding tables: what they are, where their rows lie, and how a model uses them."""
+"""Embedding tables: what they are, where their rows are, and how a model uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table is, and where it may lie. Values only: nothing here holds memory."""
+"""What a table is, and where its rows may be. Values only: nothing here holds memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bf
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Where the rows of a table lie while it trains. Placement is not a model change."""
+    """Where the rows of a table are while it trains. Placement is not a model change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Device(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class Slotted(Strategy):
-    """Rows at home in slow memory, some of them in slots of fast memory. Exactly one of the three sizes is given.
+    """Rows in a backing store, some of them in slots of fast memory. Exactly one of the three sizes is given.
 
     Tables of equal width, pooling, type and strategy share the slots.
 
@@ -53,11 +53,11 @@ class Slotted(Strategy):
     slots: int | None = None  # rows in fast memory
     fraction: float | None = None  # of the tables' rows, in (0, 1]
     memory: int | str | None = None  # bytes for weights and optimizer state in fast memory, such as "4GiB"
-    home: Literal["memory", "file"] = "memory"  # where all rows lie
+    home: Literal["memory", "file"] = "memory"  # where the backing store is
     path: str | None = None  # directory of the home's file; None means the system's temporary one
     direct: bool = False  # read and write the file past the page cache
-    # How rows go home to a file: appended to a log, which moves a row's own bytes and keeps 4 bytes a row in memory, or
-    # "in-place", which reads and writes a page a row. None: appended, where the index takes at most a 64th of the
+    # How rows are stored in a file: appended to a log, which moves a row's own bytes and keeps 4 bytes a row in memory,
+    # or "in-place", which reads and writes a page a row. None: appended, where the index takes at most a 64th of the
     # machine's memory.
     writes: Literal["append", "in-place"] | None = None
     # Page-lock rows in memory, so that a GPU can read them itself where that is faster; takes the memory of all rows at
@@ -110,7 +110,7 @@ class Cached(Slotted):
 
 @dataclass(frozen=True, kw_only=True)
 class HostPipelined(Slotted):
-    """Slots for batches in flight only: every row goes home after its last use in flight (EL-Rec's pipeline)."""
+    """Slots for batches in flight only: every row is written back after its last use (EL-Rec's pipeline)."""
 
 
 class _Profiled(Protocol):
@@ -122,11 +122,11 @@ class _Profiled(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HotCold(Slotted):
-    """Hot rows, the ids below H of each table, have slots of their own for ever; every other row goes home after its
-    last use in flight (FAE, VLDB 2022, section 4, with one copy of a hot row instead of two).
+    """Hot rows, the ids below H of each table, are pinned in slots of their own; every other row is written back
+    after its last use in flight (FAE, VLDB 2022, section 4, with one copy of a hot row instead of two).
 
     Size and home are those of :class:`Slotted`: ``slots``, ``fraction`` or ``memory`` count hot rows and rows in
-    transit together. One value serves tables with different H, which then share one cache.
+    flight together. One value serves tables with different H, which then share one cache.
 
     Raises:
         ConfigError: as for :class:`Slotted`; no hot rows, or fewer than 0 of a table.
@@ -184,7 +184,7 @@ class TensorTrain(Strategy):
 
     rank: int | tuple[int, ...] = 32  # of the products that a row is a sum of; or one between each two cores
     cores: int = 3  # 2 to 4
-    own: int | None = None  # instead of both: numbers that each row keeps for itself, beside one common core
+    own: int | None = None  # instead of both: numbers that each row keeps for itself, next to one common core
     shape: TTShape | None = None  # instead of all three
 
     @classmethod

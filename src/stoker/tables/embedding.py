@@ -1,6 +1,6 @@
 """Embedding tables that train themselves: lookup in forward, one update per distinct row at the end of backward.
 
-Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D columns, L ids in all.
+Legend: B examples, F features, P positions (:mod:`stoker.tables.lookups`), D columns, L ids in all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
-from stoker.tables.autograd import compiled, misuse
-from stoker.tables.autograd.backward import Gradient, Lookup
-from stoker.tables.autograd.stepping import RowSteps, TableOptimizer, new_handle
+from stoker.tables.autograd import Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
     HotCold,
-    Slotted,
     Strategy,
     TableConfig,
     TensorTrain,
@@ -36,14 +33,13 @@ from stoker.tables.config import (
     feature_order,
 )
 from stoker.tables.group import TableGroup
-from stoker.tables.lease import Lease, Staged
-from stoker.tables.lookups import GroupLookups, Lookups, Splitter, version_of, without_tables
+from stoker.tables.lookups import GroupLookups, Lookups, Splitter, StepLayout, version_of, without_tables
 from stoker.tables.replicas import Replicas
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.steps import StepLayout
-from stoker.tables.storage import Rows
+from stoker.tables.stepping import RowSteps, TableOptimizer, check_export, check_modes, new_handle
+from stoker.tables.storage import Lease, Rows, Staged
 
-__all__ = ["EmbeddingTables"]
+__all__ = ["EmbeddingTables", "release_all"]
 
 #: attributes that the constructor makes, which are not copied
 _REMADE = ("groups", "number", "splitter", "_copied", "_group_of", "_staged", "_steps", "_layout", "__weakref__")
@@ -53,6 +49,13 @@ _numbers = itertools.count()
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of ids are the same memory, where NumPy can change it."""
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def release_all(leases: Iterable[Lease | None]) -> None:
+    """Give slots back whose rows were not changed."""
+    for lease in leases:
+        if lease is not None:
+            lease.release(changed=False)
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
@@ -145,7 +148,7 @@ class EmbeddingTables(nn.Module):
         self.seed = seed
         self.groups: list[TableGroup] = []
         self.number = next(_numbers)  # by which compiled code finds these tables
-        compiled.register(self)
+        register(self)
         self.handle = new_handle(device)  # stands for the rows in parameters(); its value is not used
         self._steps = RowSteps(self, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
         self._steps.keep(self.handle)
@@ -161,17 +164,13 @@ class EmbeddingTables(nn.Module):
         for (_, _, _, strategy, alone), members in buckets.items():
             lookups.append(GroupLookups(self.features, members, self._layout.steps))
             # To a group every step is a feature of its own: kernels and placement need not know of sequences.
+            kind = CompressedGroup if alone else TableGroup
             self.groups.append(
-                (CompressedGroup if alone else TableGroup)(
-                    members,
-                    lookups[-1].space,
-                    optimizer=optimizer,
-                    strategy=strategy,
-                    seed=seed,
-                    device=torch.device(device),
-                    backend=backend,
+                kind(
+                    members, lookups[-1].space, optimizer=optimizer, strategy=strategy, seed=seed,
+                    device=torch.device(device), backend=backend,
                 )
-            )
+            )  # fmt: skip
         self.splitter = Splitter(self.features, lookups, self._layout, include_last_offset=include_last_offset)
         self._group_of: dict[str, TableGroup] = {}
         for group in self.groups:
@@ -190,7 +189,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def positions(self) -> dict[str, slice]:
-        """Where each feature lies on the second axis of the [B, P, D] that a call returns."""
+        """Where each feature is on the second axis of the [B, P, D] that a call returns."""
         return dict(self._layout.slices)
 
     @property
@@ -327,25 +326,23 @@ class EmbeddingTables(nn.Module):
             where every feature is pooled; one with ``steps`` has as many places, the newest step in the last.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             ValueError: shapes that do not fit together, or more ids in a bag than steps.
             ConfigError: a loop whose row steps would mean something else (docs/pytorch.md).
         """
         if torch.compiler.is_compiling():
-            misuse.check_export()
-            return compiled.lookup(self, ids, offsets, weights)
+            check_export()
+            return compiled_lookup(self, ids, offsets, weights)
         if ids.device != self.device:
             raise ValueError(
                 f"ids are on {ids.device}, but the tables on {self.device}. Move the batch: ids.to(tables.device)."
             )
-        misuse.check_modes()
-        handle = self._parameters["handle"]
-        if handle is None or handle is not self._steps.handle:
-            raise misuse.replaced_handle(self._steps)
+        check_modes()
+        handle = self._steps.check_handle(self._parameters["handle"])
         offsets = self.splitter.check(ids, offsets, weights)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
-            self.check_loop()
+            self._steps.check()
         elif self._copied is not None:
             self._check_copy()
         leases, copy = self._take_staged(ids, offsets)
@@ -367,13 +364,9 @@ class EmbeddingTables(nn.Module):
     def lease_for(
         self, index: int, lookups: Lookups, lease: Lease | None, given: tuple[Tensor, Tensor | None] | None = None
     ) -> Lease | None:
-        """The right to look up: that of a stage, or one acquired now.
+        """The right to look up in group ``index``: ``lease``, of a stage, or one acquired now.
 
-        Args:
-            index: of the group.
-            lookups: what it will look up.
-            lease: of a stage.
-            given: for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
+        ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
         """
         if lease is not None:
             lease.use(lookups.bags)
@@ -388,18 +381,10 @@ class EmbeddingTables(nn.Module):
         self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
         weights: bool, trains: bool, enclosing: int = -1,
     ) -> Tensor | None:  # fmt: skip
-        """Collect the gradient of one group's lookup, and return that of its per-sample weights.
+        """Collect the gradient [B, P, D] of a lookup in group ``index``, and return that of its per-sample weights.
 
-        Args:
-            index: of the group.
-            lookups: what was looked up.
-            grad: [B, P, D] of the output.
-            lease: of the forward.
-            version: of the group's rows then.
-            rows: whether rows want their gradient.
-            weights: whether weights do.
-            trains: whether the tables were in train mode.
-            enclosing: the backward that the forward ran in (:meth:`RowSteps.enclosing`).
+        Lease, version of the rows, train mode and enclosing backward (:meth:`RowSteps.enclosing`) are those of the
+        forward; ``rows`` and ``weights``: whether these want a gradient.
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
@@ -447,18 +432,6 @@ class EmbeddingTables(nn.Module):
                 total[places.bags.weights] = wanted.view(-1)
         return None if total is None or weights is None else total.view_as(weights).to(weights.dtype)
 
-    def check_loop(self) -> None:
-        """Refuse a loop whose row steps would mean something else (docs/pytorch.md).
-
-        Raises:
-            ConfigError: see above.
-        """
-        self._steps.check()
-
-    def expect_gradient(self) -> None:
-        """Autograd is about to add zeros to the gradient of :attr:`handle`: nobody clipped it."""
-        self._steps.expect_gradient()
-
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
         """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):
@@ -467,8 +440,7 @@ class EmbeddingTables(nn.Module):
         for each in gradients:
             replicas = self.groups[each.group].replicas
             assert replicas is not None
-            if each.lease is not None:
-                each.lease.release(changed=False)
+            release_all([each.lease])
             lookups, grad = self.splitter.groups[each.group].alike(each.lookups, each.grad, replicas.largest)
             bags, grad = replicas.joint(lookups.bags, grad)
             found.append(Gradient(each.group, Lookups(bags, lookups.space), grad, None))
@@ -498,11 +470,7 @@ class EmbeddingTables(nn.Module):
         return math.sqrt(total)
 
     def _sum(self, mine: Sequence[Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
-        """Gradients of one group as one.
-
-        Raises:
-            RuntimeError: a gradient was changed in place since its backward.
-        """
+        """Gradients of one group as one; raise RuntimeError if one was changed in place since its backward."""
         if any([each.version not in (-1, each.grad._version) for each in mine]):
             name = self.groups[mine[0].group].tables[0].name
             raise RuntimeError(
@@ -513,36 +481,27 @@ class EmbeddingTables(nn.Module):
             return mine[0].lookups, mine[0].grad, mine[0].lease
         lookups, grad = self.splitter.groups[mine[0].group].joined([(each.lookups, each.grad) for each in mine])
         if release:
-            for each in mine:
-                if each.lease is not None:
-                    each.lease.release(changed=False)
+            release_all(each.lease for each in mine)
         return lookups, grad, None
 
     def _collect(self, found: Gradient, enclosing: int) -> None:
         """Keep a gradient for the step of the rows, without that of tables that are frozen now."""
         if self._frozen and (frozen := self._frozen.intersection(found.lookups.space.names)):
-            if found.lease is not None:
-                found.lease.release(changed=False)
+            release_all([found.lease])
             if frozen.issuperset(found.lookups.space.names):
                 return
             found = found._replace(lookups=without_tables(found.lookups, frozen), lease=None)
         self._steps.collect(found, enclosing)
 
     def hand_over(
-        self,
-        ids: Tensor,
-        offsets: Tensor | None,
-        leases: Sequence[Lease | None],
+        self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
         copies: tuple[Tensor, Tensor | None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
 
-        Args:
-            ids: as they will be looked up.
-            offsets: likewise.
-            leases: one for each group; None where the batch is fetched on demand.
-            copies: ids, and offsets as checked, when the batch was announced. None where only torch can have changed
-                them since, whose versions tell.
+        There is a lease for each group, None where the batch is fetched on demand. ``copies`` are the ids, and offsets
+        as checked, when the batch was announced; None where only torch can have changed them since, whose versions
+        tell.
         """
         if copies is None and ids.is_inference():  # no version tells
             copies = ids.clone(), None if offsets is None else offsets.clone()
@@ -551,12 +510,8 @@ class EmbeddingTables(nn.Module):
     def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[list[Lease | None], Tensor | None]:
         """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
         found = self._staged.pop(id(ids), None) if self._staged else None
-        if found is None:
-            return [None] * len(self.groups), None
-        if not found.fits(ids, offsets):
-            for lease in found.leases:
-                if lease is not None:
-                    lease.release(changed=False)
+        if found is None or not found.fits(ids, offsets):
+            release_all(() if found is None else found.leases)
             return [None] * len(self.groups), None
         for group, lease in zip(self.groups, found.leases, strict=True):
             if lease is not None and isinstance(group.storage, SlottedRows):
@@ -566,9 +521,7 @@ class EmbeddingTables(nn.Module):
     def withdraw(self, ids: Tensor) -> None:
         """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""
         found = self._staged.pop(id(ids), None)
-        for lease in () if found is None else found.leases:
-            if lease is not None:
-                lease.release(changed=False)
+        release_all(() if found is None else found.leases)
 
     def replicate(self, replicas: Replicas | None) -> None:
         """Train as one of several replicas: each backward updates the rows of all ranks' batches, on every rank.
@@ -596,11 +549,7 @@ class EmbeddingTables(nn.Module):
             group.storage.close()
 
     def _check_copy(self) -> None:
-        """Refuse a copy whose parameters were averaged: its rows were not.
-
-        Raises:
-            ConfigError: see above.
-        """
+        """Refuse a copy whose parameters were averaged: its rows were not."""
         if self._copied == self.tick and bool((self.handle.detach() != 0).any()):
             raise ConfigError(
                 "the parameters of this copy of a model were averaged or replaced (AveragedModel, SWA, EMA), but rows "
@@ -623,8 +572,9 @@ class EmbeddingTables(nn.Module):
     @property
     def stored(self) -> tuple[TableConfig, ...]:
         """What files hold, in the order of the tables: each table, or the cores of one that is compressed."""
-        trains = {name: group.strategy for name, group in self._group_of.items()}
-        return stored_tables(self.tables, {n: each for n, each in trains.items() if isinstance(each, TensorTrain)})
+        groups = {table.name: self._group_of[table.name] for table in self.tables}
+        trains = {name: each.strategy for name, each in groups.items() if isinstance(each.strategy, TensorTrain)}
+        return stored_tables(self.tables, trains)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for table in self.stored:
@@ -635,15 +585,9 @@ class EmbeddingTables(nn.Module):
         destination[f"{prefix}tick"] = torch.tensor(self.tick)
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         known = {f"{prefix}tick"}
         state = self.optimizer.state
         for table in self.stored:
@@ -681,7 +625,7 @@ class EmbeddingTables(nn.Module):
         }
 
     def _kept(self) -> dict[str, Any]:
-        """What a module has beside its rows: hooks, whether it trains, attributes of subclasses."""
+        """What a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
@@ -748,8 +692,7 @@ class EmbeddingTables(nn.Module):
             names = [table.name for table in group.tables]
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} tables)" if len(names) > 4 else "")
             where = type(group.strategy).__name__
-            if isinstance(group.storage, SlottedRows) and isinstance(group.strategy, Slotted):
-                storage = group.storage
+            if isinstance(storage := group.storage, SlottedRows):
                 hot = f", {storage.num_hot:,} of them hot" if storage.num_hot else ""
                 where += (
                     f", {storage.num_slots:,} slots for {storage.num_rows:,} rows{hot}, backed by {storage.home.kind}"

@@ -1,47 +1,51 @@
-"""Tables of equal width, pooling, type and strategy: one storage, one address space, one kernel call."""
+"""Tables of equal width, pooling, type and strategy: one storage, one address space, one kernel call.
+
+A batch with more distinct rows than slots is worked on in chunks that give the same bits. A lookup is cut by examples:
+every bag stays whole. An update is cut by rows: each row still gets the sum over the whole batch, in order of
+occurrence, and one step.
+
+Legend: B examples, P positions of this group's features, L ids, U distinct rows, D columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stoker.base.timeline import spanned
-from stoker.ops import AddressSpace, BackendName, Rounding, get_backend
+from stoker.ops import AddressSpace, Backend, BackendName, Bags, Rounding, RowRule, get_backend
+from stoker.ops.lamb import Touched, squares, touched, trust_ratios
 from stoker.ops.reference import addresses, derive_key
 from stoker.ops.space import slot_space
 from stoker.optim import RowOptimizer
 from stoker.tables.config import DTYPES, Slotted, Strategy, TableConfig
-from stoker.tables.layers import SUM, Layers
-from stoker.tables.lease import Lease
-from stoker.tables.lookups import Lookups
-from stoker.tables.parts import by_examples, by_rows
+from stoker.tables.lookups import Lookups, keep_lookups
 from stoker.tables.replicas import Replicas
-from stoker.tables.slots.slotted import TooFewSlots, make_slotted
-from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.slots.slotted import SlottedRows, TooFewSlots, make_slotted
+from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
-__all__ = ["TableGroup"]
+__all__ = ["TableGroup", "row_gradients"]
+
+_SUM = RowRule(kind="sgd", lr=1.0)  # rows of zeros become minus the sums of their gradients
+_READ = 2**25  # bytes of rows looked at together
 
 
 class TableGroup:
     """Forward, fused backward and canonical access for the tables of one group.
 
-    Legend: B examples, P positions of this group's features, D columns.
+    For optimizers that scale steps by the norm of a table (LAMB), the sum of squares of each is kept up to date by the
+    changes of touched rows, exactly (:mod:`stoker.ops.lamb`), and found again from all rows after they were replaced.
+    So it need not be stored, and no placement, order of work or restart can change it.
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        space: AddressSpace,
-        *,
-        optimizer: RowOptimizer,
-        strategy: Strategy,
-        seed: int,
-        device: torch.device,
-        backend: BackendName,
-    ) -> None:
+        self, tables: Sequence[TableConfig], space: AddressSpace, *, optimizer: RowOptimizer, strategy: Strategy,
+        seed: int, device: torch.device, backend: BackendName,
+    ) -> None:  # fmt: skip
         first = tables[0]
         self.tables = tuple(tables)
         self.stored = self.tables  # what files hold, readable and writable by name
@@ -55,7 +59,7 @@ class TableGroup:
         self.storage: Storage = self._make_storage(optimizer, device)
         self.version = 0  # changes of the rows, of whatever kind
         self.tick = 0  # row updates done; drives schedules, bias correction and rounding
-        self.layers = Layers()  # norms of the tables, for optimizers that need them
+        self._squares: list[int] | None = None  # of each table, in units of 2^-80; None: not known
         self.replicas: Replicas | None = None  # ranks whose rows are updated together
 
     def _make_storage(self, optimizer: RowOptimizer, device: torch.device) -> Storage:
@@ -71,10 +75,10 @@ class TableGroup:
         return storage
 
     def acquire(self, lookups: Lookups) -> Lease | None:
-        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in parts.
+        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in chunks.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             TooFewSlots: the batch does not fit, and the user chose to refuse such batches.
         """
         try:
@@ -88,7 +92,7 @@ class TableGroup:
     def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
         """Pooled rows [B, P, D] float32."""
         if (lease := self._begin(lookups, lease)) is None:
-            return by_examples(self._lookup, self.storage, lookups)
+            return self._by_examples(self._lookup, lookups)
         try:
             return self._lookup(lease)
         finally:
@@ -122,9 +126,9 @@ class TableGroup:
 
         lease = self._begin(lookups, lease)
         if rule.kind == "lamb":
-            self.layers.update(self, lookups, grad, lease, rule, keys)
+            self._update_layers(lookups, grad, lease, rule, keys)
         elif lease is None:
-            by_rows(work, self.storage, lookups)
+            self._by_rows(work, lookups)
         else:
             work(lease)
         if lease is not None:
@@ -133,16 +137,15 @@ class TableGroup:
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Gradient of the per-sample weights [L]."""
-
-        def work(lease: Lease, grad: Tensor) -> Tensor:
-            return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
-
         if (lease := self._begin(lookups, lease)) is None:
-            return by_examples(work, self.storage, lookups, grad)
+            return self._by_examples(self._weight_gradient, lookups, grad)
         try:
-            return work(lease, grad)
+            return self._weight_gradient(lease, grad)
         finally:
             lease.end()
+
+    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
+        return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """The sum of squares of the gradients of all distinct rows, duplicates summed first."""
@@ -151,9 +154,7 @@ class TableGroup:
             return 0.0
         wanted = addresses(bags.ids, space.bases.to(bags.ids.device), bags.offsets)
         distinct, inverse = torch.unique(wanted, return_inverse=True)
-        sums = torch.zeros(len(distinct), self.dim, device=grad.device)
-        places = replace(bags, ids=inverse.view(bags.ids.shape))
-        self.backend.update(sums, {}, slot_space(space, len(distinct)), places, grad, SUM, Rounding(()))
+        sums = row_gradients(self.backend, len(distinct), space, bags, inverse.view(bags.ids.shape), grad)
         return float(sums.double().square().sum())
 
     def set_optimizer(self, optimizer: RowOptimizer) -> None:
@@ -161,33 +162,164 @@ class TableGroup:
         same = optimizer.kind == self.optimizer.kind
         self.optimizer = optimizer
         if not same:
-            self.layers.forget()
+            self._squares = None
             self.storage.reset_state(dict(optimizer.state))
             self.tick = 0
 
-    def table_index(self, name: str) -> int:
-        """Position of a table in this group."""
-        return self.space.names.index(name)
+    def squares(self) -> list[int]:
+        """The sum of squares of each table, in units of 2^-80."""
+        if self._squares is None:
+            chunk = max(1, _READ // (4 * self.dim))
+            self._squares = [
+                sum(squares(rows.weight)[0] for _, rows in self.read(table.name, chunk)) for table in self.tables
+            ]
+        return self._squares
+
+    def _update_layers(
+        self, lookups: Lookups, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
+    ) -> None:
+        """One step of LAMB. A first pass moves the moments and measures, a second moves the rows."""
+        self.backend.synchronize()  # a device that found a bad id late must say so before rows are addressed by it
+        squares_of = self.squares()
+        storage, backend = self.storage, self.backend
+        lengths = [0] * len(squares_of)
+
+        def measure(lease: Lease) -> tuple[Touched, Tensor]:
+            found = touched(lease.bags, lease.space)
+            summed = row_gradients(backend, len(found.rows), lease.space, lease.bags, found.which.to(torch.int32), grad)
+            counts = None if rule.cow_ratio == math.inf else found.counts
+            directions, more = backend.lamb_direct(
+                storage.weight, storage.state, found.rows, found.table, len(lengths), summed, rule, counts
+            )
+            _add(lengths, more)
+            return found, directions
+
+        def move(lease: Lease, found: Touched, directions: Tensor, ratios: list[float]) -> None:
+            grown = backend.lamb_move(
+                storage.weight, found.rows, found.table, directions, ratios, rule, lease.rounding(keys), lease.space
+            )
+            _add(squares_of, grown)
+
+        def move_chunk(lease: Lease) -> None:
+            found = touched(lease.bags, lease.space)
+            directions, _ = backend.lamb_direct(  # the moments have moved
+                storage.weight, storage.state, found.rows, found.table, len(lengths), None, rule, None
+            )
+            move(lease, found, directions, ratios)
+
+        try:
+            if lease is not None:
+                measured = measure(lease)
+                move(lease, *measured, trust_ratios(squares_of, lengths, rule))
+            else:
+                self._by_rows(measure, lookups)
+                ratios = trust_ratios(squares_of, lengths, rule)
+                self._by_rows(move_chunk, lookups)
+        except BaseException:
+            self._squares = None
+            raise
+
+    def _by_examples(self, work: Callable[..., Tensor], lookups: Lookups, *each: Tensor) -> Tensor:
+        """``work(lease, *tensors of those examples)`` for blocks of examples that fit; results one after the other.
+
+        Raises:
+            TooFewSlots: one example alone has more rows than there are slots to give.
+        """
+        bags, space = lookups
+        features = len(space.features)
+        batch = bags.batch_size(features)
+        done: list[Tensor] = []
+        start, size = 0, batch
+        while start < batch:
+            stop = min(start + size, batch)
+            try:
+                lease = self.storage.acquire(_examples(bags, features, start, stop), space)
+            except TooFewSlots as error:
+                if size == 1:
+                    raise error.of_one_example() from None
+                size = max(1, (stop - start) // 2)
+                continue
+            if not lease.begin():
+                continue  # another thread took its slots
+            done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
+            lease.release(changed=False)
+            start = stop
+        return torch.cat(done)
+
+    def _by_rows(self, work: Callable[[Lease], object], lookups: Lookups) -> None:
+        """``work(lease)`` for blocks of distinct rows that fit, each with all its lookups, in order of occurrence."""
+        storage = self.storage
+        assert isinstance(storage, SlottedRows)
+        bags, space = lookups.bags.cpu(), lookups.space
+        rows, which, _ = storage.distinct(bags, space)
+        number = which.reshape(-1).numpy()
+        start, size = 0, max(1, min(len(rows), storage.available))
+        while start < len(rows):
+            stop = min(start + size, len(rows))
+            # Rows with a slot of their own, which have no number, go with the first part.
+            keep = torch.from_numpy((number < stop) & (number >= start) if start else number < stop)
+            try:
+                lease = storage.acquire(keep_lookups(bags, keep), space)
+            except TooFewSlots as error:
+                if size == 1:
+                    raise error.of_one_example() from None
+                size = max(1, size // 2)
+                continue
+            if not lease.begin():
+                continue  # another thread took its slots
+            work(lease)
+            lease.release(changed=True)
+            start = stop
+
+    def place(self, name: str) -> tuple[Storage, int, int]:
+        """Where a table is: its storage, its first row there, and the row after its last."""
+        return self.storage, *self.space.table_range(self.space.names.index(name))
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
         """The rows of one table in chunks of (first row within the table, rows)."""
         self.backend.synchronize()  # rows are leaving the device: a late complaint must come before them
-        begin, stop = self.space.table_range(self.table_index(name))
+        storage, begin, stop = self.place(name)
         for start in range(begin, stop, chunk_rows):
-            yield start - begin, self.storage.read(start, min(start + chunk_rows, stop))
+            yield start - begin, storage.read(start, min(start + chunk_rows, stop))
 
     def write(self, name: str, start: int, rows: Rows) -> None:
         """Replace rows of one table, from its row ``start`` on."""
-        begin, stop = self.space.table_range(self.table_index(name))
+        storage, begin, stop = self.place(name)
         if begin + start + len(rows.weight) > stop:
             raise IndexError(
                 f"rows {start} to {start + len(rows.weight)} do not fit table {name!r} of {stop - begin} rows"
             )
-        self.layers.forget()
+        self._squares = None
         self.version += 1
-        self.storage.write(begin + start, rows)
+        storage.write(begin + start, rows)
 
     def to(self, device: torch.device) -> None:
         """Move to ``device`` and take the back end that fits there."""
         self.backend = get_backend(self.backend_name, device)
         self.storage.to(device)
+
+
+def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags, which: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of each distinct row [U, D] float32, summed in order of occurrence by the back end's own kernel.
+
+    ``which``, of the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
+    """
+    sums = torch.zeros(count, grad.shape[2], dtype=torch.float32, device=grad.device)
+    backend.update(sums, {}, slot_space(space, count), replace(bags, ids=which), grad, _SUM, Rounding(()))
+    return torch.sub(0.0, sums, out=sums)  # not negated: a sum of 0 is +0
+
+
+def _add(totals: list[int], more: Sequence[int]) -> None:
+    for index, value in enumerate(more):
+        totals[index] += value
+
+
+def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
+    """The lookups of examples ``start..stop``."""
+    if bags.offsets is None:
+        weights = None if bags.weights is None else bags.weights.view(-1, features)[start:stop].reshape(-1)
+        return Bags(bags.ids[start:stop], None, weights, bags.mean)
+    offsets = bags.offsets[start * features : stop * features + 1]
+    begin, end = int(offsets[0]), int(offsets[-1])
+    weights = None if bags.weights is None else bags.weights[begin:end]
+    return Bags(bags.ids[begin:end], offsets - begin, weights, bags.mean)

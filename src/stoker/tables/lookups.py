@@ -2,26 +2,27 @@
 
 Everything is checked here before a kernel sees it, whichever way a batch comes: a call, or a stage that looks ahead.
 
-Legend: B examples, F features, P positions (:mod:`stoker.tables.steps`), D columns, L ids in all.
+Legend: B examples, F features, P positions: a feature kept step by step has one for each step, any other has one;
+D columns, L ids in all, T steps of a feature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from stoker.base.errors import ConfigError
 from stoker.ops import AddressSpace, Bags
 from stoker.ops.reference import bag_lengths
 from stoker.ops.select import columns_of, keep_ids, offsets_fit, select_bags
 from stoker.ops.space import make_space
 from stoker.tables.config import TableConfig
-from stoker.tables.side_by_side import apart, side_by_side
-from stoker.tables.steps import StepLayout
 
-__all__ = ["GroupLookups", "Lookups", "Splitter", "version_of"]
+__all__ = ["GroupLookups", "Lookups", "Splitter", "StepLayout", "keep_lookups", "offsets_of", "side_by_side"]
 
 _NO_PADDING = torch.iinfo(torch.int64).min  # stands for none
 
@@ -36,6 +37,11 @@ class Lookups(NamedTuple):
 
     bags: Bags
     space: AddressSpace  # what the ids of ``bags`` address
+
+
+def offsets_of(bags: Bags) -> Tensor:
+    """The offsets, also where every bag has one id."""
+    return torch.arange(bags.ids.numel() + 1, device=bags.ids.device) if bags.offsets is None else bags.offsets
 
 
 def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
@@ -57,13 +63,85 @@ def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:
     return Lookups(keep_lookups(bags, keep), space)
 
 
-class GroupLookups:
-    """The lookups of one group.
+class StepLayout:
+    """The positions of some features, in order. The newest step of a feature is always its last position.
 
     Args:
-        features: all features, in batch order.
-        tables: those of the group, with the features they own.
-        steps: sequence features that are not pooled, and how many steps they have.
+        features: names, in batch order.
+        steps: feature -> T, for those kept step by step.
+
+    Raises:
+        ConfigError: a feature that is not there, or no step.
+    """
+
+    def __init__(self, features: Sequence[str], steps: Mapping[str, int]) -> None:
+        if unknown := sorted(set(steps) - set(features)):
+            raise ConfigError(f"steps name {unknown}, but the features are {', '.join(features)}.")
+        for name, count in steps.items():
+            if count < 1:
+                raise ConfigError(f"steps of feature {name!r} are {count}; it must have at least 1.")
+        self.features = tuple(features)
+        self.steps = dict(steps)
+        self.slices: dict[str, slice] = {}  # feature -> its positions
+        begin = 0
+        for name in features:
+            self.slices[name] = slice(begin, begin + steps.get(name, 1))
+            begin = self.slices[name].stop
+        self._count = begin
+
+    def __len__(self) -> int:
+        """P."""
+        return self._count
+
+    def names(self, features: Iterable[str]) -> tuple[str, ...]:
+        """A name for each position of the features: ``seen[0]``, ..., or the feature's own where it is pooled."""
+        found: list[str] = []
+        for name in features:
+            count = self.steps.get(name)
+            found += [name] if count is None else [f"{name}[{step}]" for step in range(count)]
+        return tuple(found)
+
+    def check(self, offsets: Tensor) -> None:
+        """Refuse a bag with more ids than its feature has steps."""
+        lengths = bag_lengths(offsets).view(-1, len(self.features))
+        for name, count in self.steps.items():
+            column = lengths[:, self.features.index(name)]
+            if len(examples := (column > count).nonzero()):
+                example = int(examples[0])
+                raise ValueError(
+                    f"example {example} has {int(column[example])} ids in feature {name!r}, which is kept for {count} "
+                    f"steps. Cut it to its last {count} ids, or give the tables more steps."
+                )
+
+    def expand(
+        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A lookup by feature as one by position: (ids [L], offsets [B * P + 1], weights [L]).
+
+        No id moves: the bag of a step is one id of its feature's bag, or none.
+        """
+        count, flat = len(self.features), ids.reshape(-1)
+        if offsets is None:
+            offsets = torch.arange(len(flat) + 1, device=ids.device)
+        begins, ends = offsets[:-1].view(-1, count), offsets[1:].view(-1, count)
+        expanded = torch.empty(len(begins) * len(self) + 1, dtype=torch.int64, device=offsets.device)
+        starts = expanded[:-1].view(-1, len(self))
+        for place, name in enumerate(self.features):
+            mine = slice(place, place + 1)
+            if name in self.steps:
+                before_end = torch.arange(self.steps[name], 0, -1, device=offsets.device)
+                # A step k ids before the end; one that would be before the bag is missing, and empty.
+                torch.maximum(ends[:, mine] - before_end, begins[:, mine], out=starts[:, self.slices[name]])
+            else:
+                starts[:, self.slices[name]] = begins[:, mine]
+        expanded[-1] = offsets[-1]
+        return flat, expanded, weights
+
+
+class GroupLookups:
+    """The lookups of one group: its tables with the features they own, of all ``features`` in batch order.
+
+    ``steps``: sequence features that are not pooled, and how many steps they have.
     """
 
     def __init__(self, features: Sequence[str], tables: Sequence[TableConfig], steps: Mapping[str, int]) -> None:
@@ -166,13 +244,7 @@ class GroupLookups:
         return torch.cat(parts, dim=1)
 
     def pool_gradient(self, out: Tensor, lookups: Lookups, grad: Tensor) -> Tensor:
-        """The gradient of :meth:`pool` by hand, for compiled code, where autograd is not at hand.
-
-        Args:
-            out: [B, P, D] what the kernels found.
-            lookups: of max pooling.
-            grad: of :meth:`pool`'s result.
-        """
+        """The gradient of ``out``, given ``grad`` of :meth:`pool`'s result: for compiled code, without autograd."""
         assert lookups.bags.offsets is not None
         layout, found = self._layouts[lookups.space], torch.zeros_like(out)
         present = (bag_lengths(lookups.bags.offsets) > 0).view(-1, len(layout), 1)
@@ -203,17 +275,11 @@ class GroupLookups:
                  for each in bags]
             )  # fmt: skip
         kind = torch.int32 if all(each.ids.dtype == torch.int32 for each in bags) else torch.int64
-        if all(each.offsets is None for each in bags):
-            return Lookups(
-                Bags(torch.cat([each.ids.to(kind) for each in bags]), None, weights, bags[0].mean), space
-            ), grad
         ids = torch.cat([each.ids.reshape(-1).to(kind) for each in bags])
         ends, before = [torch.zeros(1, dtype=torch.int64, device=ids.device)], 0
         for each in bags:
-            count = each.ids.numel()
-            own = torch.arange(count + 1, device=ids.device) if each.offsets is None else each.offsets
-            ends.append(own[1:] + before)
-            before += count
+            ends.append(offsets_of(each)[1:] + before)
+            before += each.ids.numel()
         return Lookups(Bags(ids, torch.cat(ends), weights, bags[0].mean), space), grad
 
     def alike(
@@ -242,9 +308,7 @@ class GroupLookups:
         found = []
         for (each, grad), layout in zip(many, layouts, strict=True):
             batch, dim = len(grad), grad.shape[2]
-            offsets = each.bags.offsets
-            if offsets is None:
-                offsets = torch.arange(each.bags.ids.numel() + 1, device=grad.device)
+            offsets = offsets_of(each.bags)
             starts = offsets[:-1].view(batch, -1)
             wide_starts = starts.new_empty(batch, len(wide))
             wide_grad = grad.new_zeros(batch, len(wide), dim)
@@ -261,20 +325,13 @@ class GroupLookups:
 
 
 class Splitter:
-    """Checks calls and shares them out to the groups.
-
-    Args:
-        features: in batch order.
-        groups: of the tables.
-        steps: layout of all features.
-        include_last_offset: whether offsets end with the number of ids.
-    """
+    """Checks calls and shares them out to the groups; ``steps`` is the layout of all features."""
 
     def __init__(
         self, features: Sequence[str], groups: Sequence[GroupLookups], steps: StepLayout, *, include_last_offset: bool
     ) -> None:
         self.features, self.groups, self.layout = tuple(features), tuple(groups), steps
-        self.include_last_offset = include_last_offset
+        self.include_last_offset = include_last_offset  # whether offsets end with the number of ids
         self._dims = [group.tables[0].embedding_dim for group in groups]
         self._runs = self._find_runs()
         if len(set(self._dims)) > 1:  # columns instead of positions
@@ -338,8 +395,8 @@ class Splitter:
                 f"offsets must rise from 0 to the number of ids, {len(ids)}; they do not. If they leave out the "
                 "end, as nn.EmbeddingBag's do by default, make the tables with include_last_offset=False."
             )
-        if self.layout.steps and bool(self.layout.too_long(offsets)):
-            raise ValueError(self.layout.explain(offsets))
+        if self.layout.steps:
+            self.layout.check(offsets)
         return offsets
 
     def split(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> list[Lookups]:
@@ -385,3 +442,44 @@ class Splitter:
             else:
                 runs.append((group, first, first + 1))
         return runs
+
+
+_Runs = Sequence[tuple[int, int, int]]
+
+
+def side_by_side(runs: _Runs, pooled: Sequence[Tensor]) -> Tensor:
+    """Runs of ``pooled``, [B, P, ...] each with a P of its own, joined along the second dimension: [B, sum of P, ...].
+
+    ``runs`` are (which of ``pooled``, first, stop); those of one tensor cover it, in its own order.
+    """
+    joined: Tensor = _Join.apply(runs, *pooled)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def apart(runs: _Runs, joined: Tensor) -> list[Tensor]:
+    """The inverse of :func:`side_by_side`: [B, P, ...] of each tensor."""
+    parts: list[list[Tensor]] = [[] for _ in range(1 + max(group for group, _, _ in runs))]
+    widths = [stop - first for _, first, stop in runs]
+    for (group, _, _), part in zip(runs, joined.split(widths, dim=1), strict=True):
+        parts[group].append(part)  # the runs of a group are in its own order
+    # One run needs no copy: what follows takes any strides.
+    return [each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in parts]
+
+
+class _Join(torch.autograd.Function):
+    """Runs of several tensors side by side along the second dimension.
+
+    Cut and joined by autograd, every run would have a gradient as large as its whole tensor, to be added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runs: _Runs, *pooled: Tensor) -> Tensor:
+        ctx.runs = runs
+        return torch.cat([pooled[group][:, first:stop] for group, first, stop in runs], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        joined = apart(ctx.runs, gradient)
+        return None, *(each if want else None for each, want in zip(joined, needed, strict=True))

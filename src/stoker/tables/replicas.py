@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
 from stoker.ops import Bags
+from stoker.tables.lookups import offsets_of
 
 __all__ = ["Replicas"]
 
@@ -59,10 +60,7 @@ class Replicas:
         if not jagged:
             ids = ids.view(sum(examples), -1)
         else:
-            mine = bags.offsets
-            if mine is None:
-                mine = torch.arange(bags.ids.numel() + 1, device=grad.device)
-            ends = self._gather(mine[1:], [count * grad.shape[1] for count in examples])
+            ends = self._gather(offsets_of(bags)[1:], [count * grad.shape[1] for count in examples])
             before, moved = 0, [ends[0].new_zeros(1)]
             for end, count in zip(ends, lookups, strict=True):
                 moved.append(end + before)

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
-from stoker.tables.embedding import EmbeddingTables
-from stoker.tables.lease import Lease
+from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
 from stoker.tables.slots.residency import Hints, Ints
 from stoker.tables.slots.slotted import SlottedRows
-from stoker.tables.stores.file_home import FileHome
+from stoker.tables.storage import Lease
 
 __all__ = ["Stage", "stage"]
 
@@ -61,17 +60,9 @@ class Stage(Generic[Item]):
     """
 
     def __init__(
-        self,
-        stream: Iterable[Item],
-        tables: EmbeddingTables,
-        lookahead: int,
-        in_flight: int | None,
-        background: bool,
-        *,
-        foresight: bool = False,
-        progress: Progress | None = None,
-        lookups: Callable[[Item], Lookup] | None = None,
-    ) -> None:
+        self, stream: Iterable[Item], tables: EmbeddingTables, lookahead: int, in_flight: int | None, background: bool,
+        *, foresight: bool = False, progress: Progress | None = None, lookups: Callable[[Item], Lookup] | None = None,
+    ) -> None:  # fmt: skip
         self.stream, self.tables = stream, tables
         self.lookahead = lookahead
         self.in_flight = in_flight or (2 if background else 1)  # batches in fast memory now
@@ -84,11 +75,8 @@ class Stage(Generic[Item]):
         self._lookups = lookups or _lookups_of_batch
         # Batches of our own reader are in memory of their own: nobody changes them but through torch.
         self._private = bool(getattr(stream, "fresh", False))
-        self._groups = [
-            (index, group.storage)
-            for index, group in enumerate(tables.groups)
-            if isinstance(group.storage, SlottedRows)
-        ]
+        storages = [group.storage for group in tables.groups]
+        self._groups = [(index, each) for index, each in enumerate(storages) if isinstance(each, SlottedRows)]
         self._leaving = False  # the loop was left: nothing further is recorded
         self._foresight = self._watch(stream, progress) if foresight else None
 
@@ -103,20 +91,15 @@ class Stage(Generic[Item]):
         def rows(index: int, storage: SlottedRows) -> Callable[[Batch], Ints]:
             return lambda batch: storage.distinct(*self._split(batch)[index]).rows
 
-        watched = [group for group in self._groups if _keeps(group[1])]
         sources = [
-            (rows(*group), home.num_rows, home.path.parent if isinstance(home, FileHome) else None)
-            for group in watched
-            for home in [group[1].home]
+            (rows(index, storage), storage.num_rows, storage.home.directory)
+            for index, storage in self._groups
+            if _keeps(storage)
         ]
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
-        """What each group looks up of a batch.
-
-        Raises:
-            ValueError: lookups that the tables would refuse.
-        """
+        """What each group looks up of a batch."""
         ids, offsets, weights = self._lookups_of(item)
         return self.tables.splitter.split(ids, self.tables.splitter.check(ids, offsets, weights), weights)
 
@@ -154,11 +137,7 @@ class Stage(Generic[Item]):
             run.close()
 
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
-        """The batch on the tables' device, its ids and offsets.
-
-        Raises:
-            ConfigError: the stream has overwritten it.
-        """
+        """The batch on the tables' device, its ids and offsets; raise ConfigError if the stream has overwritten it."""
         ids, copies = upcoming.ids, upcoming.copies
         if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
@@ -209,10 +188,8 @@ class _Run:
             return
         for queue in self._queues:
             queue.close()
-        for leases in (*(leases for _, leases in self._ready), list(self._begun.values())):
-            for lease in leases:
-                if lease is not None:
-                    lease.release(changed=False)
+        for leases in (*(leases for _, leases in self._ready), self._begun.values()):
+            release_all(leases)
         self._waiting.clear()
 
     def _look_ahead(self) -> None:
@@ -263,9 +240,8 @@ class _Run:
     def _next(self, *, busy: bool) -> _Staged | None:
         """Make the next waiting batch resident.
 
-        Args:
-            busy: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
-                result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
+        ``busy``: batches are in flight, whose rows may leave too few slots. The batch keeps its turn then, and the
+        result is None. Otherwise a group whose rows do not fit is left to fetch on demand.
         """
         for queue, (index, _) in zip(self._queues, self.stage._groups, strict=True):
             if index in self._begun:
@@ -372,11 +348,7 @@ _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
 def _lookups_of_batch(item: Any) -> Lookup:
-    """Ids, offsets and weights of a :class:`Batch` or what looks like one.
-
-    Raises:
-        ConfigError: something else.
-    """
+    """Ids, offsets and weights of a :class:`Batch` or what looks like one."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
         raise ConfigError(
@@ -401,7 +373,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 def _keeps(storage: SlottedRows) -> bool:
     """Whether rows stay after their use, so that it matters when the next one is."""
-    return not storage.residency.shape.transient
+    return not storage.residency.transient
 
 
 def stage(
@@ -428,7 +400,7 @@ def stage(
         in_flight: batches whose rows are in fast memory at a time, the one in training included; it may exceed
             ``lookahead``. With more than the slots hold, batches wait until others are done, and more rows come than
             need to: the slots hold rows in flight alone. None adapts: it grows while training waits for rows.
-        background: plan and move rows in a thread beside training. None: where that thread would wait, for a GPU or
+        background: plan and move rows in a thread next to training. None: where that thread would wait, for a GPU or
             for a file; on a CPU over ordinary memory both would want the same cores.
         foresight: know the next use of every row to the end of the epoch, so that as few rows as possible have to come.
             The ids of each epoch are read once before its first step, and next uses kept in a temporary file, 4 bytes
@@ -464,23 +436,16 @@ def stage(
         raise ConfigError(f"in_flight is {in_flight} batches; give at least 1: the one in training.")
     slotted = [group.storage for group in tables.groups if isinstance(group.storage, SlottedRows)]
     if background is None:
-        background = any(storage.home.kind == "file" or tables.device.type == "cuda" for storage in slotted)
+        background = any(storage.home.is_blocking or tables.device.type == "cuda" for storage in slotted)
     return Stage(
         stream, tables, lookahead, in_flight, background, foresight=foresight, progress=progress, lookups=lookups
     )
 
 
 def _tables_of(given: Any) -> EmbeddingTables:
-    """The one EmbeddingTables of a module.
-
-    Raises:
-        ConfigError: none or several, or no module.
-    """
-    if isinstance(given, EmbeddingTables):
-        return given
-    found = (
-        [each for each in given.modules() if isinstance(each, EmbeddingTables)] if isinstance(given, nn.Module) else []
-    )
+    """The one EmbeddingTables of a module, which may be it."""
+    modules = given.modules() if isinstance(given, nn.Module) else ()
+    found = [each for each in modules if isinstance(each, EmbeddingTables)]
     if len(found) != 1:
         raise ConfigError(
             f"stage() needs the EmbeddingTables whose rows to bring, but {type(given).__name__} holds {len(found)}. "

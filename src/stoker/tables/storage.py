@@ -1,4 +1,4 @@
-"""Where rows lie. A storage holds the weights and optimizer state of one group and knows nothing of features.
+"""Where rows are. A storage holds the weights and optimizer state of one group and knows nothing of features.
 
 Contract (tests/tables/test_storage_contract.py): rows read back as written; weight and state travel together; the
 canonical numbering of rows (that of the group's address space) is all that files and other ranks ever see.
@@ -6,7 +6,11 @@ canonical numbering of rows (that of the group's address space) is all that file
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,35 +20,26 @@ from torch import Tensor
 from stoker.base.device import device_memory
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
-from stoker.ops import AddressSpace, Bags
-from stoker.tables.lease import Lease
+from stoker.ops import AddressSpace, Bags, Rounding
+from stoker.tables.lookups import version_of
 
-__all__ = ["DeviceRows", "Rows", "Storage", "allocate"]
-
-_NUMPY = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+__all__ = ["DeviceRows", "Lease", "Rows", "Staged", "Storage", "allocate"]
 
 
-def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, fill: float | None) -> Tensor:
-    """A tensor for rows; on the CPU from NumPy, which asks the kernel for huge pages.
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A tensor of zeros for rows; on the CPU from NumPy, which asks the kernel for huge pages.
 
     Random row access is bound by address translation; with 4 KiB pages nearly every row costs a page walk.
     """
-    if device.type != "cpu":
-        return (
-            torch.empty(shape, dtype=dtype, device=device)
-            if fill is None
-            else torch.full(shape, fill, dtype=dtype, device=device)
-        )
-    array = np.empty(shape, dtype=_NUMPY[dtype]) if fill else np.zeros(shape, dtype=_NUMPY[dtype])
-    tensor = torch.from_numpy(array)
-    tensor = tensor.view(dtype) if tensor.dtype != dtype else tensor
-    if fill:
-        tensor.fill_(fill)
-    return tensor
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(np.zeros(shape, np.uint16)).view(dtype)
+    return torch.from_numpy(np.zeros(shape, np.float32))
 
 
 class Rows:
-    """Weights [n, D] and optimizer state of some rows, moved together."""
+    """Weights [n, D] and optimizer state of some rows, moved together. An index applies to all of them."""
 
     __slots__ = ("state", "weight")
 
@@ -52,9 +47,145 @@ class Rows:
         self.weight = weight
         self.state = state
 
+    @classmethod
+    def make(
+        cls, count: int, dim: int, dtype: torch.dtype, state: Mapping[str, str],
+        make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> Rows:  # fmt: skip
+        """``count`` rows by ``make(shape, dtype)``; ``state`` names what is "row" ([n, D]) or "scalar" ([n])."""
+        shapes = {name: (count, dim) if kind == "row" else (count,) for name, kind in state.items()}
+        return cls(make((count, dim), dtype), {name: make(shape, torch.float32) for name, shape in shapes.items()})
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The weights, then each state."""
+        return self.weight, *self.state.values()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        return Rows(change(self.weight), {name: change(tensor) for name, tensor in self.state.items()})
+
+    def __getitem__(self, index: Any) -> Rows:
+        return self.map(lambda tensor: tensor[index])
+
+    def __setitem__(self, index: Any, values: Rows) -> None:
+        self.weight[index] = values.weight
+        for name, tensor in self.state.items():
+            tensor[index] = values.state[name]
+
+
+class Lease:
+    """The right to work on a batch's rows: its lookups as the kernels take them, and the promise that rows stay.
+
+    A lease that nobody works under can be revoked when its slots are needed: whoever holds it acquires the rows again.
+    So work goes between :meth:`begin` and :meth:`end`, and ``begin`` says whether the rows are still there.
+
+    Args:
+        bags: lookups in ``space``.
+        space: the address space of the rows in place (the group's own, or its slots).
+        tables, rows: what is in each slot, for the random bits of bfloat16; None where addresses are rows.
+        give_back: called once with ``token`` and whether the rows were changed; None where no row ever leaves.
+        token: kept alive for the storage.
+        ticket: stands for rows that may still be in flight; None where they have arrived.
+    """
+
+    __slots__ = (
+        "__weakref__", "_give_back", "_lock", "_workers", "bags", "ids", "over", "rows", "space", "staged",
+        "tables", "ticket", "token",
+    )  # fmt: skip
+
+    def __init__(
+        self, bags: Bags, space: AddressSpace, *, tables: Tensor | None = None, rows: Tensor | None = None,
+        give_back: Callable[[Any, bool], None] | None = None, token: Any = None, ticket: Any = None,
+    ) -> None:  # fmt: skip
+        self.bags, self.space, self.tables, self.rows = bags, space, tables, rows
+        self._give_back, self.token, self.ticket = give_back, token, ticket
+        self.ids: Tensor | None = None  # a copy of those whose rows these are, where the caller's may change unnoticed
+        self._lock = None if give_back is None else threading.Lock()
+        self._workers = 0
+        self.staged = False  # for a batch that is not handed out yet
+        self.over = False  # whether the rows may have left: the lease must not be used any more
+
+    def use(self, bags: Bags) -> None:
+        """Look up with the offsets and weights of ``bags``, whose ids are those that the lease was made for."""
+        self.bags = bags if self._lock is None else replace(bags, ids=self.bags.ids)
+
+    def serves(self, ids: Tensor) -> bool:
+        """Whether the rows are those of ``ids``, which NumPy can change without a trace."""
+        own = self.ids  # another thread may revoke the lease meanwhile
+        return own is None or torch.equal(ids.reshape(-1), own.reshape(-1))
+
+    @property
+    def can_end(self) -> bool:
+        """Whether rows may leave, so that it matters whose they are."""
+        return self._lock is not None
+
+    def rounding(self, keys: tuple[int, ...]) -> Rounding:
+        """Keys of the random bits with what they need to know of the slots."""
+        return Rounding(keys, self.tables, self.rows)
+
+    def begin(self) -> bool:
+        """Keep the rows in place until :meth:`end`; False if they may have left."""
+        if self._lock is None:
+            return True
+        with self._lock:
+            if self.over:
+                return False
+            self._workers += 1
+            return True
+
+    def end(self) -> None:
+        """Work that :meth:`begin` announced is done."""
+        if self._lock is not None:
+            with self._lock:
+                self._workers -= 1
+
+    def revoke(self) -> bool:
+        """Take the rows back; False if somebody works on them or the lease is over."""
+        return self._finish(changed=False, force=False)
+
+    def release(self, *, changed: bool) -> None:
+        """The batch is done; ``changed``: its rows were updated. Further calls do nothing."""
+        self._finish(changed=changed, force=True)
+
+    def _finish(self, *, changed: bool, force: bool) -> bool:
+        if self._lock is None:
+            return False
+        with self._lock:
+            if self.over or (self._workers and not force):
+                return False
+            self.over = True
+        give_back, token = self._give_back, self.token
+        self._give_back = self.token = self.ticket = self.ids = None
+        assert give_back is not None
+        give_back(token, changed)
+        return True
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:  # one that was never made has nothing to give back
+            self.release(changed=False)
+
+
+class Staged(NamedTuple):
+    """A batch whose rows a stage has brought."""
+
+    ids: Tensor  # the very tensor that was handed out
+    version: int  # of its contents
+    offsets: Tensor | None
+    copies: tuple[Tensor, Tensor | None] | None  # ids and offsets when they were announced; None on a GPU
+    leases: tuple[Lease | None, ...]
+
+    def fits(self, ids: Tensor, offsets: Tensor | None) -> bool:
+        """Whether these lookups, as checked, are still those that were announced."""
+        if self.copies is None:
+            return offsets is self.offsets and version_of(ids) == self.version
+        known, where = self.copies
+        if offsets is None or where is None:
+            return offsets is where and torch.equal(ids, known)
+        return torch.equal(ids, known) and torch.equal(offsets, where)
+
 
 class Storage(ABC):
-    """Rows at home, slots in fast memory. Here N is the rows at home and C the slots."""
+    """N rows, of which C slots in fast memory hold all or some."""
 
     weight: Tensor  # [C, D] the slots that kernels work on
     state: dict[str, Tensor]  # name -> [C, D] or [C] float32, in the same slots
@@ -69,7 +200,7 @@ class Storage(ABC):
         """Make the rows of a batch resident, fetching what is not: the right to look them up and to update them.
 
         Raises:
-            IndexError: an id lies outside its table.
+            IndexError: an id is outside its table.
             TooFewSlots: the batch has more distinct rows than there are slots to give.
         """
 
@@ -83,7 +214,7 @@ class Storage(ABC):
 
     @abstractmethod
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
-        """Copies of the rows at the addresses ``rows`` [n], wherever they lie now; none moves or counts as used."""
+        """Copies of the rows at the addresses ``rows`` [n], wherever they are now; none moves or counts as used."""
 
     @abstractmethod
     def write(self, start: int, rows: Rows) -> None:
@@ -98,29 +229,24 @@ class Storage(ABC):
         return
 
     @property
+    def slots(self) -> Rows:
+        """What is in fast memory, in place."""
+        return Rows(self.weight, self.state)
+
+    @property
     def fast_bytes(self) -> int:
         """Bytes in fast memory: weights and state."""
-        return self.weight.nbytes + sum(tensor.nbytes for tensor in self.state.values())
+        return sum(tensor.nbytes for tensor in self.slots.tensors)
 
 
 class DeviceRows(Storage):
     """Every row on the device: C = N, slot = row, nobody leaves."""
 
     def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        dtype: torch.dtype,
-        state: dict[str, str],
-        device: torch.device,
-        *,
-        state_fill: float = 0.0,
+        self, num_rows: int, dim: int, dtype: torch.dtype, state: dict[str, str], device: torch.device
     ) -> None:
-        self.state: dict[str, Tensor] = {}
-        self._fill = state_fill
         try:
-            self.weight = allocate((num_rows, dim), dtype, device, fill=None)
-            self.reset_state(state)
+            made = Rows.make(num_rows, dim, dtype, state, lambda shape, dtype: allocate(shape, dtype, device))
         except (MemoryError, torch.OutOfMemoryError) as error:
             values = dim * dtype.itemsize + sum(4 * (dim if kind == "row" else 1) for kind in state.values())
             free = device_memory(device)[0]
@@ -131,6 +257,7 @@ class DeviceRows(Storage):
                 "file (docs/placement.md).",
                 settings=("embedding_dim", "device_memory"),
             ) from error
+        self.weight, self.state = made.weight, made.state
 
     @property
     def num_rows(self) -> int:
@@ -141,26 +268,21 @@ class DeviceRows(Storage):
 
     def reset_state(self, state: dict[str, str]) -> None:
         rows, dim = self.weight.shape
+        device = self.weight.device
         self.state = {
-            name: allocate(
-                (rows, dim) if kind == "row" else (rows,), torch.float32, self.weight.device, fill=self._fill
-            )
+            name: allocate((rows, dim) if kind == "row" else (rows,), torch.float32, device)
             for name, kind in state.items()
         }
 
     def read(self, start: int, stop: int) -> Rows:
-        return Rows(self.weight[start:stop], {name: tensor[start:stop] for name, tensor in self.state.items()})
+        return self.slots[start:stop]
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Rows:
-        at = torch.from_numpy(rows).to(self.weight.device)
-        return Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+        return self.slots[torch.from_numpy(rows).to(self.weight.device)]
 
     def write(self, start: int, rows: Rows) -> None:
-        stop = start + len(rows.weight)
-        self.weight[start:stop] = rows.weight
-        for name, tensor in self.state.items():
-            tensor[start:stop] = rows.state[name]
+        self.slots[start : start + len(rows.weight)] = rows
 
     def to(self, device: torch.device) -> None:
-        self.weight = self.weight.to(device)
-        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
+        moved = self.slots.map(lambda tensor: tensor.to(device))
+        self.weight, self.state = moved.weight, moved.state

@@ -10,7 +10,7 @@ Legend: B examples, F features of the table, D columns, U distinct rows of a bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,17 +21,16 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import spanned
 from stoker.ops import AddressSpace, Backend, Bags, Rounding, RowRule
+from stoker.ops.lamb import direct, move, squares, trust_ratios
 from stoker.ops.reference import addresses, update_rows
 from stoker.ops.space import slot_space
 from stoker.ops.tt.lookup import Trie, build_trie, expand, fill_core, gradients
 from stoker.ops.tt.shape import TTShape
 from stoker.optim import RowOptimizer
 from stoker.tables.config import TableConfig, TensorTrain
-from stoker.tables.group import TableGroup
-from stoker.tables.layers import SUM, update_core
-from stoker.tables.lease import Lease
+from stoker.tables.group import TableGroup, row_gradients
 from stoker.tables.lookups import Lookups
-from stoker.tables.storage import DeviceRows, Rows, Storage
+from stoker.tables.storage import DeviceRows, Lease, Rows, Storage
 
 __all__ = ["CompressedGroup", "TensorTrainCores", "check_cores", "core_tables", "stored_tables", "update_slices"]
 
@@ -48,7 +47,7 @@ def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
 
 
 def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
-    """What lies in memory and in files for ``tables``: themselves, or the cores of those named in ``trains``."""
+    """What memory and files hold for ``tables``: themselves, or the cores of those named in ``trains``."""
     found: list[TableConfig] = []
     for table in tables:
         train = trains.get(table.name)
@@ -72,7 +71,7 @@ class TensorTrainCores(Storage):
 
     @property
     def state(self) -> dict[str, Tensor]:  # type: ignore[override]
-        """Rows have none: that of their cores lies with these."""
+        """Rows have none: their cores have state."""
         return {}
 
     @property
@@ -157,10 +156,8 @@ class CompressedGroup(TableGroup):
         trie = build_trie(distinct, shape)
         values = expand(self.storage.slices(), trie)
         places = trie.levels[-1].by_prefix[inverse].view(bags.ids.shape)
-        return _Expanded(
-            version=self.version, trie=trie, values=values, rows=values[-1].view(-1, shape.dim),
-            bags=replace(bags, ids=places), space=slot_space(space, len(distinct)),
-        )  # fmt: skip
+        rows = values[-1].view(-1, shape.dim)
+        return _Expanded(self.version, trie, values, rows, replace(bags, ids=places), slot_space(space, len(distinct)))
 
     def _expanded(self, lease: Lease) -> _Expanded:
         """As the lookup left it, or anew where the cores have changed since."""
@@ -170,72 +167,42 @@ class CompressedGroup(TableGroup):
         return found
 
     def _lookup(self, lease: Lease) -> Tensor:
-        if not lease.bags.ids.numel():
-            count = lease.bags.batch_size(len(lease.space.features))
-            return self.storage.weight.new_zeros(count, len(lease.space.features), self.dim)
         found = self._expanded(lease)
         return self.backend.lookup(found.rows, found.space, found.bags)
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
-        lease = lease or self.acquire(lookups)
         assert lease is not None
         if lookups.bags.ids.numel():
-            self._update(self._expanded(lease), grad)
+            slices = self._slices(self._expanded(lease), grad)
+            rule = self.optimizer.rule(self.tick)
+            self.version += 1
+            for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
+                update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
         lease.token = None
         self.tick += 1
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The gradient of each core: distinct slices, and theirs."""
-        sums = torch.zeros_like(found.rows)
-        self.backend.update(sums, {}, found.space, found.bags, grad, SUM, _NO_ROUNDING)
-        return gradients(self.storage.slices(), found.trie, found.values, sums.neg_())
-
-    def _update(self, found: _Expanded, grad: Tensor) -> None:
-        slices = self._slices(found, grad)
-        rule = self.optimizer.rule(self.tick)
-        self.version += 1
-        for core, (digits, wanted) in zip(self.storage.cores, slices, strict=True):
-            update_slices(self.backend, core.weight, core.state, digits, wanted.flatten(1), rule)
+        sums = row_gradients(self.backend, len(found.rows), found.space, found.bags, found.bags.ids, grad)
+        return gradients(self.storage.slices(), found.trie, found.values, sums)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
         """The sum of squares of the gradients of the cores."""
         lease = self.acquire(lookups)
         assert lease is not None
-        if not lookups.bags.ids.numel():
-            return 0.0
         return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
 
-    def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
-        lease = lease or self.acquire(lookups)
-        assert lease is not None
-        if not lookups.bags.ids.numel():
-            return grad.new_zeros(0)
+    def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         found = self._expanded(lease)
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
 
-    def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
-        """The rows of the table, computed, or by a core's name its slices with their state."""
+    def place(self, name: str) -> tuple[Storage, int, int]:
+        """A core's name stands for its slices, the table's for its rows, which are computed."""
         for table, core in zip(self.stored, self.storage.cores, strict=True):
             if table.name == name:
-                self.backend.synchronize()
-                for start in range(0, table.num_embeddings, chunk_rows):
-                    yield start, core.read(start, min(start + chunk_rows, table.num_embeddings))
-                return
-        yield from super().read(name, chunk_rows)
-
-    def write(self, name: str, start: int, rows: Rows) -> None:
-        """Replace slices of a core, by its name."""
-        for table, core in zip(self.stored, self.storage.cores, strict=True):
-            if table.name == name:
-                if start + len(rows.weight) > table.num_embeddings:
-                    raise IndexError(
-                        f"rows {start} to {start + len(rows.weight)} do not fit core {name!r} of {table.num_embeddings}"
-                    )
-                self.version += 1
-                core.write(start, rows)
-                return
-        super().write(name, start, rows)
+                return core, 0, table.num_embeddings
+        return super().place(name)
 
 
 def check_cores(optimizer: RowOptimizer, what: str) -> None:
@@ -251,18 +218,14 @@ def check_cores(optimizer: RowOptimizer, what: str) -> None:
 def update_slices(
     backend: Backend, weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule
 ) -> None:
-    """One optimizer step, in place, on the slices of a core at ``digits`` [n], which are distinct.
+    """One optimizer step, in place, with ``grad`` [n, width] on the slices of a core at ``digits`` [n], all distinct.
 
-    Args:
-        backend: kernels.
-        weight: [n_k, width] the core.
-        state: name -> [n_k, width] or [n_k].
-        digits: [n] int64.
-        grad: [n, width].
-        rule: the step.
+    The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
     if rule.kind == "lamb":
-        update_core(weight, state, digits, grad, rule)
+        directions = direct(weight, state, digits, grad, rule)  # a core is a layer of its own
+        ratios = trust_ratios(squares(weight), squares(directions), rule)
+        move(weight, digits, torch.zeros_like(digits), directions, ratios, rule, torch.zeros_like)
         return
     count, width = weight.shape
     piece = math.gcd(width, _PIECE)

@@ -5,7 +5,6 @@ Legend: N rows, D columns, L ids, B bags, U distinct ids of a batch.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,10 +23,9 @@ from stoker.ops.tt.lookup import build_trie, expand, fill_core, gradients
 from stoker.ops.tt.shape import TTShape
 from stoker.ops.tt.svd import decompose
 from stoker.optim import RowOptimizer
-from stoker.tables.autograd.misuse import Remedies, check_export, check_modes
-from stoker.tables.autograd.stepping import RowSteps, new_handle
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
+from stoker.tables.stepping import Remedies, RowSteps, check_export, check_modes, new_handle
 
 __all__ = ["TTEmbeddingBag"]
 
@@ -125,7 +123,7 @@ class TTEmbeddingBag(nn.Module):
         device, dtype: of the cores.
         rank: of the products that a row is a sum of, or one between each two cores.
         cores: 2 to 4.
-        own: instead of both, numbers that each row keeps for itself, beside one core [own, D] common to all: for rows
+        own: instead of both, numbers that each row keeps for itself, next to one core [own, D] common to all: for rows
             that have little in common, such as users. D / own times smaller.
         shape: factors and ranks, instead of those of :func:`stoker.ops.tt.shape.factorize`.
         std: of the elements of a fresh row (``nn.EmbeddingBag`` has 1).
@@ -238,7 +236,7 @@ class TTEmbeddingBag(nn.Module):
             [B, D].
 
         Raises:
-            IndexError: an id lies outside the table.
+            IndexError: an id is outside the table.
             ValueError: ids that are no integers, or offsets that do not fit them.
             ConfigError: the cores are to be updated inside backward, but were turned into another type than float32; or
                 the call is inside torch.export, torch.func or torch.jit.trace.
@@ -298,14 +296,8 @@ class TTEmbeddingBag(nn.Module):
 
     def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
         """One step with the sum of ``gradients`` times ``scale``."""
-        slices = self._sum(gradients)
-        if scale != 1.0:
-            slices = _Slices(slices).scaled(scale).cores
-        self._update(slices)
-
-    def gradient_norm(self, gradients: Sequence[_Slices]) -> float:
-        """The Euclidean norm of the gradient of all cores."""
-        return math.sqrt(sum(float(grad.double().square().sum()) for _, grad in self._sum(gradients)))
+        slices = _Slices(self._sum(gradients))
+        self._update(slices.cores if scale == 1.0 else slices.scaled(scale).cores)
 
     def _sum(self, gradients: Sequence[_Slices]) -> list[tuple[Tensor, Tensor]]:
         """Slices of all gradients, each once, summed in order."""
@@ -387,9 +379,8 @@ class TTEmbeddingBag(nn.Module):
         """The rows as (first row, [n, D]) chunks, for export."""
         device = self.cores[0].device
         for start in range(0, self.num_embeddings, chunk_rows):
-            trie = build_trie(
-                torch.arange(start, min(start + chunk_rows, self.num_embeddings), device=device), self.shape
-            )
+            stop = min(start + chunk_rows, self.num_embeddings)
+            trie = build_trie(torch.arange(start, stop, device=device), self.shape)
             yield start, trie.in_order(expand(list(self.cores), trie)[-1].view(-1, self.embedding_dim))
 
     def __getstate__(self) -> dict[str, Any]:

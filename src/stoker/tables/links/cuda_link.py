@@ -3,7 +3,7 @@
 The host only queues work, so every hand-over is an event that the device waits for:
 
 * Rows leave their slots (``outgoing`` stream) after the work that used them: the marks of the leases that gave the
-  slots back. They go by way of page-locked buffers; a thread stores them at home when the copy has arrived.
+  slots back. They go through page-locked buffers; a thread stores them when the copy has arrived.
 * Rows come into slots (``incoming`` stream) after that work, and after the rows that leave were copied off.
 * Work on a batch waits for the ticket of its rows, not for those of later batches.
 * A buffer is used again when what was queued with it is done; memory of the device follows the stream that uses it.
@@ -17,33 +17,35 @@ Legend: C slots, E rows that leave, F rows that come, n rows in a buffer.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.base.errors import ConfigError
-from stoker.tables.links.streams import CudaStreams, Event, Streams
 from stoker.tables.links.transfer import QueuedLink, TransferStats, Writeback
 from stoker.tables.slots.residency import Ints, SlotPlan
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Held, Home, MemoryHome
 
-__all__ = ["CudaLink", "Reading", "staging_bytes"]
+__all__ = ["CudaLink", "Reading", "Streams", "staging_bytes"]
 
 Reading = Literal["auto", "staged", "direct"]
 _WAYS: tuple[Reading, ...] = ("staged", "direct")
 
 _BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
 _BUFFERS = 4  # each way
-_BULK = 2 * 2**20  # where all changed rows go home: a checkpoint does not make buffers grow that batches leave small
+_BULK = (
+    2 * 2**20
+)  # where all changed rows are written back: a checkpoint does not make buffers grow that batches leave small
 _NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
 _PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
 _ATTEMPTS = 5
@@ -52,29 +54,96 @@ _ATTEMPTS = 5
 def staging_bytes(row_bytes: int, moved: int) -> int:
     """Bytes of a link's buffers when they have grown, on the device, and as many of page-locked memory on the host.
 
-    Args:
-        row_bytes: of a row with its optimizer state.
-        moved: rows that a plan brings or takes away.
+    ``row_bytes`` are those of a row with its optimizer state, ``moved`` the rows that a plan brings or takes away.
     """
     most, bulk = (max(1, size // row_bytes) for size in (_BUFFER, _BULK))
     arriving = min(most, 2 * moved)  # room doubles
     return _BUFFERS * (arriving + max(arriving, bulk)) * (row_bytes + _NAMES)
 
 
+class Event(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None:
+        """Return when all work before it is done."""
+
+
+class Streams:
+    """torch's streams of one GPU, two for copies and those of the threads that compute: what a link asks of a device.
+
+    Work of one stream runs in the order in which it was queued; work of two streams in any order that their waits
+    allow, and the host runs ahead of all. Tests put a simulated device in its place, which does no work before it must.
+    """
+
+    device: torch.device
+    incoming: Any  # the stream that fills slots
+    outgoing: Any  # the stream that empties them: links carry both ways at once
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # The short copies of a batch go before the long kernels of the one in training.
+        self.incoming = torch.cuda.Stream(device, priority=-1)
+        self.outgoing = torch.cuda.Stream(device, priority=-1)
+
+    def current(self) -> Any:
+        """The stream on which the calling thread queues its own work."""
+        return torch.cuda.current_stream(self.device)
+
+    def queue(self, stream: Any, work: Callable[[], None]) -> None:
+        """Queue the device operations of ``work``. They use only memory that was there before."""
+        with torch.cuda.stream(stream), torch.no_grad():
+            work()
+
+    def record(self, stream: Any) -> Event:
+        """The end of what is queued on ``stream`` now."""
+        event = torch.cuda.Event(blocking=True)  # the host sleeps while it waits: its cores gather rows
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What is queued on ``stream`` from now on runs after ``event``."""
+        stream.wait_event(event)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Page-locked memory of the host, which copies may use while the host goes on."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def scratch(self, stream: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of the device, for work on ``stream`` alone. It may be dropped before that work is done."""
+        with torch.cuda.stream(stream):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def lend(self, tensor: Tensor, stream: Any) -> None:
+        """:meth:`scratch` is used on another ``stream`` too: when dropped, it is free after what is queued there."""
+        tensor.record_stream(stream)
+
+    def copy_rows(self, source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
+        """Within :meth:`queue`: row ``rows[i]`` of page-locked ``source`` goes to row ``places[i]`` of ``target``.
+
+        ``rows`` and ``places`` are [n] int64 on the device, and ``places`` distinct.
+        """
+        from stoker.ops.gpu.row_copy import copy_rows
+
+        copy_rows(source, rows, target, places)
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether :meth:`copy_rows` works here."""
+        return importlib.util.find_spec("triton") is not None
+
+
 class CudaLink(QueuedLink):
-    """Carries plans out on copy streams beside the computation.
+    """Carries plans out on copy streams during the computation.
 
     Rows of a home in page-locked memory can be read by the GPU itself. Which way is faster depends on the link, the
     processor and the width of rows, so both are timed once. Rows that the home does not hold yet are computed by the
     processor and staged in either case. The choice changes no bit.
 
     Args:
-        home: all rows.
-        slots: the slots, on the device.
-        stats: what to count in.
-        streams: the device's; None means those of the GPU where the slots lie.
+        home, slots, stats: as for :class:`stoker.tables.links.transfer.DirectLink`.
+        streams: the device's; None means those of the GPU where the slots are.
         reading: "staged": the processor gathers rows into page-locked buffers, which are copied; "direct": the GPU
-            reads the home; "auto": what is faster here.
+            reads the store; "auto": what is faster here.
         buffer_bytes: of one buffer at most; a single row may exceed it.
         buffers: in each direction.
 
@@ -83,22 +152,15 @@ class CudaLink(QueuedLink):
     """
 
     def __init__(
-        self,
-        home: Home,
-        slots: Rows,
-        stats: TransferStats,
-        *,
-        streams: Streams | None = None,
-        reading: Reading = "auto",
-        buffer_bytes: int = _BUFFER,
-        buffers: int = _BUFFERS,
-    ) -> None:
+        self, home: Home, slots: Rows, stats: TransferStats, *, streams: Streams | None = None,
+        reading: Reading = "auto", buffer_bytes: int = _BUFFER, buffers: int = _BUFFERS,
+    ) -> None:  # fmt: skip
         super().__init__(home, slots, stats)
-        self.streams = streams = CudaStreams(slots.weight.device) if streams is None else streams
+        self.streams = streams = Streams(slots.weight.device) if streams is None else streams
         self._most = max(1, buffer_bytes // home.row_bytes)  # rows in a buffer
         self._bulk = max(1, min(buffer_bytes, _BULK) // home.row_bytes)
-        self._arriving = _Ring(home, streams, streams.incoming, buffers)
-        self._leaving = _Ring(home, streams, streams.outgoing, buffers)
+        self._arriving = deque(_Buffer(home, streams, streams.incoming) for _ in range(buffers))
+        self._leaving = deque(_Buffer(home, streams, streams.outgoing) for _ in range(buffers))
         self._users: tuple[Any, ...] = ()  # streams on which leased slots are worked on
         self._sent: list[Tensor] = []  # since the last ticket
         # What each stream has yet to wait for. First of all: the memory of the slots may have had another use.
@@ -131,13 +193,13 @@ class CudaLink(QueuedLink):
     def _take_off(self, slots: Ints) -> _Buffer:
         """Queue the way of the rows in ``slots`` [n] to the host, in a buffer that is busy from now on."""
         streams, stream = self.streams, self.streams.outgoing
-        buffer = self._leaving.next()
+        buffer = _next(self._leaving)
         self._until(lambda: not buffer.busy)
         buffer.hold(slots, most=self._most)
         self._follow(stream)
-        streams.queue(stream, buffer.gather(self.slots))
+        streams.queue(stream, partial(buffer.gather, self.slots))
         self._before[streams.incoming].append(streams.record(stream))  # nothing may come into these slots before
-        streams.queue(stream, buffer.download())
+        streams.queue(stream, buffer.download)
         buffer.end, buffer.busy = streams.record(stream), True
         return buffer
 
@@ -151,21 +213,21 @@ class CudaLink(QueuedLink):
                 buffer = self._free_buffer()
                 buffer.hold(places[part], there[part], most=self._most)
                 self._follow(stream)
-                streams.queue(stream, buffer.read(self.home.arrays, self.slots))
+                streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))
                 buffer.end = streams.record(stream)
             rows, slots = rows[~held], slots[~held]
         for part in self._parts(len(rows)):
             buffer = self._free_buffer()
             buffer.hold(slots[part], most=self._most)
             self.home.fetch(rows[part], buffer.host)
-            streams.queue(stream, buffer.upload())
+            streams.queue(stream, buffer.upload)
             self._follow(stream)  # as late as can be: the copy above touches no slot
-            streams.queue(stream, buffer.scatter(self.slots))
+            streams.queue(stream, partial(buffer.scatter, self.slots))
             buffer.end = streams.record(stream)
 
     def _free_buffer(self) -> _Buffer:
         """A buffer for rows that come, with nothing queued."""
-        buffer = self._arriving.next()
+        buffer = _next(self._arriving)
         if buffer.end is not None:
             buffer.end.synchronize()
         return buffer
@@ -243,9 +305,9 @@ class _Ticket(NamedTuple):
 
 
 class _Buffer:
-    """Room for n rows on their way, on the host and on the device, with the slots and rows that they are.
+    """Room for n rows in flight, on the host and on the device, with the slots and rows that they are.
 
-    Methods that return a function make work to be queued.
+    All methods but :meth:`hold` are work to be queued.
     """
 
     def __init__(self, home: Home, streams: Streams, stream: Any) -> None:
@@ -262,82 +324,49 @@ class _Buffer:
         streams, stream, count = self._streams, self._stream, len(slots)
         if count > self._room:
             self._room = min(most, max(count, 2 * self._room))
-            self._host = self._rows(streams.pinned)
-            self._device = self._rows(lambda shape, dtype: streams.scratch(stream, shape, dtype))
+            self._host = self._home.empty(self._room, streams.pinned)
+            self._device = self._home.empty(self._room, partial(streams.scratch, stream))
             self._host_names = streams.pinned((2, self._room), torch.int64)
             self._device_names = streams.scratch(stream, (2, self._room), torch.int64)
-        self.host, self.device = _head(self._host, count), _head(self._device, count)
+        self.host, self.device = self._host[:count], self._device[:count]
         named = self._host_names[:, :count], self._device_names[:, :count]
-        self.names = [(host, device) for host, device in zip(*named, strict=True)]  # slots, addresses
+        self.names = list(zip(*named, strict=True))  # slots, addresses
         for (host, _), numbers in zip(self.names, (slots, rows), strict=True):
             if numbers is not None:
                 host.copy_(torch.from_numpy(numbers))
 
-    def _rows(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Rows:
-        return _empty(self._home, self._room, make)
-
-    def upload(self) -> Callable[[], None]:
+    def upload(self) -> None:
         """Host to device."""
-        host, device, (at, device_at) = self.host, self.device, self.names[0]
+        self._name(0)
+        _copy_rows(self.device, self.host)
 
-        def work() -> None:
-            _copy(device_at, at)
-            _copy_rows(device, host)
-
-        return work
-
-    def scatter(self, slots: Rows) -> Callable[[], None]:
+    def scatter(self, slots: Rows) -> None:
         """Into their slots, after :meth:`upload`."""
-        device, (_, at) = self.device, self.names[0]
+        for target, tensor in zip(slots.tensors, self.device.tensors, strict=True):
+            _scatter(target, self.names[0][1], tensor)
 
-        def work() -> None:
-            _scatter(slots.weight, at, device.weight)
-            for name, tensor in device.state.items():
-                _scatter(slots.state[name], at, tensor)
-
-        return work
-
-    def gather(self, slots: Rows) -> Callable[[], None]:
+    def gather(self, slots: Rows) -> None:
         """Out of their slots."""
-        device, (at, device_at) = self.device, self.names[0]
+        at = self._name(0)
+        for source, tensor in zip(slots.tensors, self.device.tensors, strict=True):
+            torch.index_select(source, 0, at, out=tensor)
 
-        def work() -> None:
-            _copy(device_at, at)
-            torch.index_select(slots.weight, 0, device_at, out=device.weight)
-            for name, tensor in device.state.items():
-                torch.index_select(slots.state[name], 0, device_at, out=tensor)
-
-        return work
-
-    def download(self) -> Callable[[], None]:
+    def download(self) -> None:
         """Device to host, after :meth:`gather`."""
-        host, device = self.host, self.device
-        return lambda: _copy_rows(host, device)
+        _copy_rows(self.host, self.device)
 
-    def read(self, arrays: Rows, slots: Rows) -> Callable[[], None]:
-        """Out of the page-locked ``arrays`` of a home into their slots."""
-        streams, ((slot, device_slot), (row, device_row)) = self._streams, self.names
+    def read(self, arrays: Rows, slots: Rows) -> None:
+        """Out of the page-locked ``arrays`` of a store into their slots."""
+        at, rows = self._name(0), self._name(1)
+        for source, target in zip(arrays.tensors, slots.tensors, strict=True):
+            self._streams.copy_rows(source, rows, target, at)
 
-        def work() -> None:
-            _copy(device_slot, slot)
-            _copy(device_row, row)
-            streams.copy_rows(arrays.weight, device_row, slots.weight, device_slot)
-            for name, tensor in arrays.state.items():
-                streams.copy_rows(tensor, device_row, slots.state[name], device_slot)
-
-        return work
-
-
-class _Ring:
-    """Buffers that take turns."""
-
-    def __init__(self, home: Home, streams: Streams, stream: Any, count: int) -> None:
-        self._buffers = deque(_Buffer(home, streams, stream) for _ in range(count))
-
-    def next(self) -> _Buffer:
-        """The buffer that was used longest ago."""
-        self._buffers.rotate(-1)
-        return self._buffers[-1]
+    def _name(self, which: int) -> Tensor:
+        """The slots or addresses, on the device."""
+        host: Tensor
+        host, device = self.names[which]
+        _copy(device, host)
+        return device
 
 
 class _Staged(Writeback):
@@ -360,8 +389,7 @@ class _Staged(Writeback):
         if self._buffer is None:
             return
         try:
-            held = self.arrive()
-            self.values = Rows(held.weight.clone(), {name: tensor.clone() for name, tensor in held.state.items()})
+            self.values = self.arrive().map(Tensor.clone)
         except BaseException as error:  # the device failed: there is nothing that could be stored later
             self._lost = error
         self.done()
@@ -371,14 +399,10 @@ class _Staged(Writeback):
             self._buffer.busy, self._buffer = False, None
 
 
-def _empty(home: Home, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Rows:
-    """``count`` rows as those of ``home``."""
-    shapes = {name: (count, home.dim) if kind == "row" else (count,) for name, kind in home.state.items()}
-    return Rows(make((count, home.dim), home.dtype), {n: make(shape, torch.float32) for n, shape in shapes.items()})
-
-
-def _head(rows: Rows, count: int) -> Rows:
-    return Rows(rows.weight[:count], {name: tensor[:count] for name, tensor in rows.state.items()})
+def _next(buffers: deque[_Buffer]) -> _Buffer:
+    """The buffer that was used longest ago."""
+    buffers.rotate(-1)
+    return buffers[-1]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -390,9 +414,8 @@ def _scatter(target: Tensor, at: Tensor, source: Tensor) -> None:
 
 
 def _copy_rows(target: Rows, source: Rows) -> None:
-    _copy(target.weight, source.weight)
-    for name, tensor in target.state.items():
-        _copy(tensor, source.state[name])
+    for tensor, values in zip(target.tensors, source.tensors, strict=True):
+        _copy(tensor, values)
 
 
 def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
@@ -423,7 +446,7 @@ def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     count = min(home.num_rows, max(1, _PROBE // home.row_bytes))
     rows = np.random.default_rng(0).permutation(np.linspace(0, home.num_rows - 1, count).astype(np.int64))
     slots = np.arange(count, dtype=np.int64)
-    target = _empty(home, count, partial(streams.scratch, streams.incoming))
+    target = home.empty(count, partial(streams.scratch, streams.incoming))
     seconds: dict[Reading, float] = {}
     for way in _WAYS:
         link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)

@@ -1,17 +1,16 @@
-"""Carries out plans: changed rows go home, wanted rows come into their slots, in an order that cannot lose either.
+"""Carries out plans: changed rows are written back, wanted rows fetched, in an order that cannot lose either.
 
 The fence: a fetch must not overtake the writeback of the same row. A plan names the last plan whose evictions it
 wants back; a link waits for that one's writebacks, and for nothing else. Writebacks older than
 :data:`stoker.tables.slots.residency.LANDED` plans have always landed.
 
-Legend: C slots, E rows that go home, F rows that come.
+Legend: C slots, E rows that are written back, F rows that come.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +26,7 @@ from stoker.tables.slots.residency import LANDED, Ints, SlotPlan
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home
 
-__all__ = ["DirectLink", "Link", "QueuedLink", "TransferStats", "Writeback"]
+__all__ = ["DirectLink", "QueuedLink", "TransferStats", "Writeback"]
 
 
 @dataclass
@@ -58,13 +57,13 @@ class TransferStats:
             setattr(self, item.name, item.default)
 
 
-class Link(ABC):
-    """Between the slots of a storage and its home. Rows brought by :meth:`run` are in place after :meth:`ready`.
+class DirectLink:
+    """Between the slots of a storage and its backing store, both in memory of one processor.
 
-    On a GPU work is queued, by a thread that runs ahead of the device. So whoever worked on slots leaves a
-    :meth:`mark` when it gives them back, and :meth:`released` makes what is queued from then on follow that work;
-    whoever will work on slots takes the :meth:`ticket` of what was queued for it to :meth:`ready`. On a CPU all work is
-    done when a call returns, and none of this costs anything.
+    Rows brought by :meth:`run` are in place after :meth:`ready`. Links to a GPU queue work, from a thread that runs
+    ahead of the device. So whoever worked on slots leaves a :meth:`mark` when it gives them back, and :meth:`released`
+    makes what is queued from then on follow that work; whoever will work on slots takes the :meth:`ticket` of what was
+    queued for it to :meth:`ready`. Here all work is done when a call returns, and none of this costs anything.
 
     Args:
         home: all rows.
@@ -100,11 +99,10 @@ class Link(ABC):
         stats.fetched_bytes += len(plan.fetch_rows) * self.home.row_bytes
         stats.written_bytes += len(plan.evict_rows) * self.home.row_bytes
 
-    @abstractmethod
     def write_back(self, number: int, rows: Ints, slots: Ints) -> None:
-        """Send changed rows home; they may arrive later. The slots may be written on return."""
+        """Store changed rows; they may arrive later. The slots may be written on return."""
+        self.home.store(rows, self.slots, slots)
 
-    @abstractmethod
     def settle(self, plan: SlotPlan) -> None:
         """Return when the writebacks that ``plan`` must not overtake have landed."""
 
@@ -135,24 +133,18 @@ class Link(ABC):
         return None
 
     def ready(self, ticket: Any = None) -> None:
-        """Work that the calling thread queues from now on finds what was queued before ``ticket`` done.
-
-        Args:
-            ticket: of :meth:`ticket`; None means now.
-        """
-        return
+        """Work that the calling thread queues from now on finds what was queued before ``ticket`` (None: now) done."""
 
     def mark(self) -> Any:
         """Stands for the work on slots queued so far, for :meth:`released`. Any thread may call it, at any moment."""
         return None
 
-    def released(self, mark: Any) -> None:  # noqa: B027  (on a CPU work is done when it is given back)
+    def released(self, mark: Any) -> None:
         """Slots were given back at ``mark``: what is done to them from now on must follow the work before it."""
 
-    def finish(self) -> None:  # noqa: B027  (on a CPU work is done when it is given back)
+    def finish(self) -> None:
         """Return when all work on slots that was queued so far is done."""
 
-    @abstractmethod
     def drain(self) -> None:
         """Return when every writeback has landed."""
 
@@ -161,27 +153,8 @@ class Link(ABC):
         self.drain()
 
 
-class DirectLink(Link):
-    """Slots and home in memory of one processor: a writeback is a copy, and has landed when it returns."""
-
-    def write_back(self, number: int, rows: Ints, slots: Ints) -> None:
-        self.home.store(rows, self.slots, slots)
-
-    def settle(self, plan: SlotPlan) -> None:
-        return
-
-    def drain(self) -> None:
-        return
-
-
 class Writeback:
-    """Rows on their way home.
-
-    Args:
-        number: of their plan.
-        rows: [E] addresses.
-        values: the rows, or what :meth:`arrive` makes them of.
-    """
+    """Rows of a plan that are being written back."""
 
     def __init__(self, number: int, rows: Ints, values: Rows) -> None:
         self.number, self.rows, self.values = number, rows, values
@@ -197,7 +170,7 @@ class Writeback:
         """The rows are home."""
 
 
-class QueuedLink(Link):
+class QueuedLink(DirectLink):
     """Writebacks land from a thread of their own, so that training waits for none it does not need.
 
     An error in that thread is raised by the next call, with its cause; the rows it could not write are kept, so that
@@ -221,10 +194,7 @@ class QueuedLink(Link):
     def _copy(self, slots: Ints) -> Rows:
         """The rows in ``slots`` [E], copied off the slots, which may then be written."""
         at = torch.from_numpy(np.ascontiguousarray(slots, np.int64))
-        return Rows(
-            self.slots.weight.index_select(0, at),
-            {name: tensor.index_select(0, at) for name, tensor in self.slots.state.items()},
-        )
+        return self.slots.map(lambda tensor: tensor.index_select(0, at))
 
     def _post(self, job: Writeback) -> None:
         """Have the thread land a new job."""

@@ -1,25 +1,538 @@
-"""The residency in Numba: a few tens of nanoseconds for each distinct row, whatever the size of the tables."""
+"""The residency in Numba: a few tens of nanoseconds for each distinct row, whatever the size of the tables.
+
+**Directory** [P, 4] int64, a hash table with linear probing: address + 1 (0: free), slot (>= 0; -1: none; -2 - p:
+evicted by plan p, whose writeback may be under way), first and last announced entry (-1: none). It holds resident rows,
+announced rows and rows being written back: bounded by the slots and the window, not by the tables.
+
+**Entries** [E, 3] of the window, a ring: the next entry of its row (-1: none), the step of that one or else the hinted
+step (-1: none), its own step.
+
+**Slots** [C, 4] int64: address (-1: empty), step of the next use, announced or hinted (-1: none known), flags and above
+them the batches in flight that use it, rank of its row.
+
+**Order**, (tree, begin of each level, heap): which slot is given up first, by farthest next use, then the rarest row.
+Slots that may be given up are *parked*. Those of them without a known use, farther than all others, are in a bit tree
+over the rows' ranks, where the rarest is found in a few words. The others are in a max-heap of (next step, rank) in one
+integer. The heap is lazy: a slot that is used again, or whose next use changes, leaves its key behind, and an outdated
+key is passed over. It is kept only while plans need it: if the window wants more rows than there are slots, or with
+hints.
+
+Legend: C slots, E entries of the window, T tables, G segments (:func:`_ranks`).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
-from stoker.tables.slots import residency_kernels as kernels
-from stoker.tables.slots.residency import LANDED, NEVER, Hints, Ints, Residency, Shape, SlotPlan
+from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.llvm_memory import prefetch
+from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Hints, Ints, Residency, SlotPlan
 
 __all__ = ["FastResidency"]
 
 _LOAD = 0.75  # of the directory, at most
+_AHEAD = 12  # lines asked for before they are needed
+_RANK_BITS = 40
+_STEPS = 2**22  # that keys of the heap can count before it is rebuilt from a later base
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_HINTS = np.zeros(0, np.int32)
+ADDRESS, SLOT, FIRST, LAST = 0, 1, 2, 3  # columns of the directory
+ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot
+CHANGED, PARKED_FLAG = 1, 2  # flags: must be stored when it leaves; may be given up
+USER = 4  # one batch in flight that uses it, among the flags
+# Counters: empty slots, parked slots, records of the directory, rows with an announced use; keys in the heap, whether
+# it is kept, keys taken since it was rebuilt, the step that keys count from.
+FREE, PARKED, RECORDS, WANTED, HEAP, KEPT, POPPED, BASE = range(8)
+
+
+@jit
+def _hash(key):
+    h = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    return h ^ (h >> np.uint64(32))
+
+
+@jit
+def _ask(directory, row):
+    at = np.int64(_hash(row + 1) & np.uint64(directory.shape[0] - 1))
+    prefetch(directory, at * 4)
+
+
+@jit
+def _find(directory, row):
+    """Place of the record of ``row``, or of the free record where it belongs."""
+    mask = np.uint64(directory.shape[0] - 1)
+    key = row + 1
+    at = _hash(key) & mask
+    while directory[at, ADDRESS] != key and directory[at, ADDRESS] != 0:
+        at = (at + np.uint64(1)) & mask
+    return np.int64(at)
+
+
+@jit
+def _insert(directory, row, counters):
+    """Place of the record of ``row``, made if missing."""
+    at = _find(directory, row)
+    if directory[at, ADDRESS] == 0:
+        directory[at, ADDRESS] = row + 1
+        directory[at, SLOT] = -1
+        directory[at, FIRST] = -1
+        directory[at, LAST] = -1
+        counters[RECORDS] += 1
+    return at
+
+
+@jit
+def _remove(directory, at, counters):
+    """Take a record out and move up what would no longer be found."""
+    mask = np.uint64(directory.shape[0] - 1)
+    hole = np.uint64(at)
+    here = (hole + np.uint64(1)) & mask
+    while directory[here, ADDRESS] != 0:
+        home = _hash(directory[here, ADDRESS]) & mask
+        if ((here - home) & mask) >= ((here - hole) & mask):
+            for column in range(4):
+                directory[hole, column] = directory[here, column]
+            hole = here
+        here = (here + np.uint64(1)) & mask
+    directory[hole, ADDRESS] = 0
+    counters[RECORDS] -= 1
+
+
+@jit
+def _forget_idle(directory, row, counters):
+    """Drop the record of a row that is neither resident nor announced nor on its way home."""
+    at = _find(directory, row)
+    if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, FIRST] < 0:
+        _remove(directory, at, counters)
+
+
+@jit
+def _rehash(old, new):
+    """Move all records into the empty, larger ``new``."""
+    for i in range(old.shape[0]):
+        if old[i, ADDRESS] != 0:
+            at = _find(new, old[i, ADDRESS] - 1)
+            for column in range(4):
+                new[at, column] = old[i, column]
+
+
+@intrinsic
+def _highest_bit(typingctx, word):
+    """Position of the highest set bit of a word that is not 0."""
+    signature = types.int64(types.uint64)
+
+    def codegen(context, b, signature, args):
+        zeros = b.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+        return b.sub(ir.Constant(ir.IntType(64), 63), zeros)
+
+    return signature, codegen
+
+
+@jit
+def _table_of(first_row, row):
+    low, high = 0, first_row.size - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_row[middle] <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit
+def _rank_of(row, first_row, ranks):
+    """Place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
+    table = _table_of(first_row, row)
+    local = row - first_row[table]
+    start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3]
+    segment = _table_of(start, local)
+    return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
+
+
+@jit
+def _row_of_rank(rank, first_row, ranks):
+    start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[4]
+    segment = _table_of(base, rank)
+    local = start[segment] + (rank - base[segment]) // alive[segment]
+    table = owner[segment * (first_row.size - 1) + (rank - base[segment]) % alive[segment]]
+    return first_row[table] + local
+
+
+@jit
+def _mark(tree, levels, rank):
+    for level in range(levels.size):
+        word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
+        before = tree[levels[level] + word]
+        tree[levels[level] + word] = before | bit
+        if before != 0:
+            return
+        rank = word
+
+
+@jit
+def _unmark(tree, levels, rank):
+    for level in range(levels.size):
+        word, bit = rank >> 6, np.uint64(1) << np.uint64(rank & 63)
+        after = tree[levels[level] + word] & ~bit
+        tree[levels[level] + word] = after
+        if after != 0:
+            return
+        rank = word
+
+
+@jit
+def _highest(tree, levels):
+    """The highest rank in the tree, or -1."""
+    top = levels.size - 1
+    if tree[levels[top]] == 0:
+        return np.int64(-1)
+    word = np.int64(0)
+    for level in range(top, -1, -1):
+        word = (word << 6) + _highest_bit(tree[levels[level] + word])
+    return word
+
+
+@jit
+def _key(slot, slots, counters):
+    step = slots[slot, NEXT] - counters[BASE]
+    return (step << _RANK_BITS) | slots[slot, RANK]
+
+
+@jit
+def _sink(heap, size, at):
+    """Let the key at ``at`` down to where it belongs."""
+    key = heap[at]
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= key:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = key
+
+
+@jit
+def _rebuild(slots, order, counters):
+    """The heap of all parked slots with a known use."""
+    heap, size = order[2], 0
+    lowest = np.int64(2**62)
+    for slot in range(slots.shape[0]):
+        if slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] >= 0:
+            lowest = min(lowest, slots[slot, NEXT])
+    # Earlier steps than the lowest of now may come: half of what can be counted is kept for them.
+    counters[BASE] = 0 if lowest == 2**62 else lowest - _STEPS // 2
+    for slot in range(slots.shape[0]):
+        if slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] >= 0:
+            heap[size] = _key(slot, slots, counters)
+            size += 1
+    for at in range(size // 2 - 1, -1, -1):
+        _sink(heap, size, at)
+    counters[HEAP], counters[KEPT], counters[POPPED] = size, 1, 0
+
+
+@jit
+def _push(slot, slots, order, counters):
+    """Enter a parked slot that has a known use, if the heap is kept."""
+    heap = order[2]
+    if counters[KEPT] == 0:
+        return
+    full = counters[HEAP] == heap.size
+    if full or slots[slot, NEXT] < counters[BASE] or slots[slot, NEXT] - counters[BASE] >= _STEPS:
+        if full and counters[POPPED] == 0:  # nobody needed it for as many keys as it holds
+            counters[HEAP], counters[KEPT] = 0, 0
+        else:
+            _rebuild(slots, order, counters)  # with this slot
+        return
+    key = _key(slot, slots, counters)
+    at = counters[HEAP]
+    counters[HEAP] += 1
+    while at > 0 and heap[(at - 1) // 2] < key:
+        heap[at] = heap[(at - 1) // 2]
+        at = (at - 1) // 2
+    heap[at] = key
+
+
+@jit
+def _pop(directory, slots, order, first_row, ranks, counters):
+    """The parked slot with the farthest known use, the rarest of those; there must be one."""
+    heap = order[2]
+    while True:
+        key = heap[0]
+        counters[HEAP] -= 1
+        counters[POPPED] += 1
+        if counters[HEAP] > 0:
+            heap[0] = heap[counters[HEAP]]
+            _sink(heap, counters[HEAP], np.int64(0))
+        row = _row_of_rank(key & ((1 << _RANK_BITS) - 1), first_row, ranks)
+        at = _find(directory, row)
+        slot = directory[at, SLOT] if directory[at, ADDRESS] != 0 else np.int64(-1)
+        if slot >= 0 and slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] == (key >> _RANK_BITS) + counters[BASE]:
+            return slot
+
+
+@jit
+def _park(slot, slots, order, counters):
+    """The slot may be given up."""
+    slots[slot, FLAGS] |= PARKED_FLAG
+    counters[PARKED] += 1
+    if slots[slot, NEXT] < 0:
+        _mark(order[0], order[1], slots[slot, RANK])
+    else:
+        _push(slot, slots, order, counters)
+
+
+@jit
+def _unpark(slot, slots, order, counters):
+    """The slot may no longer be given up."""
+    slots[slot, FLAGS] &= ~PARKED_FLAG
+    counters[PARKED] -= 1
+    if slots[slot, NEXT] < 0:
+        _unmark(order[0], order[1], slots[slot, RANK])
+
+
+@jit
+def _set_next(slot, step, slots, order, counters):
+    """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
+    before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
+    slots[slot, NEXT] = step
+    if not parked:
+        return
+    if (before < 0) != (step < 0):
+        rank = slots[slot, RANK]
+        if step < 0:
+            _mark(order[0], order[1], rank)
+        else:
+            _unmark(order[0], order[1], rank)
+    if step >= 0:
+        _push(slot, slots, order, counters)
+
+
+@jit
+def _take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters):
+    """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be so many."""
+    found = 0
+    while found < needed:
+        rank = _highest(order[0], order[1])
+        if rank < 0:
+            break
+        _unmark(order[0], order[1], rank)
+        slot = directory[_find(directory, _row_of_rank(rank, first_row, ranks)), SLOT]
+        slots[slot, FLAGS] &= ~PARKED_FLAG
+        victims[found] = slot
+        found += 1
+    if found < needed and counters[KEPT] == 0:
+        _rebuild(slots, order, counters)
+    while found < needed:
+        slot = _pop(directory, slots, order, first_row, ranks, counters)
+        slots[slot, FLAGS] &= ~PARKED_FLAG
+        victims[found] = slot
+        found += 1
+    counters[PARKED] -= needed
+
+
+@jit
+def _announce(rows, hints, start, step, directory, entries, slots, order, counters):
+    """Enter a batch's rows as entries ``start`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
+    ring = entries.shape[0] - 1
+    hinted = hints.size > 0
+    for i in range(rows.size):
+        if i + _AHEAD < rows.size:
+            _ask(directory, rows[i + _AHEAD])
+        at = _insert(directory, rows[i], counters)
+        entry = start + i
+        entries[entry & ring, 0] = -1
+        entries[entry & ring, 1] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
+        entries[entry & ring, 2] = step
+        last = directory[at, LAST]
+        directory[at, LAST] = entry
+        if last >= 0:
+            # The step of the next use is kept with the use before it: plans then read it in order.
+            entries[last & ring, 0] = entry
+            entries[last & ring, 1] = step
+            continue
+        directory[at, FIRST] = entry
+        counters[WANTED] += 1
+        slot = directory[at, SLOT]
+        if slot >= 0:
+            _set_next(slot, step, slots, order, counters)
+
+
+@jit
+def _plan(
+    rows, staged, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
+    landed, first_row, ranks, directory, entries, empty, slots, order, counters,
+):  # fmt: skip
+    """Give every row of a batch a slot (``taken``).
+
+    ``landed_rows`` are what plan ``landed`` evicted; its writebacks are home. ``evict_rows`` receives all evicted rows,
+    those that must be written first. Returns (status, fence, fetched, to write); status -1 changes nothing.
+    """
+    total = rows.size
+    places, following = np.empty(total, np.int64), np.empty(total, np.int64)
+    missing, kept, fence = 0, 0, np.int64(-1)
+    for i in range(total):
+        if i + _AHEAD < total:
+            _ask(directory, rows[i + _AHEAD])
+        at = _find(directory, rows[i]) if staged else _insert(directory, rows[i], counters)
+        places[i] = at
+        slot = directory[at, SLOT]
+        taken[i] = slot
+        if slot >= 0:
+            prefetch(slots, slot * 4)
+        else:
+            missing += 1
+            fence = max(fence, -2 - slot)
+    for i in range(total):
+        if taken[i] >= 0:
+            kept += (slots[taken[i], FLAGS] & PARKED_FLAG) != 0
+    candidates = counters[PARKED] - kept
+    if missing > counters[FREE] + candidates:
+        if not staged:
+            for i in range(total):
+                _forget_idle(directory, rows[i], counters)
+        return -1, fence, 0, 0
+    ring = entries.shape[0] - 1
+    for i in range(total):
+        at, slot = places[i], taken[i]
+        if slot >= 0 and slots[slot, FLAGS] & PARKED_FLAG:
+            _unpark(slot, slots, order, counters)
+        if staged:
+            first = directory[at, FIRST] & ring
+            directory[at, FIRST] = entries[first, 0]
+            if entries[first, 0] < 0:
+                directory[at, LAST] = -1
+                counters[WANTED] -= 1
+            following[i] = entries[first, 1]
+            if slot >= 0:
+                slots[slot, NEXT] = following[i]
+        else:  # a row that is in its slot keeps what is known of it
+            first = directory[at, FIRST]
+            following[i] = entries[first & ring, 2] if first >= 0 else -1
+    needed = candidates if transient else max(0, missing - counters[FREE])
+    _take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters)
+    # Changed rows first, each with its slot; then the others, which need no writing.
+    written = 0
+    for i in range(needed):
+        if slots[victims[i], FLAGS] & CHANGED:
+            evict_rows[written] = slots[victims[i], ROW]
+            evict_slots[written] = victims[i]
+            written += 1
+    evicted = written
+    for i in range(needed):
+        if not slots[victims[i], FLAGS] & CHANGED:
+            evict_rows[evicted] = slots[victims[i], ROW]
+            evicted += 1
+        slots[victims[i], ROW] = -1
+        slots[victims[i], FLAGS] = 0
+    fetched, used = 0, 0
+    for i in range(total):
+        slot = taken[i]
+        if slot < 0:
+            at = places[i]
+            if counters[FREE] > 0:
+                counters[FREE] -= 1
+                slot = empty[counters[FREE]]
+            else:
+                slot = victims[used]
+                used += 1
+            directory[at, SLOT] = slot
+            slots[slot, ROW] = rows[i]
+            slots[slot, RANK] = _rank_of(rows[i], first_row, ranks)
+            slots[slot, NEXT] = following[i]
+            fetch_rows[fetched] = rows[i]
+            fetch_slots[fetched] = slot
+            fetched += 1
+            taken[i] = slot
+        slots[slot, FLAGS] += USER
+    for i in range(needed - 1, used - 1, -1):
+        empty[counters[FREE]] = victims[i]
+        counters[FREE] += 1
+    # Records of the directory move from here on: no place is used any more.
+    for i in range(evicted):
+        directory[_find(directory, evict_rows[i]), SLOT] = -2 - number if i < written else -1
+    for i in range(landed_rows.size):
+        at = _find(directory, landed_rows[i])
+        if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -2 - landed:
+            directory[at, SLOT] = -1
+            _forget_idle(directory, landed_rows[i], counters)
+    for i in range(written, evicted):
+        _forget_idle(directory, evict_rows[i], counters)
+    return 0, fence, fetched, written
+
+
+@jit
+def _release(given, mark, slots, order, counters):
+    """Let go of a batch's slots; those of no other batch in flight may be given up."""
+    for i in range(given.size):
+        if i + _AHEAD < given.size:
+            prefetch(slots, given[i + _AHEAD] * 4)
+        slot = given[i]
+        slots[slot, FLAGS] -= USER
+        if mark:
+            slots[slot, FLAGS] |= CHANGED
+        if slots[slot, FLAGS] < USER:
+            _park(slot, slots, order, counters)
+
+
+@jit
+def _cancel(rows, directory, slots, order, counters):
+    """Forget every announced use of ``rows``."""
+    for i in range(rows.size):
+        at = _find(directory, rows[i])
+        if directory[at, ADDRESS] == 0 or directory[at, FIRST] < 0:
+            continue
+        directory[at, FIRST] = -1
+        directory[at, LAST] = -1
+        counters[WANTED] -= 1
+        slot = directory[at, SLOT]
+        if slot >= 0:
+            _set_next(slot, np.int64(-1), slots, order, counters)
+        else:
+            _forget_idle(directory, rows[i], counters)
+
+
+@jit
+def _forget_hints(step, slots, order, counters):
+    """Forget next uses before ``step``, which none of those announced is."""
+    for slot in range(slots.shape[0]):
+        if 0 <= slots[slot, NEXT] < step and slots[slot, ROW] >= 0:
+            _set_next(slot, np.int64(-1), slots, order, counters)
+
+
+@jit
+def _skip(rows, directory, entries, slots, order, counters):
+    """Forget the first announced use of ``rows``."""
+    ring = entries.shape[0] - 1
+    for i in range(rows.size):
+        at = _find(directory, rows[i])
+        first = directory[at, FIRST] & ring
+        following = entries[first, 0]
+        directory[at, FIRST] = following
+        if following < 0:
+            directory[at, LAST] = -1
+            counters[WANTED] -= 1
+        slot = directory[at, SLOT]
+        if slot >= 0:
+            _set_next(slot, entries[first, 1], slots, order, counters)
+        elif following < 0:
+            _forget_idle(directory, rows[i], counters)
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
-    """Tables to number all rows by (row within the table, table): see ``eviction_order.rank_of``.
+    """Tables to number all rows by (row within the table, table): see :func:`_rank_of`.
 
     Up to the size of the smallest table every table has a row of each number, up to the next one all but that, and so
     on: G segments. (start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
@@ -51,53 +564,44 @@ def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
 
 
 class FastResidency(Residency):
-    """Equal to :class:`stoker.tables.slots.residency.ReferenceResidency`, plan for plan.
+    """Equal to :class:`stoker.tables.slots.residency.Residency`, plan for plan.
 
     Memory: 40 bytes a slot (56 if the window wants more rows than there are slots, or with hints), 43 to 86 bytes a
     resident or announced row, 24 bytes an announced use, N bits.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        slots = shape.slots
-        self._first_row = np.ascontiguousarray(shape.first_row)
-        self._ranks = _ranks(self._first_row)
-        self._tree, self._levels = _tree(int(self._first_row[-1]))
+    def _prepare(self) -> None:
+        slots = self.slots
+        self._ranks = _ranks(self.first_row)
+        self._tree, self._levels = _tree(int(self.first_row[-1]))
         self._directory = np.zeros((1 << 12, 4), np.int64)
         self._ring = np.zeros((1 << 12, 3), np.int64)  # entries of the window
         self._slots = np.zeros((slots, 4), np.int64)
-        self._slots[:, [kernels.ROW, kernels.NEXT]] = -1
-        self.row_in_slot = self._slots[:, kernels.ROW]
-        self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
+        self._slots[:, [ROW, NEXT]] = -1
+        self.row_in_slot = self._slots[:, ROW]
+        self._empty_slots = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self._heap = np.zeros(2 * slots, np.int64)  # memory comes when it is touched, which few runs do
         self._counters = np.zeros(8, np.int64)
-        self._counters[kernels.FREE] = slots
-        self._window: deque[tuple[int, int, Ints]] = deque()  # step, first entry, rows
-        self._step, self._entries = 0, 0
-        self._leaving: deque[tuple[int, Ints]] = deque()  # plan, rows it evicted
+        self._counters[FREE] = slots
 
     @property
     def _structures(self) -> tuple[Any, ...]:
         order = (self._tree, self._levels, self._heap)
         return self._slots, order, self._counters
 
-    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
-        rows = np.ascontiguousarray(rows, np.int64)
+    def _enter(self, rows: Ints, upcoming: Hints | None) -> None:
         hints = _NO_HINTS if upcoming is None else np.ascontiguousarray(upcoming, np.int32)
         self._make_room(len(rows), window=True)
-        kernels.announce(rows, hints, self._entries, self._step, self._directory, self._ring, *self._structures)
-        self._window.append((self._step, self._entries, rows))
-        self._step += 1
-        self._entries += len(rows)
+        _announce(rows, hints, self._entries, self._step, self._directory, self._ring, *self._structures)
 
     def _make_room(self, more: int, *, window: bool) -> None:
-        needed = int(self._counters[kernels.RECORDS]) + more
+        needed = int(self._counters[RECORDS]) + more
         if needed > _LOAD * len(self._directory):
             size = len(self._directory)
             while needed > _LOAD * size:
                 size *= 2
             larger = np.zeros((size, 4), np.int64)
-            kernels.rehash(self._directory, larger)
+            _rehash(self._directory, larger)
             self._directory = larger
         if not window:
             return
@@ -109,28 +613,19 @@ class FastResidency(Residency):
             larger[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
             self._ring = larger
 
-    def plan(self) -> SlotPlan | None:
-        made = self._plan(self._window[0][2], staged=True)
-        if made is not None:
-            self._window.popleft()
-        return made
-
-    def plan_now(self, rows: Ints) -> SlotPlan | None:
-        rows = np.ascontiguousarray(rows, np.int64)
-        self._make_room(len(rows), window=False)
-        return self._plan(rows, staged=False)
-
     def _plan(self, rows: Ints, *, staged: bool) -> SlotPlan | None:
-        parked = int(self._counters[kernels.PARKED])
-        most = parked if self.shape.transient else min(parked, len(rows))
+        if not staged:
+            self._make_room(len(rows), window=False)
+        parked = int(self._counters[PARKED])
+        most = parked if self.transient else min(parked, len(rows))
         taken, fetch_rows, fetch_slots = np.empty((3, len(rows)), np.int64)
         victims, evict_rows, evict_slots = np.empty((3, most), np.int64)
         landed, gone = -1, _NO_ROWS
         if self._leaving and self._leaving[0][0] <= self.plans - LANDED:
             landed, gone = self._leaving[0]
-        status, fence, fetched, written = kernels.plan(
-            rows, staged, self.plans, self.shape.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
-            evict_slots, gone, landed, self._first_row, self._ranks, self._directory, self._ring, self._empty,
+        status, fence, fetched, written = _plan(
+            rows, staged, self.plans, self.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
+            evict_slots, gone, landed, self.first_row, self._ranks, self._directory, self._ring, self._empty_slots,
             *self._structures,
         )  # fmt: skip
         if status < 0:
@@ -146,39 +641,32 @@ class FastResidency(Residency):
         return made
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        kernels.release(np.ascontiguousarray(slots, np.int64), changed, *self._structures)
+        _release(np.ascontiguousarray(slots, np.int64), changed, *self._structures)
 
-    def skip(self) -> None:
-        rows = self._window.popleft()[2]
-        kernels.skip(rows, self._directory, self._ring, *self._structures)
+    def _skip(self, rows: Ints) -> None:
+        _skip(rows, self._directory, self._ring, *self._structures)
 
-    def cancel(self) -> None:
+    def _forget_all(self) -> None:
         for _, _, rows in self._window:
-            kernels.cancel(rows, self._directory, *self._structures)
-        self._window.clear()
+            _cancel(rows, self._directory, *self._structures)
         if self._hinted:
-            kernels.forget_hints(NEVER, *self._structures)
-            self._hinted = False
+            _forget_hints(NEVER, *self._structures)
 
-    def _forget_outdated(self) -> None:
-        kernels.forget_hints(self._window[0][0] if self._window else self._step, *self._structures)
+    def _forget_before(self, step: int) -> None:
+        _forget_hints(step, *self._structures)
 
     def take_changed(self) -> Ints:
-        slots = np.flatnonzero(self._slots[:, kernels.FLAGS] & kernels.CHANGED)
-        self._slots[:, kernels.FLAGS] &= ~kernels.CHANGED
+        slots = np.flatnonzero(self._slots[:, FLAGS] & CHANGED)
+        self._slots[:, FLAGS] &= ~CHANGED
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
-        self._slots[slots, kernels.FLAGS] |= kernels.CHANGED
+        self._slots[slots, FLAGS] |= CHANGED
 
     @property
     def free(self) -> int:
-        return int(self._counters[kernels.FREE] + self._counters[kernels.PARKED])
+        return int(self._counters[FREE] + self._counters[PARKED])
 
     @property
     def wanted(self) -> int:
-        return int(self._counters[kernels.WANTED])
-
-    @property
-    def announced(self) -> int:
-        return len(self._window)
+        return int(self._counters[WANTED])

@@ -68,11 +68,9 @@ def _disk(directory: Path | None) -> Iterator[None]:
 
 
 class Recording:
-    """The next uses of one group's rows in batches one after the other: ``add`` them all, ``link``, then ``take``.
+    """The next uses of one group's N rows in batches one after the other: ``add`` them all, ``link``, then ``take``.
 
-    Args:
-        num_rows: N.
-        directory: of the temporary files; None means the system's temporary directory.
+    Temporary files are in ``directory``; None means the system's temporary directory.
     """
 
     def __init__(self, num_rows: int, directory: Path | None = None) -> None:
@@ -121,23 +119,19 @@ class Foresight:
 
     Args:
         stream: the batches.
-        groups: of each group that wants to know: its distinct rows of a batch, how many rows it has, and where to put
-            temporary files (None: the system's directory).
+        groups: of each that wants to know: its distinct rows of a batch, how many rows it has, and where temporary
+            files go (None: the system's directory).
         progress: called while an epoch is recorded.
-        hurry: asked while an epoch is recorded; when it says yes the recording is given up, and of that epoch no next
-            use is known.
+        hurry: asked meanwhile; yes gives the recording up, and of that epoch no next use is known.
     """
 
     def __init__(
-        self,
-        stream: Rereadable,
-        groups: Sequence[tuple[Callable[[Batch], Ints], int, Path | None]],
-        progress: Progress | None,
-        hurry: Callable[[], bool],
-    ) -> None:
+        self, stream: Rereadable, groups: Sequence[tuple[Callable[[Batch], Ints], int, Path | None]],
+        progress: Progress | None, hurry: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self.seconds = 0.0  # spent recording
         self._stream, self._groups = stream, groups
-        self._progress, self._hurry = progress or _quiet, hurry
+        self._progress, self._hurry = progress or (lambda what, done, total: None), hurry
         self._begin = self._end = -1  # steps of the batches recorded
         self._recordings: list[Recording] = []
 
@@ -145,9 +139,6 @@ class Foresight:
         """For each group [U]: batches until the next use of the batch's distinct rows; None: nothing is known.
 
         The first batch of an epoch, or after a gap, has the rest of its epoch recorded.
-
-        Raises:
-            HomeError: the disk of the temporary files is full or fails.
         """
         if not self._begin <= batch.step < self._end:
             start = time.perf_counter()
@@ -194,6 +185,3 @@ class Foresight:
             recording.close()
         self._recordings = []
         self._begin = self._end = -1
-
-
-def _quiet(what: str, done: int, total: int) -> None: ...

@@ -1,17 +1,16 @@
-"""Which row lies in which slot, and who leaves: integers only, so that plans can be printed, replayed and tested.
+"""Which row is in which slot, and who leaves: integers only, so that plans can be printed, replayed and tested.
 
-N rows at home share C slots. Batches are announced by their distinct rows before they are planned; a plan makes
-one batch resident. The row to leave is the one whose next use is farthest. That is its first announced use; if it has
-none, what was *hinted* when its last use was announced; if nothing was, it is farther than any other. Among equals the
-rarest leaves first: ids fall in frequency, so that is the larger row number within its table, then the later table
+N rows of a backing store share C slots. Batches are announced by their distinct rows before they are planned; a plan
+makes one batch resident. The row to leave is the one whose next use is farthest. That is its first announced use; if it
+has none, what was *hinted* when its last use was announced; if nothing was, it is farther than any other. Among equals
+the rarest leaves first: ids fall in frequency, so that is the larger row number within its table, then the later table
 (Belady's rule within the window; cDLRM section 4, BagPipe; with exact hints Belady's rule itself, 1966).
 
-Legend: N rows at home, C slots, U distinct rows of a batch, T tables.
+Legend: N rows, C slots, U distinct rows of a batch, T tables.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -21,13 +20,13 @@ import numpy.typing as npt
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["ENOUGH", "FARTHEST", "LANDED", "NEVER", "ReferenceResidency", "Residency", "SlotPlan"]
+__all__ = ["ENOUGH", "FARTHEST", "LANDED", "NEVER", "Residency", "SlotPlan"]
 
 Ints = npt.NDArray[np.int64]
 Hints = npt.NDArray[np.int32]
 NEVER = 2**62  # step of the next use of a row that has none known
 FARTHEST = 2**19  # batches that a hint reaches; later uses are equally far
-#: Plans after which every writeback of a plan has surely landed at home; whoever carries out plans keeps to it.
+#: Plans after which every writeback of a plan has surely landed; whoever carries out plans keeps to it.
 LANDED = 8
 #: Announced rows for each slot from where on looking further ahead is pointless: whoever is not wanted by then left.
 ENOUGH = 2
@@ -41,7 +40,7 @@ class SlotPlan:
     slots: Ints  # [U] slot of each distinct row of the batch
     fetch_rows: Ints  # [F] rows from home to slots
     fetch_slots: Ints  # [F]
-    evict_rows: Ints  # [E] changed rows that go home
+    evict_rows: Ints  # [E] changed rows to be written back
     evict_slots: Ints  # [E]
     fence: int  # the fetch must wait until the writebacks of this plan and those before it have landed; -1: of none
 
@@ -51,28 +50,53 @@ class SlotPlan:
         return len(self.slots) - len(self.fetch_rows)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a residency is made for."""
+@dataclass
+class _Row:
+    """What the reference knows of a row in a slot or in the window."""
 
-    first_row: Ints  # [T + 1] first address of each table; the last is N
-    slots: int  # C
-    transient: bool = False  # every row leaves at the first plan after its last use in flight
+    slot: int = -1
+    uses: deque[tuple[int, int]] = field(default_factory=deque)  # announced steps, rising, each with its hint
+    hint: int = NEVER  # step of the next use that is not announced, while the row is in its slot
+    left: int = -1  # the plan that evicted it changed, while the writeback may be under way
+
+    @property
+    def next_use(self) -> int:
+        return self.uses[0][0] if self.uses else self.hint
 
 
-class Residency(ABC):
+class Residency:
     """The page table of one group and its rule of eviction.
 
     A batch goes through ``announce`` (its rows are known), ``plan`` (they get slots), ``release`` (its update is
     done; rows of no other batch in flight may leave). Batches are planned in the order in which they were announced.
+
+    In plain Python: the definition, and what runs where Numba is missing.
+    :class:`stoker.tables.slots.fast_residency.FastResidency` makes the same plans.
+
+    Args:
+        first_row: [T + 1] first address of each table; the last is N.
+        slots: C.
+        transient: every row leaves at the first plan after its last use in flight.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, first_row: Ints, slots: int, *, transient: bool) -> None:
+        self.first_row, self.slots, self.transient = first_row, slots, transient
         self.plans = 0  # made so far
-        self.row_in_slot: Ints = np.full(shape.slots, -1, np.int64)
+        self.row_in_slot: Ints = np.full(slots, -1, np.int64)
+        self._window: deque[tuple[int, int, Ints]] = deque()  # step, rows announced before it, rows
+        self._step = self._entries = 0  # batches and rows announced so far
+        self._leaving: deque[tuple[int, Ints]] = deque()  # plan, rows that it evicted
         self._hinted = False  # since the last ``cancel``
         self._rows_since = self._batches_since = 0  # announced since outdated hints were looked for
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what is known of rows and slots."""
+        self._rows: dict[int, _Row] = {}
+        self._empty = list(range(self.slots - 1, -1, -1))
+        self._users = [0] * self.slots
+        self._changed: set[int] = set()
+        self._parked: set[int] = set()  # slots that may be given up
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
         """A further batch will use the distinct addresses ``rows`` [U].
@@ -97,124 +121,64 @@ class Residency(ABC):
             # Looking through all slots costs nothing beside entering as many rows.
             self._rows_since += len(rows)
             self._batches_since += 1
-            if self._rows_since >= self.shape.slots or self._batches_since >= FARTHEST:
+            if self._rows_since >= self.slots or self._batches_since >= FARTHEST:
                 self._rows_since = self._batches_since = 0
-                self._forget_outdated()
-        self._announce(rows, upcoming)
+                self._forget_before(self._window[0][0] if self._window else self._step)
+        rows = np.ascontiguousarray(rows, np.int64)
+        self._enter(rows, upcoming)
+        self._window.append((self._step, self._entries, rows))
+        self._step += 1
+        self._entries += len(rows)
 
-    @abstractmethod
-    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
-        """Enter a batch behind those announced."""
-
-    @abstractmethod
-    def _forget_outdated(self) -> None:
-        """Forget hints of steps before the first announced one: nobody came then."""
-
-    @abstractmethod
     def plan(self) -> SlotPlan | None:
         """Slots for the batch announced first of those not planned; None, and no change, if too few may be given up."""
-
-    @abstractmethod
-    def plan_now(self, rows: Ints) -> SlotPlan | None:
-        """Slots for a batch that was not announced, ahead of those that were."""
-
-    @abstractmethod
-    def release(self, slots: Ints, *, changed: bool) -> None:
-        """A planned batch no longer needs its ``slots``; ``changed``: its rows must go home when they leave."""
-
-    @abstractmethod
-    def skip(self) -> None:
-        """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Forget the batches announced but not planned, and all hints."""
-
-    @abstractmethod
-    def take_changed(self) -> Ints:
-        """Slots that hold changed rows, all of which count as unchanged from now on; for writing them home."""
-
-    @abstractmethod
-    def mark_changed(self, slots: Ints) -> None:
-        """The rows in ``slots`` could not be written home after all."""
-
-    @property
-    @abstractmethod
-    def free(self) -> int:
-        """Slots that a plan could use now."""
-
-    @property
-    @abstractmethod
-    def announced(self) -> int:
-        """Batches announced and not planned."""
-
-    @property
-    @abstractmethod
-    def wanted(self) -> int:
-        """Distinct rows that announced batches will use."""
-
-    def resident(self, start: int, stop: int) -> Ints:
-        """Slots that hold an address of ``start..stop``."""
-        return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
-
-
-@dataclass
-class _Row:
-    """What the reference knows of a row in a slot or in the window."""
-
-    slot: int = -1
-    uses: deque[tuple[int, int]] = field(default_factory=deque)  # announced steps, rising, each with its hint
-    hint: int = NEVER  # step of the next use that is not announced, while the row is in its slot
-    left: int = -1  # the plan that evicted it changed, while the writeback may be under way
-
-    @property
-    def next_use(self) -> int:
-        return self.uses[0][0] if self.uses else self.hint
-
-
-class ReferenceResidency(Residency):
-    """Plain Python: the definition, and what runs where Numba is missing."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self._rows: dict[int, _Row] = {}
-        self._empty = list(range(shape.slots - 1, -1, -1))
-        self._users = [0] * shape.slots
-        self._changed: set[int] = set()
-        self._parked: set[int] = set()  # slots that may be given up
-        self._window: deque[tuple[int, list[int]]] = deque()
-        self._step = 0
-        self._leaving: deque[tuple[int, list[int]]] = deque()
-
-    def _local(self, row: int) -> tuple[int, int]:
-        table = int(np.searchsorted(self.shape.first_row, row, side="right")) - 1
-        return row - int(self.shape.first_row[table]), table
-
-    def _announce(self, rows: Ints, upcoming: Hints | None) -> None:
-        listed = rows.tolist()
-        for row, until in zip(listed, [0] * len(listed) if upcoming is None else upcoming.tolist(), strict=True):
-            hint = self._step + min(until, FARTHEST) if until > 0 else NEVER
-            self._rows.setdefault(row, _Row()).uses.append((self._step, hint))
-        self._window.append((self._step, listed))
-        self._step += 1
-
-    def _forget_outdated(self) -> None:
-        oldest = self._window[0][0] if self._window else self._step
-        for item in self._rows.values():
-            if item.hint < oldest:
-                item.hint = NEVER
-
-    def plan(self) -> SlotPlan | None:
-        rows = self._window[0][1]
-        made = self._plan(rows, staged=True)
+        made = self._plan(self._window[0][2], staged=True)
         if made is not None:
             self._window.popleft()
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
-        return self._plan(rows.tolist(), staged=False)
+        """Slots for a batch that was not announced, ahead of those that were."""
+        return self._plan(np.ascontiguousarray(rows, np.int64), staged=False)
 
-    def _plan(self, rows: list[int], *, staged: bool) -> SlotPlan | None:
+    def skip(self) -> None:
+        """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
+        self._skip(self._window.popleft()[2])
+
+    def cancel(self) -> None:
+        """Forget the batches announced but not planned, and all hints."""
+        self._forget_all()
+        self._window.clear()
+        self._hinted = False
+
+    @property
+    def announced(self) -> int:
+        """Batches announced and not planned."""
+        return len(self._window)
+
+    def resident(self, start: int, stop: int) -> Ints:
+        """Slots that hold an address of ``start..stop``."""
+        return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
+
+    def _local(self, row: int) -> tuple[int, int]:
+        table = int(np.searchsorted(self.first_row, row, side="right")) - 1
+        return row - int(self.first_row[table]), table
+
+    def _enter(self, rows: Ints, upcoming: Hints | None) -> None:
+        """Note the uses of a batch behind those announced."""
+        hints = [0] * len(rows) if upcoming is None else upcoming.tolist()
+        for row, until in zip(rows.tolist(), hints, strict=True):
+            hint = self._step + min(until, FARTHEST) if until > 0 else NEVER
+            self._rows.setdefault(row, _Row()).uses.append((self._step, hint))
+
+    def _forget_before(self, step: int) -> None:
+        """Forget hints of steps before ``step``, the first announced one: nobody came then."""
+        for item in self._rows.values():
+            if item.hint < step:
+                item.hint = NEVER
+
+    def _plan(self, wanted: Ints, *, staged: bool) -> SlotPlan | None:
+        rows: list[int] = wanted.tolist()
         known = [self._rows.get(row, _Row()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
         missing = sum(item.slot < 0 for item in known)
@@ -229,7 +193,7 @@ class ReferenceResidency(Residency):
             row = int(self.row_in_slot[slot])
             return (self._rows[row].next_use, *self._local(row))
 
-        needed = len(candidates) if self.shape.transient else max(0, missing - len(self._empty))
+        needed = len(candidates) if self.transient else max(0, missing - len(self._empty))
         victims = nlargest(needed, candidates, key=far)
         evict_rows, evict_slots = [], []
         left = []
@@ -258,10 +222,10 @@ class ReferenceResidency(Residency):
             self._users[item.slot] += 1
             slots.append(item.slot)
         self._empty.extend(reversed(given_up))
-        self._leaving.append((number, left))
+        self._leaving.append((number, np.array(left, np.int64)))
         while self._leaving[0][0] <= number - LANDED:
             landed, gone = self._leaving.popleft()
-            for row in gone:
+            for row in gone.tolist():
                 gone_row = self._rows.get(row)
                 if gone_row is not None and gone_row.left == landed:
                     gone_row.left = -1
@@ -275,12 +239,13 @@ class ReferenceResidency(Residency):
         )  # fmt: skip
 
     def _drop(self, row: int) -> None:
-        """Forget a row of which nothing need be known."""
+        """Drop the bookkeeping of a row that is neither resident nor announced nor being written back."""
         item = self._rows.get(row)
         if item is not None and item.slot < 0 and not item.uses and item.left < 0:
             del self._rows[row]
 
     def release(self, slots: Ints, *, changed: bool) -> None:
+        """A planned batch no longer needs its ``slots``; ``changed``: its rows must be stored when they leave."""
         for slot in slots.tolist():
             self._users[slot] -= 1
             if changed:
@@ -288,38 +253,36 @@ class ReferenceResidency(Residency):
             if self._users[slot] == 0:
                 self._parked.add(slot)
 
-    def skip(self) -> None:
-        for row in self._window.popleft()[1]:
+    def _skip(self, rows: Ints) -> None:
+        for row in rows.tolist():
             item = self._rows[row]
             _, hint = item.uses.popleft()
             if item.slot >= 0:
                 item.hint = hint
             self._drop(row)
 
-    def cancel(self) -> None:
+    def _forget_all(self) -> None:
         for row, item in list(self._rows.items()):
             item.uses.clear()
             item.hint = NEVER
             self._drop(row)
-        self._window.clear()
-        self._hinted = False
 
     def take_changed(self) -> Ints:
+        """Slots that hold changed rows, all of which count as unchanged from now on; for storing them."""
         slots = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
+        """The rows in ``slots`` could not be stored after all."""
         self._changed.update(slots.tolist())
 
     @property
     def free(self) -> int:
+        """Slots that a plan could use now."""
         return len(self._empty) + len(self._parked)
 
     @property
-    def announced(self) -> int:
-        return len(self._window)
-
-    @property
     def wanted(self) -> int:
+        """Distinct rows that announced batches will use."""
         return sum(bool(item.uses) for item in self._rows.values())

@@ -1,13 +1,14 @@
-"""N rows at home, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
+"""N rows in a backing store, C slots in fast memory: the storage behind ``Cached``, ``HotCold`` and ``HostPipelined``.
 
-The first slots belong to hot rows, each to one for ever: their slot is found by an addition, no plan knows of them, and
-they have no other copy. The others, in transit, are given and taken by plans.
+The first slots belong to pinned hot rows: their slot is found by an addition, no plan knows of them, and they have no
+other copy. The others, for rows in flight, are given and taken by plans.
 
-Legend: N rows at home, C slots, H of them for hot rows, U distinct rows of a batch.
+Legend: N rows, C slots, H of them for hot rows, U distinct rows of a batch.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 import weakref
@@ -28,30 +29,24 @@ from stoker.ops.distinct import Distinct, split_rows
 from stoker.ops.fixed_rows import FixedRows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
-from stoker.tables.lease import Lease
 from stoker.tables.links.cuda_link import CudaLink
-from stoker.tables.links.transfer import DirectLink, Link, QueuedLink, TransferStats
-from stoker.tables.slots.fastest import make_residency
-from stoker.tables.slots.residency import ENOUGH, Hints, Ints, SlotPlan
-from stoker.tables.storage import Rows, Storage, allocate
+from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
+from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
+from stoker.tables.storage import Lease, Rows, Storage, allocate
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import Home, Initial, MemoryHome
 from stoker.tables.stores.log_home import LogHome, index_bytes
 
-__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_slotted"]
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_residency", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
-_INDEX_SHARE = 64  # a log's index takes at most so small a part of the machine's memory, unless it was asked for
+_INDEX_SHARE = 64  # a log's index takes at most one part in so many of memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
-    """A batch needs more rows at once than there are slots to give.
+    """A batch needs more distinct rows at once than there are slots besides those of other work and of hot rows.
 
-    Args:
-        needed: distinct rows.
-        slots: those that other work leaves free.
-        hot: rows with slots of their own.
-        spill: whether such batches are worked on in parts already, so that one example alone does not fit.
+    ``spill``: such batches are worked on in chunks already, so that one example alone does not fit.
     """
 
     def __init__(self, needed: int, slots: int, hot: int = 0, *, spill: bool = False) -> None:
@@ -69,7 +64,7 @@ class TooFewSlots(StokerError):
         self.needed, self.slots, self.hot = needed, slots, hot
 
     def of_one_example(self) -> TooFewSlots:
-        """The same where the batch was worked on in parts already, down to one example or row."""
+        """The same where the batch was worked on in chunks already, down to one example or row."""
         return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
 
 
@@ -84,7 +79,7 @@ class _Request:
 
 
 class SlottedRows(Storage):
-    """Rows at home, some of them in slots.
+    """Rows of a backing store, some of them in slots.
 
     Threads may call it: plans are made and carried out one at a time, releases wait for nobody.
 
@@ -92,7 +87,7 @@ class SlottedRows(Storage):
         home: all rows.
         space: of the group's tables.
         slots: C.
-        device: where the slots lie.
+        device: of the slots.
         hot: [T] rows of each table that stay in slots of their own; () means none.
         transient: every other row leaves after its last use in flight.
         link: makes what carries out plans; None means the fastest for ``device`` and ``home``.
@@ -103,17 +98,10 @@ class SlottedRows(Storage):
     """
 
     def __init__(
-        self,
-        home: Home,
-        space: AddressSpace,
-        *,
-        slots: int,
-        device: torch.device,
-        hot: Sequence[int] = (),
-        transient: bool = False,
-        link: Callable[[Home, Rows, TransferStats], Link] | None = None,
+        self, home: Home, space: AddressSpace, *, slots: int, device: torch.device, hot: Sequence[int] = (),
+        transient: bool = False, link: Callable[[Home, Rows, TransferStats], DirectLink] | None = None,
         fast: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.home, self.space = home, space
         self.num_slots = slots = max(1, min(slots, space.num_rows))
         self.hot = FixedRows(space, hot)
@@ -123,13 +111,10 @@ class SlottedRows(Storage):
                 f"{held:,} hot rows leave none of {slots:,} slots for the other rows of a batch, in transit. Give more "
                 "memory (slots=, fraction= or memory= count hot rows and transit together), or make fewer rows hot."
             )
-        self.weight = allocate((slots, home.dim), home.dtype, device, fill=None)
-        self.state = {
-            name: allocate((slots, home.dim) if kind == "row" else (slots,), torch.float32, device, fill=None)
-            for name, kind in home.state.items()
-        }
-        # Slots in transit, as plans and links know them: counted from 0 behind the hot ones.
-        self.transit = Rows(self.weight[held:], {name: tensor[held:] for name, tensor in self.state.items()})
+        made = home.empty(slots, lambda shape, dtype: allocate(shape, dtype, device))
+        self.weight, self.state = made.weight, made.state
+        # Slots in flight, as plans and links know them: counted from 0 behind the hot ones.
+        self.transit = made[held:]
         self.residency = make_residency(space.first_row, slots - held, transient=transient, fast=fast)
         self.stats = TransferStats()
         self._slot_spaces: dict[AddressSpace, SlotSpace] = {}
@@ -150,7 +135,7 @@ class SlottedRows(Storage):
         addresses = self.hot.addresses()
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
-            self.home.fetch(rows, _part(Rows(self.weight, self.state), begin, begin + len(rows)))
+            self.home.fetch(rows, self.slots[begin : begin + len(rows)])
             for labels, values in zip(self._labels, self._names(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
@@ -169,11 +154,6 @@ class SlottedRows(Storage):
         with self._lock:
             self._enter_returned()
             return self.residency.free
-
-    @property
-    def staged(self) -> int:
-        """Batches that are resident and not handed out yet."""
-        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
 
     def queue(self) -> Queue:
         """A queue of upcoming batches for one stage."""
@@ -213,10 +193,9 @@ class SlottedRows(Storage):
         """The distinct rows that are not hot, in an order that is the same for the same bags.
 
         Raises:
-            IndexError: an id lies outside its table.
-            ValueError: offsets that do not rise from 0 to the number of ids.
+            IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
         """
-        return split_rows(_on_cpu(bags), space or self.space, self.hot)
+        return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
         """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
@@ -237,11 +216,7 @@ class SlottedRows(Storage):
                 self._enter_returned()
 
     def _enter_returned(self) -> None:
-        """Let the residency know which slots were given back.
-
-        Raises:
-            StokerError: rows could not be moved earlier.
-        """
+        """Let the residency know which slots were given back; raise StokerError if rows could not be moved earlier."""
         if self._broken is not None:
             raise StokerError(
                 f"rows could not be moved earlier ({self._broken}), so these tables no longer hold a whole state. "
@@ -274,14 +249,9 @@ class SlottedRows(Storage):
         if space not in self._slot_spaces:
             self._slot_spaces[space] = slot_space(space, self.num_slots)
         lease = Lease(
-            Bags(ids, offsets, weights, bags.mean),
-            self._slot_spaces[space],
-            tables=self._table_in_slot,
-            rows=self._row_in_slot,
-            give_back=self._take_back,
-            token=(plan.number, plan.slots),
-            ticket=ticket,
-        )
+            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=self._table_in_slot,
+            rows=self._row_in_slot, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
+        )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease
 
@@ -323,16 +293,14 @@ class SlottedRows(Storage):
     def read(self, start: int, stop: int) -> Rows:
         with self._lock:
             self.flush()
-            if not self.num_hot:
-                return self.home.read(start, stop)
             self._link.finish()
             found = self.home.empty(stop - start)
             for begin, end, slot in self.hot.runs(start, stop):
-                part = _part(found, begin - start, end - start)
+                part = slice(begin - start, end - start)
                 if slot < 0:
-                    self.home.fetch(np.arange(begin, end), part)
+                    self.home.fetch(np.arange(begin, end), found[part])
                 else:
-                    _copy(part, _part(Rows(self.weight, self.state), slot, slot + end - begin))
+                    found[part] = self.slots[slot : slot + end - begin]
             return found
 
     def gather(self, rows: Ints) -> Rows:
@@ -342,7 +310,7 @@ class SlottedRows(Storage):
             slots = self._slots_of(rows)
             away = np.flatnonzero(slots < 0)
             at = torch.from_numpy(np.maximum(slots, 0)).to(self.weight.device)
-            found = Rows(self.weight[at], {name: tensor[at] for name, tensor in self.state.items()})
+            found = self.slots[at]
             self._link.released(self._link.mark())  # nothing may come into those slots before they are read
             if len(away):
                 self._link.drain()
@@ -350,7 +318,7 @@ class SlottedRows(Storage):
             return found
 
     def _slots_of(self, rows: Ints) -> Ints:
-        """The slot of each of the addresses ``rows`` [n]; -1 where it lies in none."""
+        """The slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
         own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
@@ -366,11 +334,11 @@ class SlottedRows(Storage):
             self.flush()
             self._link.finish()
             for begin, end, slot in self.hot.runs(start, start + len(rows.weight)):
-                part = _part(rows, begin - start, end - start)
+                part = rows[begin - start : end - start]
                 if slot < 0:
                     self.home.write(begin, part)
                 else:
-                    _copy(_part(Rows(self.weight, self.state), slot, slot + end - begin), part)
+                    self.slots[slot : slot + end - begin] = part.map(Tensor.detach)
             slots = self.residency.resident(start, start + len(rows.weight))
             if len(slots):
                 self._link.released(self._link.mark())  # also those under a lease: as if all were done at once
@@ -425,15 +393,9 @@ class Queue:
 
     @spanned("plan")
     def announce(self, bags: Bags, space: AddressSpace | None = None, upcoming: Hints | None = None) -> None:
-        """Append a batch; :meth:`stage` takes batches in this order.
+        """Append a batch: its lookups in ``space`` (None: the storage's own). :meth:`stage` takes them in order.
 
-        Args:
-            bags: its lookups.
-            space: what they address; None means the storage's own.
-            upcoming: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
-
-        Raises:
-            IndexError: an id lies outside its table.
+        ``upcoming``: [U] batches until the next uses of its ``distinct`` rows, see :meth:`Residency.announce`.
         """
         storage, begin = self._storage, time.perf_counter()
         space = space or storage.space
@@ -492,36 +454,23 @@ class Queue:
             self._known = 0
 
 
-def _on_cpu(bags: Bags) -> Bags:
-    """The ids and offsets where plans are made."""
-    if bags.ids.device.type == "cpu":
-        return bags
-    return Bags(bags.ids.cpu(), None if bags.offsets is None else bags.offsets.cpu(), None, bags.mean)
+def make_residency(
+    first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
+) -> Residency:
+    """The fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
+    kind = Residency
+    if importlib.util.find_spec("numba") is not None if fast is None else fast:
+        from stoker.tables.slots.fast_residency import FastResidency
 
-
-def _part(rows: Rows, start: int, stop: int) -> Rows:
-    return Rows(rows.weight[start:stop], {name: tensor[start:stop] for name, tensor in rows.state.items()})
-
-
-def _copy(target: Rows, source: Rows) -> None:
-    target.weight.copy_(source.weight.detach())
-    for name, tensor in target.state.items():
-        tensor.copy_(source.state[name].detach())
+        kind = FastResidency
+    return kind(np.ascontiguousarray(first_row, np.int64), slots, transient=transient)
 
 
 def make_slotted(
-    strategy: Slotted,
-    tables: Sequence[TableConfig],
-    space: AddressSpace,
-    seed: int,
-    state: dict[str, str],
+    strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
     device: torch.device,
-) -> SlottedRows:
-    """The storage of a group under ``strategy``.
-
-    Args:
-        seed: of the initial rows.
-        state: optimizer state, name -> "row" or "scalar".
+) -> SlottedRows:  # fmt: skip
+    """The storage of a group under ``strategy``; ``seed`` is that of the initial rows.
 
     Raises:
         ConfigError: hot rows that a table does not have, or that leave no slot for others.

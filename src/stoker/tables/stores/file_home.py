@@ -1,7 +1,8 @@
 """Rows in a sparse file: tables larger than main memory.
 
-Legend: N rows at home, n rows of one call. A record is a row's weights, then its state tensors (``file_layout``); here
-row r has position r, in :class:`stoker.tables.stores.log_home.LogHome` any.
+Legend: N rows, n rows of one call. A *record* is a row's weights, then its state tensors. Records are at positions of
+the file: here row r at position r, in :class:`stoker.tables.stores.log_home.LogHome` any. A *run* is what one system
+call moves.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import errno
 import os
 import shutil
+import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,16 @@ import torch
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_layout import PAGE, Layout, plan_reads, plan_writes
 from stoker.tables.stores.home import Home, Initial, flat
-from stoker.tables.stores.home_file import dispose, make_file, no_direct
 
-__all__ = ["FileHome"]
+__all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 
+PAGE = 4096  # bytes of a page; direct input and output is in whole ones
+_WASTE = 8  # at most one part in so many of a block is unused
 _SPAN = 128 * 1024  # bytes moved by one system call at most
+_CHUNK = 2**16  # records in memory in addition to the rows of a call
 _RUNS_PER_THREAD = 4  # fewer are not worth waking a thread for
+_PREFIX, _SUFFIX = "stoker-home-", ".rows"
 _REMEDY = {
     errno.ENOSPC: "The disk is full: free space on it, or name a directory on a larger one",
     errno.EDQUOT: "Your disk quota is used up: free space, or name a directory on another disk",
@@ -42,24 +47,74 @@ _REMEDY = {
 }
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Records are in blocks of whole pages, and none straddles two blocks.
+
+    A record of up to about 500 bytes is then within one page: 15 rows of 260 bytes to a page waste 5 %, where padding
+    to a power of two would waste half the disk, and packing without gaps would make every sixteenth row cost two pages.
+    Where pages fit records badly, a block has as many pages as it takes to waste at most an eighth.
+    """
+
+    num_records: int  # P
+    record: int  # bytes
+    per_block: int  # records
+    block: int  # bytes, whole pages
+
+    @classmethod
+    def of(cls, num_records: int, num_bytes: int) -> Layout:
+        """The layout for P records of ``num_bytes``."""
+        record = num_bytes + -num_bytes % 4
+        least = -(-record // PAGE)
+        pages = least
+        for candidate in range(least, least + _WASTE):
+            idle, best = candidate * PAGE % record, pages * PAGE % record
+            if idle * pages < best * candidate:
+                pages = candidate
+            if idle * _WASTE <= candidate * PAGE:
+                break
+        return cls(num_records, record, pages * PAGE // record, pages * PAGE)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file: all blocks, and one page that is never written.
+
+        Without that page a file cut short could grow back to its length by a store to its end, and the rows between
+        would read as zeros; with it the length stays wrong for good.
+        """
+        return -(-self.num_records // self.per_block) * self.block + PAGE
+
+    def offset(self, position: Any) -> Any:
+        """Where a record begins, in bytes; ``position`` is an int, or an array of them."""
+        return position // self.per_block * self.block + position % self.per_block * self.record
+
+    def runs(self, at: np.ndarray, *, writing: bool, direct: bool) -> np.ndarray:
+        """Cut ascending positions ``at`` [n] into runs; run r is ``starts[r]:starts[r + 1]``.
+
+        A run is within :data:`_SPAN` bytes of whole blocks. One to read is of records in the same or the next page:
+        what is between them is cheaper to read than to skip. One to write is of consecutive records; or, directly, of
+        all records of adjacent blocks, so that no two runs share a block.
+        """
+        block, offset = at // self.per_block, self.offset(at)
+        if not writing:
+            apart = offset[1:] // PAGE > (offset[:-1] + self.record - 1) // PAGE + 1
+        else:
+            apart = np.diff(block if direct else at) > 1
+        window = block // max(1, _SPAN // self.block)
+        return np.concatenate([[0], np.flatnonzero(apart | (np.diff(window) > 0)) + 1, [len(at)]])
+
+
 class FileHome(Home):
     """Rows in one sparse file, read and written at random with many system calls in flight.
 
     Fetches and stores go through the system's page cache, which may take all memory that is free and gives it back
-    when asked. With ``direct`` they pass it by: memory use is then known, and every row that is not in a slot costs a
-    disk access; a store reads the rest of a page before it writes it, unless the whole page is stored.
+    when asked. With ``direct`` (O_DIRECT) they pass it by: memory use is then known, and every row that is not in a
+    slot costs a disk access; a store reads the rest of a page before it writes it, unless the whole page is stored.
 
-    The file is of no use to any other run: rows leave through ``read``, into a checkpoint. In a named directory it can
-    be seen while it is used, is removed by :meth:`close`, at exit, or when the home is no longer used, and after a kill
-    by the next home made there. In the temporary directory (beware: on some systems that is memory) it is unnamed
-    from the start.
-
-    Args:
-        initial: what the rows are before they are first stored.
-        state: as for :class:`stoker.tables.stores.home.Home`.
-        directory: where the file goes, made if missing; None means the system's temporary directory.
-        direct: pass the page cache by (O_DIRECT), where the file system can.
-        concurrent_reads: system calls in flight at once, each with a thread of its own.
+    The file is of no use to any other run: rows leave through ``read``, into a checkpoint. In a named ``directory``,
+    made if missing, it can be seen while it is used, is removed by :meth:`close`, at exit, or when the store is no
+    longer used, and after a kill by the next one made there. In the temporary directory (None; on some systems that is
+    memory) it is unnamed from the start. ``concurrent_reads`` system calls are in flight at once, each by a thread.
 
     Raises:
         ConfigError: a setting that cannot work here.
@@ -70,6 +125,7 @@ class FileHome(Home):
     """
 
     kind = "file"
+    is_blocking = True
 
     def __init__(
         self,
@@ -87,8 +143,9 @@ class FileHome(Home):
         self.concurrent_reads = concurrent_reads
         self.layout = self._lay_out()
         self._nowhere = self.layout.num_records  # the position of a row that was never stored
-        self.path, self._fd = make_file(directory, direct)
-        self._remove = weakref.finalize(self, dispose, self._fd, self.path, os.getpid())
+        self.path, self._fd = _make_file(directory, direct)
+        self.directory = self.path.parent
+        self._remove = weakref.finalize(self, _dispose, self._fd, self.path, os.getpid())
         if directory is None:
             with contextlib.suppress(OSError):  # Windows keeps the name of an open file; it goes at close
                 self.path.unlink()
@@ -109,9 +166,18 @@ class FileHome(Home):
                 stacklevel=2,
             )
         if direct:
-            self._try_direct()
+            try:  # some file systems accept the flag and refuse its use
+                os.preadv(self._fd, [page_aligned(PAGE).data], 0)
+            except OSError as error:
+                self._remove()
+                raise _no_direct(self.path.parent) from error
         self._span = max(_SPAN, self.layout.block)
-        self._calls = self._find_calls()
+        self._calls: np.ndarray | None = None  # where compiled code moves records
+        if self.native:
+            from stoker.tables.stores.kernels import system_calls
+
+            calls = system_calls()
+            self._calls = None if calls is None else np.array(calls, dtype=np.int64)
         self._pool: ThreadPoolExecutor | None = None
         self._pool_owner = os.getpid()
         self._local = threading.local()
@@ -120,10 +186,7 @@ class FileHome(Home):
         self._seeking = threading.Lock()
 
     def flush(self) -> None:
-        """Wait until all stored rows are on the disk.
-
-        The system reports some failures of a disk only here: call it after the rows of a checkpoint were read.
-        """
+        """Wait until all stored rows are on the disk: the system reports some failures of a disk only here."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -144,61 +207,107 @@ class FileHome(Home):
         return np.where(self.held.of(rows), rows, self._nowhere)
 
     def _reading(self) -> AbstractContextManager[Any]:
-        """While this is open, what lies at a position stays there."""
+        """While this is open, what is at a position stays there."""
         return contextlib.nullcontext()
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         self._check_length("reading")
+        places = np.arange(len(rows)) if places is None else places
         with self._reading():
-            at, rows, places = _ascending(self._where(rows), rows, places)
-            layout, nowhere = self.layout, self._nowhere
-            starts = np.empty(len(rows) + 1, dtype=np.int64)
-            fault = np.zeros(4, dtype=np.int64)
-            if self._calls is None:
-                runs = plan_reads(at, nowhere, layout.per_block, layout.block, layout.record, self._span, starts)
-                self._plain_fetch(rows, at, target, places, starts[: runs + 1], fault)
-                return
-            from stoker.tables.stores import file_kernels as kernels
-
-            runs = kernels.plan_reads(at, nowhere, layout.per_block, layout.block, layout.record, self._span, starts)
-            widths = self._kernel_widths()
-            common = (self._calls, self._fd, self.direct, rows, at, nowhere, places, starts, runs)
-            shape = (layout.per_block, layout.block, layout.record)
-            initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
-            columns, cursor = self._columns(target), np.zeros(1, dtype=np.int64)
-            self._run(
-                lambda buffer: kernels.fetch(*common, *shape, *columns, *widths, *initial, buffer, cursor, fault),
-                runs,
-                fault,
-            )
+            at = self._where(rows)
+            order = np.argsort(at)
+            stored, fresh = np.split(order, [np.searchsorted(at[order], self._nowhere)])
+            for begin in range(0, len(stored), _CHUNK):
+                some = stored[begin : begin + _CHUNK]
+                records = np.empty((len(some), self.layout.record), dtype=np.uint8)
+                self._move(records, at[some], rows[some], writing=False)
+                self._unpack(records, target, torch.from_numpy(places[some]))
+        if len(fresh):
+            self._compute(rows[fresh], target, places[fresh])
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         self._check_length("writing")
-        rows, _, places = _ascending(rows, rows, places)
-        layout = self.layout
-        starts = np.empty(len(rows) + 1, dtype=np.int64)
-        fault = np.zeros(4, dtype=np.int64)
+        order = np.argsort(rows)
+        at, places = rows[order], order if places is None else places[order]
         with self._writing:
-            if self._calls is None:
-                runs = plan_writes(rows, layout.per_block, layout.block, self._span, self.direct, starts)
-                self._plain_store(rows, source, places, starts[: runs + 1], fault)
-            else:
-                from stoker.tables.stores import file_kernels as kernels
-
-                runs = kernels.plan_writes(rows, layout.per_block, layout.block, self._span, self.direct, starts)
-                widths = self._kernel_widths()
-                common = (self._calls, self._fd, self.direct, rows, places, starts, runs, self.num_rows)
-                shape = (layout.per_block, layout.block, layout.record)
-                columns, cursor = self._columns(source), np.zeros(1, dtype=np.int64)
-                self._run(
-                    lambda buffer: kernels.store(*common, *shape, *columns, *widths, buffer, cursor, fault), runs, fault
-                )
+            for begin in range(0, len(at), _CHUNK):
+                some = slice(begin, begin + _CHUNK)
+                self._move(self._records(source, places[some]), at[some], at[some], writing=True)
         self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
         self.held.mark(rows)
 
-    def _run(self, task: Callable[[np.ndarray], None], runs: int, fault: np.ndarray) -> None:
-        """Run ``task`` on several threads, each with a buffer of its own, and raise what went wrong."""
-        helpers = min(self.concurrent_reads, -(-runs // _RUNS_PER_THREAD)) - 1
+    def _tensors(self, rows: Rows) -> list[torch.Tensor]:
+        """What a record is made of, in its order."""
+        return [rows.weight, *(rows.state[name] for name in self.state)]
+
+    def _unpack(self, records: np.ndarray, target: Rows, places: torch.Tensor) -> None:
+        """Copy records [n, bytes] to ``places`` of ``target``."""
+        end = 0
+        for tensor in self._tensors(target):
+            begin, end = end, end + tensor[:1].nbytes
+            values = torch.from_numpy(records[:, begin:end].copy()).view(tensor.dtype)
+            tensor.index_copy_(0, places, values.view(-1, *tensor.shape[1:]))
+
+    def _records(self, source: Rows, places: np.ndarray) -> np.ndarray:
+        """Records [n, bytes] of the rows at ``places``."""
+        records = np.zeros((len(places), self.layout.record), dtype=np.uint8)
+        index, end = torch.from_numpy(places), 0
+        for tensor in self._tensors(source):
+            values = flat(tensor[index]).view(np.uint8).reshape(len(places), -1)
+            records[:, end : end + values.shape[1]] = values
+            end += values.shape[1]
+        return records
+
+    def _move(self, records: np.ndarray, at: np.ndarray, rows: np.ndarray, *, writing: bool) -> None:
+        """Read the records [n, bytes] at ascending positions ``at`` [n], or write them there.
+
+        Raises:
+            HomeError: the disk failed, or the file is too short.
+        """
+        layout, fault = self.layout, np.zeros(4, dtype=np.int64)
+        starts = layout.runs(at, writing=writing, direct=self.direct)
+        if self._calls is None:
+            runs = iter(range(len(starts) - 1))
+            self._run(
+                lambda buffer: self._move_runs(buffer, runs, starts, records, at, rows, fault, writing), starts, fault
+            )
+        else:
+            from stoker.tables.stores.kernels import move_records
+
+            given = (self._calls, self._fd, self.direct, writing, at, starts, layout.num_records)
+            shape, cursor = (layout.per_block, layout.block, layout.record), np.zeros(1, dtype=np.int64)
+            flattened = records.reshape(-1)
+            self._run(lambda buffer: move_records(*given, *shape, flattened, buffer, cursor, fault), starts, fault)
+        if fault[0]:
+            raise self._error(int(fault[1]), int(rows[fault[2]]), "writing" if fault[3] else "reading")
+
+    def _move_runs(
+        self, buffer: np.ndarray, runs: Iterator[int], starts: np.ndarray, records: np.ndarray, at: np.ndarray,
+        rows: np.ndarray, fault: np.ndarray, writing: bool,
+    ) -> None:  # fmt: skip
+        """``kernels.move_records`` without Numba; raises what goes wrong."""
+        layout = self.layout
+        for run in runs:
+            if fault[0]:
+                return
+            some = slice(starts[run], starts[run + 1])
+            offsets = layout.offset(at[some])
+            base, end = int(offsets[0]), int(offsets[-1]) + layout.record
+            if self.direct:
+                unit = layout.block if writing else PAGE
+                base, end = base // unit * unit, -(-end // unit) * unit
+            if self.direct or not writing:
+                self._read_into(buffer, base, end, rows[some], at[some])
+            inside = (offsets - base)[:, None] + np.arange(layout.record)
+            if writing:
+                buffer[inside] = records[some]
+                self._write_from(buffer, base, end, rows[some], at[some])
+            else:
+                records[some] = buffer[inside]
+
+    def _run(self, task: Callable[[np.ndarray], None], starts: np.ndarray, fault: np.ndarray) -> None:
+        """Run ``task`` on several threads, each with a buffer of its own."""
+        helpers = min(self.concurrent_reads, -(-(len(starts) - 1) // _RUNS_PER_THREAD)) - 1
         futures = [self._workers().submit(self._with_buffer, task) for _ in range(helpers)]
         try:
             self._with_buffer(task)
@@ -209,8 +318,6 @@ class FileHome(Home):
             raise
         finally:
             wait(futures)  # nobody may write to the caller's rows after this
-        if fault[0]:
-            raise self._error(int(fault[1]), int(fault[2]), "writing" if fault[3] else "reading")
 
     def _with_buffer(self, task: Callable[[np.ndarray], None]) -> None:
         buffer = getattr(self._local, "buffer", None)
@@ -224,98 +331,8 @@ class FileHome(Home):
             self._pool_owner = os.getpid()
         return self._pool
 
-    def _find_calls(self) -> np.ndarray | None:
-        if not self.native:
-            return None
-        from stoker.tables.stores.file_kernels import system_calls
-
-        calls = system_calls()
-        return None if calls is None else np.array(calls, dtype=np.int64)
-
-    def _try_direct(self) -> None:
-        """One direct read: some file systems accept the flag and refuse its use."""
-        try:
-            os.preadv(self._fd, [page_aligned(PAGE).data], 0)
-        except OSError as error:
-            self._remove()
-            raise no_direct(self.path.parent) from error
-
-    def _plain_fetch(
-        self,
-        rows: np.ndarray,
-        at: np.ndarray,
-        target: Rows,
-        places: np.ndarray,
-        starts: np.ndarray,
-        fault: np.ndarray,
-    ) -> None:
-        """``file_kernels.fetch`` without Numba."""
-        layout, held = self.layout, at != self._nowhere
-        records = np.zeros((len(rows), layout.record), dtype=np.uint8)
-        runs = iter(range(len(starts) - 1))
-
-        def task(buffer: np.ndarray) -> None:
-            for run in runs:
-                begin, stop = int(starts[run]), int(starts[run + 1])
-                if fault[0]:
-                    return
-                if not held[begin]:
-                    continue
-                base, end = layout.offset(int(at[begin])), layout.offset(int(at[stop - 1])) + layout.record
-                if self.direct:
-                    base, end = base // PAGE * PAGE, -(-end // PAGE) * PAGE
-                self._read_into(buffer, base, end, rows[begin:stop], at[begin:stop])
-                for i in range(begin, stop):
-                    first = layout.offset(int(at[i])) - base
-                    records[i] = buffer[first : first + layout.record]
-
-        self._run(task, len(starts) - 1, fault)
-        index = torch.from_numpy(places)
-        end = self.dim * self.dtype.itemsize
-        weight = torch.from_numpy(records[:, :end].copy()).view(self.dtype)
-        if not held.all():
-            weight[torch.from_numpy(~held)] = self.initial.rows(rows[~held])
-        target.weight[index] = weight
-        for (name, kind), width in zip(self.state.items(), self.widths, strict=True):
-            begin, end = end, end + 4 * width
-            tensor = torch.from_numpy(records[:, begin:end].copy()).view(torch.float32)
-            target.state[name][index] = tensor if kind == "row" else tensor.squeeze(1)
-
-    def _records(self, source: Rows, places: np.ndarray) -> np.ndarray:
-        """Records [n, bytes] of the rows at ``places``."""
-        records = np.zeros((len(places), self.layout.record), dtype=np.uint8)
-        index, end = torch.from_numpy(places), 0
-        for tensor in (source.weight, *(source.state[name] for name in self.state)):
-            values = flat(tensor[index]).view(np.uint8).reshape(len(places), -1)
-            records[:, end : end + values.shape[1]] = values
-            end += values.shape[1]
-        return records
-
-    def _plain_store(
-        self, rows: np.ndarray, source: Rows, places: np.ndarray, starts: np.ndarray, fault: np.ndarray
-    ) -> None:
-        """``file_kernels.store`` without Numba."""
-        layout, records = self.layout, self._records(source, places)
-        runs = iter(range(len(starts) - 1))
-
-        def task(buffer: np.ndarray) -> None:
-            for run in runs:
-                begin, stop = int(starts[run]), int(starts[run + 1])
-                if fault[0]:
-                    return
-                base, end = layout.offset(int(rows[begin])), layout.offset(int(rows[stop - 1])) + layout.record
-                if self.direct:
-                    base, end = base // layout.block * layout.block, -(-end // layout.block) * layout.block
-                    self._read_into(buffer, base, end, rows[begin:stop], rows[begin:stop])
-                for i in range(begin, stop):
-                    at = layout.offset(int(rows[i])) - base
-                    buffer[at : at + layout.record] = records[i]
-                self._write_from(buffer, base, end, rows[begin:stop], rows[begin:stop])
-
-        self._run(task, len(starts) - 1, fault)
-
     def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` lie there."""
+        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` are there."""
         view, done = buffer.data, 0
         while done < end - base:
             try:
@@ -353,7 +370,7 @@ class FileHome(Home):
         return next((int(row) for row, stop in zip(rows, ends, strict=True) if stop > end), last)
 
     def _place_of(self, row: int, action: str) -> str:
-        """Where a row lies, for a message."""
+        """Where a row is, for a message."""
         return f"{self.layout.record} B at byte {self.layout.offset(row):,}"
 
     def _lost(self, length: int) -> str:
@@ -381,15 +398,12 @@ class FileHome(Home):
                 free = f" ({format_size(shutil.disk_usage(self.path.parent).free)} free on its disk)"
             remedy = _REMEDY.get(code, "Check the disk, or name a directory on another one")
             return HomeError(f"{what} failed: {os.strerror(code)} (errno {code}){free}. {remedy}; {again}")
-        try:
+        length, made = 0, self.layout.file_bytes
+        with contextlib.suppress(OSError):
             length = os.fstat(self._fd).st_size
-        except OSError:
-            length = 0
-        made, lost = self.layout.file_bytes, ""
         if length == made:
             return HomeError(f"{what} failed: the system moved no bytes. Check the disk; {again}")
-        if length < made:
-            lost = self._lost(length)
+        lost = self._lost(length) if length < made else ""
         return HomeError(
             f"{what} failed: the file is {length:,} B long and was made {made:,} B long: something has changed its "
             f"length.{lost} Keep other programs away from it; {again}"
@@ -400,17 +414,84 @@ class FileHome(Home):
         return f", up to {on_disk} in {self.path}{', direct' if self.direct else ''}"
 
 
-def _ascending(
-    at: np.ndarray, rows: np.ndarray, places: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions in the order of the file, and the row and the place of each."""
-    if (at[1:] >= at[:-1]).all():
-        return at, rows, np.arange(len(rows), dtype=np.int64) if places is None else places
-    order = np.argsort(at)
-    return at[order], rows[order], order if places is None else places[order]
-
-
 def page_aligned(size: int) -> np.ndarray:
     memory = np.zeros(size + PAGE, dtype=np.uint8)
     skip = -memory.ctypes.data % PAGE
     return memory[skip : skip + size]
+
+
+def _no_direct(directory: Path) -> ConfigError:
+    """The error for a directory whose file system does not take direct I/O."""
+    return ConfigError(
+        f"the file system of {directory} does not take direct I/O (O_DIRECT). Leave direct=False, or name a directory "
+        "on a local disk."
+    )
+
+
+def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
+    """A new file in ``directory``: its path and descriptor. Files left there by a kill are removed."""
+    folder = Path(tempfile.gettempdir() if directory is None else directory)
+    if direct and not hasattr(os, "O_DIRECT"):
+        raise _no_direct(folder)
+    try:
+        if directory is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+        while True:
+            path, fd = _open(folder, direct)
+            _lock(fd)
+            if path.exists():
+                return path, fd
+            os.close(fd)  # another process, which came to the same directory, removed it before it was locked
+    except OSError as error:
+        raise HomeError(
+            f"a home file cannot be made in {folder}: {error.strerror}. Name a directory that you may write to."
+        ) from error
+
+
+def _open(folder: Path, direct: bool) -> tuple[Path, int]:
+    fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
+    path = Path(name)
+    if not direct:
+        return path, fd
+    try:
+        return path, os.open(path, os.O_RDWR | os.O_DIRECT)
+    except FileNotFoundError:
+        return path, os.dup(fd)  # removed as above
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise _no_direct(folder) from error
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Show other processes that the file is in use, until this one ends; whether that could be done."""
+    try:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove home files whose process was killed: the system has released their locks."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR)
+            try:
+                if _lock(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)
+
+
+def _dispose(fd: int, path: Path, owner: int) -> None:
+    """Close the file, and remove it if this process, not a parent, is its ``owner``."""
+    with contextlib.suppress(OSError):  # what the file holds is given up anyway
+        os.close(fd)
+    if os.getpid() == owner:  # a forked child has the descriptor, but the file is its parent's
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,13 +1,13 @@
-"""Homes: slow memory that holds every row of a table group, with its optimizer state.
+"""Backing stores: slow memory that holds every row of a table group, with its optimizer state.
 
 A row nobody has stored yet is a function of (seed, table name, row), so it is computed when it is fetched and takes no
-memory: a home of 100 GB costs a bit a row until rows come home. :class:`stoker.tables.stores.file_home.FileHome` and
-:class:`stoker.tables.stores.log_home.LogHome` are the homes in files.
+memory: a store of 100 GB costs a bit a row until rows are stored. :class:`stoker.tables.stores.file_home.FileHome` and
+:class:`stoker.tables.stores.log_home.LogHome` keep them in files.
 
-A home is asked from several threads at once, but never twice at the same time for one row unless both only fetch:
-keeping a fetch behind a pending store of its row is the caller's fence.
+Several threads may use a store at once, but never the same row at the same time unless both only fetch: keeping a fetch
+behind a pending store of its row is the caller's fence.
 
-Legend: N rows at home, n rows of one call, D columns, T tables.
+Legend: N rows, n rows of one call, D columns, T tables.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,14 +36,12 @@ from stoker.tables.storage import Rows, allocate
 
 __all__ = ["Held", "Home", "Initial", "MemoryHome"]
 
-_CPU = torch.device("cpu")
 _LINE = 64  # bytes of a cache line
-_LANES = 16  # float32 elements in one
 _PAGE = mmap.PAGESIZE  # bytes that are page-locked together
 _PORTABLE, _MAPPED = 1, 2  # of cudaHostRegister: locked for every GPU, at an address that it can read
 _CHUNK = 2**20  # elements computed at a time by Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
-NO_INDEX = np.empty(0, dtype=np.int64)
+_NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
 
 
@@ -53,7 +52,7 @@ def has_numba() -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Initial:
-    """The rows of a group before any update: those that :class:`stoker.tables.group.TableGroup` starts from.
+    """The rows that :class:`stoker.tables.group.TableGroup` starts from, before any update.
 
     Uniform in [-scale, scale) by table, drawn by counter (:func:`stoker.ops.reference.init_rows`), so a row does not
     depend on when, where or with which others it is made.
@@ -124,7 +123,7 @@ class Held:
     def mark(self, rows: np.ndarray) -> None:
         """``rows`` [n] int64 are held from now on."""
         if self._native:
-            from stoker.tables.stores.home_kernels import mark
+            from stoker.tables.stores.kernels import mark
 
             mark(self.words, rows)  # atomic: 64 rows share a word, and threads store different rows at once
             return
@@ -133,7 +132,7 @@ class Held:
 
 
 class Home(ABC):
-    """N rows of one group at home: weights [N, D] and optimizer state, row by row.
+    """All N rows of one group: weights [N, D] and optimizer state, row by row.
 
     Args:
         initial: what the rows are before they are first stored.
@@ -141,7 +140,10 @@ class Home(ABC):
     """
 
     kind: ClassVar[str]  # "memory" or "file"
-    pinned = False  # whether a GPU can read the rows where they lie
+    is_blocking = False  # whether a fetch or store waits for a device
+    directory: Path | None = None  # of its file
+    pinned = False  # whether a GPU can read the rows in place
+    threads: int | None = None  # threads of kernels; None means as many as torch uses
 
     def __init__(self, initial: Initial, state: Mapping[str, str]) -> None:
         unknown = {name: kind for name, kind in state.items() if kind not in ("row", "scalar")}
@@ -163,15 +165,10 @@ class Home(ABC):
         return self.dim * self.dtype.itemsize + 4 * sum(self.widths)
 
     def fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None = None) -> None:
-        """Copy rows out: weights and state of ``rows[i]`` go to row ``places[i]`` of ``target``.
-
-        Args:
-            rows: [n] int64 addresses, in any order.
-            target: at least n rows, on any device.
-            places: [n] int64, distinct; None means i.
+        """Copy weights and state of ``rows[i]`` to row ``places[i]`` (None: i) of ``target``, on any device.
 
         Raises:
-            HomeError: the home failed; ``target`` may hold some of the rows. Or it is closed.
+            HomeError: the store failed; ``target`` may hold some of the rows. Or it is closed.
             IndexError: a row or a place that does not exist.
             ValueError: ``target`` has another width, type or state.
         """
@@ -185,20 +182,13 @@ class Home(ABC):
         self._fetch(rows, local, None)
         device = target.weight.device
         index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(device)
-        target.weight[index] = local.weight.to(device)
-        for name, tensor in local.state.items():
-            target.state[name][index] = tensor.to(device)
+        target[index] = local.map(lambda tensor: tensor.to(device))
 
     def store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None = None) -> None:
-        """Take rows home: row ``places[i]`` of ``source`` becomes ``rows[i]``, with its state, and is held.
-
-        Args:
-            rows: [n] int64 addresses, distinct, in any order.
-            source: at least n rows, on any device.
-            places: [n] int64; None means i.
+        """Store row ``places[i]`` (None: i) of ``source``, on any device, with its state as ``rows[i]``, all distinct.
 
         Raises:
-            HomeError: the home failed. Some of the rows may be home, others not; storing all of them again is safe.
+            HomeError: the store failed. Some of the rows may be stored, others not; storing all again is safe.
             IndexError: a row or a place that does not exist.
             ValueError: ``source`` has another width, type or state.
         """
@@ -207,8 +197,7 @@ class Home(ABC):
             return
         if not _plain_memory(source):
             index: Any = slice(len(rows)) if places is None else torch.from_numpy(places).to(source.weight.device)
-            state = {name: source.state[name][index].cpu().contiguous() for name in self.state}
-            source, places = Rows(source.weight[index].cpu().contiguous(), state), None
+            source, places = source[index].map(lambda tensor: tensor.cpu().contiguous()), None
         self._store(rows, source, places)
 
     def read(self, start: int, stop: int) -> Rows:
@@ -220,22 +209,17 @@ class Home(ABC):
     def write(self, start: int, rows: Rows) -> None:
         """Replace the rows from ``start`` on; ``rows`` may have another float type."""
         state = {name: rows.state[name].detach().to(torch.float32) for name in self.state}
-        count = len(rows.weight)
-        self.store(np.arange(start, start + count, dtype=np.int64), Rows(rows.weight.detach().to(self.dtype), state))
+        given = Rows(rows.weight.detach().to(self.dtype), state)
+        self.store(np.arange(start, start + len(rows.weight), dtype=np.int64), given)
 
-    def empty(self, count: int) -> Rows:
-        """Uninitialised rows on the CPU, of this home's width, type and state."""
-        state = {
-            name: torch.empty((count, self.dim) if kind == "row" else (count,)) for name, kind in self.state.items()
-        }
-        return Rows(torch.empty(count, self.dim, dtype=self.dtype), state)
+    def empty(self, count: int, make: Callable[[tuple[int, ...], torch.dtype], Tensor] | None = None) -> Rows:
+        """Rows of this store's width, type and state by ``make(shape, dtype)``; None: uninitialised, on the CPU."""
+        return Rows.make(
+            count, self.dim, self.dtype, self.state, make or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        )
 
     def flush(self) -> None:  # noqa: B027  (memory has nothing to flush)
-        """Make sure that what was stored has arrived.
-
-        Raises:
-            HomeError: something stored earlier did not arrive.
-        """
+        """Make sure that what was stored has arrived; raise HomeError if it did not."""
 
     def close(self) -> None:
         """Give the memory or the file back; no call may be under way, and none may follow."""
@@ -280,22 +264,38 @@ class Home(ABC):
                 raise IndexError(f"places {low:,} to {high:,} do not lie in the {len(weight):,} rows given.")
         return rows, places
 
+    def _run_kernel(
+        self, rows: np.ndarray, words: np.ndarray, store: Rows, side: Rows, places: np.ndarray | None, *,
+        storing: bool,
+    ) -> None:  # fmt: skip
+        """Copy rows of ``store`` to ``side``, computing those whose bit in ``words`` is not set; or the other way."""
+        from stoker.tables.stores.kernels import MOVE
+
+        threads = torch.get_num_threads() if self.threads is None else self.threads
+        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
+        block = min(512, max(64, len(rows) // (4 * threads)))
+        threads = min(threads, -(-len(rows) // block))
+        widths = (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
+        initial = (self.initial.first_row, self.initial.keys, self.initial.scales)
+        MOVE.run(
+            rows, _NOTHING if places is None else places, words, *self._columns(store), *self._columns(side), *initial,
+            storing, *widths, np.zeros(1, dtype=np.int64), block, threads=threads,
+        )  # fmt: skip
+
+    def _compute(self, rows: np.ndarray, target: Rows, places: np.ndarray) -> None:
+        """Initial rows, which nobody has stored, with state of zero."""
+        if self.native:
+            self._run_kernel(rows, _NOTHING, target, target, places, storing=False)
+            return
+        index = torch.from_numpy(places)
+        target.weight[index] = self.initial.rows(rows)
+        for tensor in target.state.values():
+            tensor[index] = 0.0
+
     def _columns(self, rows: Rows) -> tuple[np.ndarray, ...]:
         """Weights and two states as flat arrays, for the kernels."""
         states = [flat(rows.state[name]) for name in self.state]
         return (flat(rows.weight), *states, *([_NO_STATE] * (_KERNEL_STATES - len(states))))
-
-    def _kernel_widths(self) -> tuple[int, ...]:
-        """What kernels are told: D, and elements a row of either state."""
-        return (self.dim, *self.widths, *([0] * (_KERNEL_STATES - len(self.widths))))
-
-    def _specialised(self) -> tuple[int, ...]:
-        """What the kernels of memory are made for: widths of whole cache lines, or zeros.
-
-        A kernel takes a second to compile and saves some ns a row, so all other widths share one.
-        """
-        dim, *states = self._kernel_widths() if self.dim % _LANES == 0 else (0, 0, 0)
-        return (dim, self.dtype.itemsize, *states)
 
     def __repr__(self) -> str:
         state = "".join(f" + {name}" for name in self.state)
@@ -311,12 +311,7 @@ class MemoryHome(Home):
     """Rows in main memory, as :attr:`arrays`: weights [N, D] and each state [N, D] or [N].
 
     Memory is taken as rows are stored (by whole huge pages, where the system has them), so count on all of it.
-
-    Args:
-        initial: what the rows are before they are first stored.
-        state: as for :class:`Home`.
-        pin: page-lock the arrays, so that a GPU reads and copies them at full speed. Takes all memory at once.
-        threads: threads of a fetch or store; None means as many as torch uses.
+    ``pin`` page-locks the arrays, so that a GPU reads and copies them at full speed, and takes all memory at once.
 
     Raises:
         ConfigError: the memory cannot be had, or ``pin`` without a GPU.
@@ -333,26 +328,16 @@ class MemoryHome(Home):
                 f"MemoryHome(pin=True) was asked for, but torch {torch.__version__} sees no GPU here. "
                 "Leave pin=False, or install a CUDA build of torch."
             )
-        self.pinned = pin
-        self.threads = threads
+        self.pinned, self.threads = pin, threads
         unit = _PAGE if pin else _LINE
         try:
-            self.arrays = Rows(
-                _aligned((self.num_rows, self.dim), self.dtype, unit),
-                {
-                    name: _aligned(
-                        (self.num_rows, self.dim) if kind == "row" else (self.num_rows,), torch.float32, unit
-                    )
-                    for name, kind in self.state.items()
-                },
-            )
+            self.arrays = self.empty(self.num_rows, lambda shape, dtype: _aligned(shape, dtype, unit))
         except MemoryError as error:
             raise ConfigError(
                 f"a home of {self.num_rows:,} rows in memory needs {format_size(self.num_rows * self.row_bytes)}; this "
                 f"machine has {format_size(total_memory() or 0)} and does not give that much. Keep the rows in a file."
             ) from error
-        everything = (self.arrays.weight, *self.arrays.state.values())
-        self._locks = [_page_lock(self, tensor) for tensor in everything] if pin else []
+        self._locks = [_page_lock(self, tensor) for tensor in self.arrays.tensors] if pin else []
 
     def close(self) -> None:
         super().close()
@@ -365,49 +350,20 @@ class MemoryHome(Home):
 
     def _fetch(self, rows: np.ndarray, target: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            from stoker.tables.stores.home_kernels import fetch_kernel
-
-            initial = self.initial
-            self._run(
-                fetch_kernel(*self._specialised()),
-                (rows, NO_INDEX if places is None else places, self.held.words),
-                (*self._columns(self.arrays), *self._columns(target), initial.first_row, initial.keys, initial.scales),
-            )
+            self._run_kernel(rows, self.held.words, self.arrays, target, places, storing=False)
             return
-        source = torch.from_numpy(rows)
-        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
-        weight = self.arrays.weight[source]
+        found = self.arrays[torch.from_numpy(rows)]  # state is zero where the row is not held
         fresh = ~self.held.of(rows)
         if fresh.any():
-            weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
-        target.weight[index] = weight
-        for name, tensor in self.arrays.state.items():
-            target.state[name][index] = tensor[source]  # zero where the row is not held
+            found.weight[torch.from_numpy(fresh)] = self.initial.rows(rows[fresh])
+        target[slice(len(rows)) if places is None else torch.from_numpy(places)] = found
 
     def _store(self, rows: np.ndarray, source: Rows, places: np.ndarray | None) -> None:
         if self.native:
-            from stoker.tables.stores.home_kernels import store_kernel
-
-            self._run(
-                store_kernel(*self._specialised()),
-                (rows, NO_INDEX if places is None else places, self.held.words),
-                (*self._columns(self.arrays), *self._columns(source)),
-            )
+            self._run_kernel(rows, self.held.words, self.arrays, source, places, storing=True)
             return
-        target = torch.from_numpy(rows)
-        index: Any = slice(len(rows)) if places is None else torch.from_numpy(places)
-        self.arrays.weight[target] = source.weight[index]
-        for name, tensor in self.arrays.state.items():
-            tensor[target] = source.state[name][index]
+        self.arrays[torch.from_numpy(rows)] = source[slice(len(rows)) if places is None else torch.from_numpy(places)]
         self.held.mark(rows)
-
-    def _run(self, kernel: Any, indices: tuple[np.ndarray, ...], columns: tuple[np.ndarray, ...]) -> None:
-        threads = torch.get_num_threads() if self.threads is None else self.threads
-        count = len(indices[0])
-        # Small blocks balance the threads; a thread has to fill its prefetch pipe anew at each.
-        block = min(512, max(64, count // (4 * threads)))
-        threads = min(threads, -(-count // block))
-        kernel.run(*indices, *columns, *self._kernel_widths(), np.zeros(1, dtype=np.int64), block, threads=threads)
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""
@@ -423,7 +379,7 @@ def flat(tensor: Tensor) -> np.ndarray:
 
 
 def _plain_memory(rows: Rows) -> bool:
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in (rows.weight, *rows.state.values()))
+    return all(t.device.type == "cpu" and t.is_contiguous() for t in rows.tensors)
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
@@ -432,7 +388,7 @@ def _aligned(shape: tuple[int, ...], dtype: torch.dtype, unit: int) -> Tensor:
     A row of whole cache lines then touches no other row's line, and page-locked pages belong to one tensor.
     """
     count = int(np.prod(shape, dtype=np.int64))
-    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype, _CPU, fill=None)
+    memory = allocate((count + 2 * unit // dtype.itemsize,), dtype)
     skip = -memory.data_ptr() % unit // dtype.itemsize
     return memory[skip : skip + count].view(shape)
 
@@ -452,9 +408,4 @@ def _page_lock(owner: Home, tensor: Tensor) -> Callable[[], None]:
             f"page-locking {format_size(tensor.nbytes)} for a pinned home failed (CUDA error {code}). "
             "Leave pin=False, raise the memory lock limit (ulimit -l), or keep fewer rows in memory."
         )
-    return weakref.finalize(owner, _page_unlock, tensor)
-
-
-def _page_unlock(tensor: Tensor) -> None:
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(tensor.data_ptr())
+    return weakref.finalize(owner, lambda: cudart.cudaHostUnregister(tensor.data_ptr()))

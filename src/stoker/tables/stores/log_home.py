@@ -1,6 +1,6 @@
-"""Rows in a file that is appended to, whatever row comes home.
+"""Rows in a file that is appended to, whatever row is stored.
 
-Where rows have fixed places, a row of 264 bytes that comes home costs a page of 4 KiB to read, unless the system still
+Where rows have fixed places, storing a row of 264 bytes costs a page of 4 KiB to read, unless the system still
 has it, and the same page to write. Appended, it costs its own bytes, at the speed of a sequential write, and a disk
 wears as little. What a log costs instead: an index in main memory, 4 bytes a row; a quarter more disk; and reading all
 rows in their canonical order jumps about in the file.
@@ -10,7 +10,7 @@ when segments hold too many of those, the one with the fewest live rows is read 
 again, and the segment is used afresh (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File
 System", SOSP 1991, section 3). Each record ends with its row, and lives where the index says that this row is there.
 
-Legend: N rows at home, P positions, S segments, n rows of one call.
+Legend: N rows, P positions, S segments, n rows of one call.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ import numpy as np
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.tables.storage import Rows
-from stoker.tables.stores.file_home import FileHome, page_aligned
-from stoker.tables.stores.file_layout import Layout
+from stoker.tables.stores.file_home import FileHome, Layout, page_aligned
 from stoker.tables.stores.home import Held, Initial
 
 __all__ = ["LogHome", "index_bytes"]
 
-_SEGMENT = 2**20  # bytes; in files of fewer than _SEGMENTS such ones, a segment is that part of the file
+_SEGMENT = 2**20  # bytes; in files of fewer than _SEGMENTS such ones, a segment is that fraction of the file
 _SEGMENTS = 32
 _ROOM = 1.25  # times the segments that live rows fill may be in use
 _LEAST = 2  # segments in use that are never cleaned: the one that is written and one more
@@ -140,7 +139,7 @@ class LogHome(FileHome):
             done += count
 
     def _put(self, rows: np.ndarray, records: np.ndarray) -> None:
-        """Write records at the next positions, which lie in one segment.
+        """Write records at the next positions, which are in one segment.
 
         Whole blocks are written, so the system reads none of them before. An error or an interrupt at any line leaves
         every row where the index says: a position is not given twice, and rows are entered last.

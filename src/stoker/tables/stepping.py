@@ -3,56 +3,70 @@
 However many lookups and losses a ``backward`` goes through, it is one step: gradients are collected while it runs and
 used when it ends, as an optimizer would use the ``.grad`` of a parameter. If a backward fails, its gradients are
 dropped.
+
+Rows are no parameters, so what a loop does to parameters between ``backward`` and ``optimizer.step()`` does not reach
+them. Loops that would silently mean something else are refused by name. Each check costs less than a microsecond a
+step, and some ten where a step has emptied the processor's caches.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stoker.base.errors import ConfigError
-from stoker.tables.autograd import misuse
 
-__all__ = ["RowSteps", "TableOptimizer", "Trained", "new_handle"]
+__all__ = ["Remedies", "RowSteps", "TableOptimizer", "check_export", "check_modes", "new_handle"]
 
 #: The gradient of the handle is this vector times the norm of the rows' gradient. Its own norm is 1, so that norms are
 #: right; its elements differ, so that clipping by value, which cannot be honoured, can be told from clipping by norm.
 _DIRECTION = (0.6, 0.8)
 _MARK = 1e-30  # in place of that norm where rows have stepped already: too small to count in any norm
+_NOTHING = nullcontext()
+_WAITING = 256  # backwards after which gradients that nobody uses draw a warning
+_watched: weakref.WeakSet[RowSteps] = weakref.WeakSet()  # those told when an optimizer steps
+_hook: Any = None
+_SCALERS = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+_seen = (-1, -1)  # references to these classes when scalers were last looked for
+_scalers: list[weakref.ref[torch.amp.GradScaler]] = []
+#: Whether torch.distributed is in use.
+_several_processes: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+
+
+class Remedies(NamedTuple):
+    """What errors advise."""
+
+    step: str = (
+        "Let the rows step like parameters: rows = tables.as_optimizer(), then rows.step() and rows.zero_grad() beside "
+        "those of the other optimizer"
+    )
+    scaler: str = ", with scaler.step(rows)"
+    ranks: str = (
+        "Call tables.replicate(stoker.Replicas()) first, or tables.replicate(None) if the ranks are meant to hold "
+        "different rows"
+    )
+
+
+_REMEDIES = Remedies()
 
 
 def new_handle(device: torch.device | str) -> nn.Parameter:
     """A parameter [2] that stands for the rows in ``module.parameters()``; its value is never used."""
     return nn.Parameter(torch.ones(2, device=device))
-
-
-_REMEDIES = misuse.Remedies()
-_NOTHING = nullcontext()
-_WAITING = 256  # backwards after which gradients that nobody uses draw a warning
-
-
-class Trained(Protocol):
-    """What :class:`RowSteps` trains: tables, or a tensor train."""
-
-    handle: nn.Parameter
-
-    def apply_gradients(self, gradients: Sequence[Any], scale: float) -> None:
-        """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
-
-    def gradient_norm(self, gradients: Sequence[Any]) -> float:
-        """The Euclidean norm of the sum of ``gradients``, row by row."""
-
-    def exchange(self, gradients: list[Any]) -> list[Any]:
-        """The gradients of all ranks, where there are several."""
 
 
 class _Backward:
@@ -63,7 +77,7 @@ class _Backward:
     def __init__(self, steps: RowSteps, task: int) -> None:
         self.gradients: list[Any] = []
         self._steps, self._task = steps, task
-        self._again = misuse.several_processes()
+        self._again = _several_processes()
 
     def __call__(self) -> None:
         if self._again:  # behind DistributedDataParallel's own last act, which writes gradients of all parameters
@@ -78,12 +92,13 @@ class RowSteps:
     """Collects gradients, and has rows updated when it is time.
 
     Args:
-        trained: what is trained; only weakly referenced.
+        trained: tables or a tensor train, only weakly referenced. Has ``handle``, ``apply_gradients``, ``exchange``,
+            and ``gradient_norm`` where an optimizer drives it.
         name: what errors call it.
         remedies: what errors advise.
     """
 
-    def __init__(self, trained: Trained, name: str, remedies: misuse.Remedies = _REMEDIES) -> None:
+    def __init__(self, trained: Any, name: str, remedies: Remedies = _REMEDIES) -> None:
         self._trained = weakref.ref(trained)
         self.name, self.remedies = name, remedies
         self.handle: nn.Parameter | None = None  # what the trained one's handle must still be
@@ -93,7 +108,7 @@ class RowSteps:
         self.alone = False  # whether other ranks may hold other rows
         self.optimizer: TableOptimizer | None = None
         self._accumulating = 0
-        self._watched = False  # asking misuse at each step would cost more than all else that is checked
+        self._watched = False
         self._running: dict[int, weakref.ref[_Backward]] = {}
         self._pending: list[tuple[list[Any], float]] = []  # gradients of whole backwards, each with a factor
         self._norm = 0.0  # of all of them, as the handle's gradient says
@@ -153,7 +168,7 @@ class RowSteps:
         around = self._running.get(enclosing)
         backward = None if around is None else around()
         if backward is None:
-            if not misuse.is_wanted(self):
+            if not self._is_wanted():
                 return
             backward = self._of(torch._C._current_graph_task_id())
         backward.gradients.append(gradient)
@@ -182,12 +197,8 @@ class RowSteps:
                 self._pending.append(([each.kept() for each in gradients], self.scale))
             else:
                 if self.checked:
-                    misuse.check_scaler(self)
-                if self.optimizer is not None:
-                    self.optimizer.hand_lr_over()
-                trained.apply_gradients(gradients, self.scale)
-                self.since_optimizer += 1
-                self._mark()
+                    self._check_scaler()
+                self._step_inside(gradients, self.scale)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -206,11 +217,16 @@ class RowSteps:
         finally:
             self._accumulating -= 1
         if not self._accumulating and self._pending:
-            if self.optimizer is not None:
-                self.optimizer.hand_lr_over()
-            self._apply_pending(1.0)
-            self.since_optimizer += 1
-            self._mark()
+            with torch.no_grad():
+                self._step_inside(*self._take_pending())
+
+    def _step_inside(self, gradients: list[Any], scale: float) -> None:
+        """Step where no optimizer says so."""
+        if self.optimizer is not None:
+            self.optimizer.hand_lr_over()
+        self.trained.apply_gradients(gradients, scale)
+        self.since_optimizer += 1
+        self._mark()
 
     def discard(self) -> None:
         """Drop gradients that were not used."""
@@ -221,20 +237,17 @@ class RowSteps:
         """Use what was collected."""
         with self._lock:
             self._take_changes()
-            self._apply_pending(1.0)
+            if self._pending:
+                self.trained.apply_gradients(*self._take_pending())
             self._norm = 0.0
 
-    @torch.no_grad()
-    def _apply_pending(self, factor: float) -> None:
+    def _take_pending(self) -> tuple[list[Any], float]:
+        """The gradients collected, and what they have yet to be multiplied by."""
         pending, self._pending = self._pending, []
-        if not pending:
-            return
         factors = {each for _, each in pending}
-        trained = self.trained
         if len(factors) == 1:
-            trained.apply_gradients([g for group, _ in pending for g in group], factors.pop() * factor)
-        else:
-            trained.apply_gradients([g.scaled(each) for group, each in pending for g in group], factor)
+            return [g for group, _ in pending for g in group], factors.pop()
+        return [g.scaled(each) for group, each in pending for g in group], 1.0
 
     def _publish(self) -> None:
         """Give the handle a gradient with the norm of the rows' gradient."""
@@ -289,7 +302,7 @@ class RowSteps:
         self._published, self._version = grad, grad._version
 
     def expect_gradient(self) -> None:
-        """The handle's gradient is about to change for no reason of the loop's."""
+        """Autograd is about to add zeros to the gradient of the handle: nobody clipped it."""
         if not self.deferred:
             self._unmark()
 
@@ -298,34 +311,148 @@ class RowSteps:
             self.trained.handle.grad = self._published = None
 
     def check(self) -> None:
-        """Refuse a loop whose steps would mean something else (:mod:`stoker.tables.autograd.misuse`).
-
-        Raises:
-            ConfigError: gradients were clipped or unscaled behind a step, or other ranks train on their own.
-        """
-        if not self.alone:
-            misuse.check_ranks(self)
+        """Refuse ranks that train on their own, and gradients that were clipped or unscaled behind a step."""
+        global _hook
+        if not self.alone and _several_processes() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this is one of {dist.get_world_size()} ranks, but each would train the rows of {self.name} on its "
+                f"own: DistributedDataParallel and FSDP see parameters only. {self.remedies.ranks}."
+            )
         if self.checked and not self.deferred:
-            if not self._watched:
-                misuse.watch(self)
+            if not self._watched:  # asking the set at each step would cost more than all else that is checked
                 self._watched = True
-            self.check_mark()
+                _watched.add(self)
+                _hook = _hook or register_optimizer_step_pre_hook(_before_step)
+            self._check_mark()
 
-    def check_mark(self) -> None:
-        """Refuse a gradient that was clipped or unscaled after the rows had stepped.
-
-        Raises:
-            ConfigError: see above.
-        """
+    def _check_mark(self) -> None:
+        """Refuse a gradient that was clipped or unscaled after the rows had stepped."""
         published = self._published
         if published is None or published._version == self._version or published is not self.trained.handle.grad:
             return
         self._published = None
         if published.tolist() != [0.0, 0.0]:
-            raise misuse.changed_gradient(self)
+            raise ConfigError(
+                "gradients were clipped or unscaled after backward (clip_grad_norm_, clip_grad_value_, "
+                f"GradScaler.unscale_?), when the rows of {self.name} had taken their step inside backward. "
+                f"{self.remedies.step}; or give the row optimizer clip_norm or clip_value, and clip model.parameters() "
+                "without the tables' handle. If rows are meant to be left out, say so: tables.step_each_backward()."
+            )
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, latest: Callable[[], int]) -> None:
+        """Refuse an optimizer about to step once for several backwards, in each of which the rows stepped.
+
+        ``latest`` finds the number of the last backward in this process.
+        """
+        count, self.since_optimizer = self.since_optimizer, 0
+        if not self.checked or self.deferred or self.trained is None:
+            return
+        self._check_mark()
+        # If another model's backward came last, this optimizer is not for these rows.
+        if count < 2 or self.latest != latest():
+            return
+        handle = self.trained.handle
+        # Backwards that add to a gradient change it in place; one that makes it does not.
+        added = any(
+            p.grad is not None and p.grad._version > 0
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p is not handle
+        )
+        if added or isinstance(optimizer, torch.optim.LBFGS):  # whose closure calls backward many times a step
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps once for {count} backwards, but the rows of {self.name} took a "
+                f"step in each. {self.remedies.step}; or put the backwards into `with tables.accumulate():`. "
+                "If each backward is meant to be a step of the rows, say so: tables.step_each_backward()."
+            )
+
+    def _check_scaler(self) -> None:
+        """Refuse rows that would step by scaled gradients."""
+        global _seen
+        if self.scale != 1.0:
+            return
+        counts = (sys.getrefcount(_SCALERS[0]), sys.getrefcount(_SCALERS[1]))
+        if counts != _seen:
+            _seen = counts
+            _scalers.clear()
+            for kind in _SCALERS:
+                _scalers.extend(weakref.ref(each) for each in gc.get_referrers(kind) if isinstance(each, _SCALERS[0]))
+        scalers = [scaler for each in _scalers if (scaler := each()) is not None]
+        if any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers):
+            raise ConfigError(
+                f"a GradScaler is in use, and the rows of {self.name} step inside backward: they would move by the "
+                f"scaled gradient. {self.remedies.step}{self.remedies.scaler}. If the scaler is not for this model, "
+                "say so: tables.step_each_backward()."
+            )
+
+    def _is_wanted(self) -> bool:
+        """Return False if the backward that runs is for other inputs than the rows (``backward(inputs=...)``)."""
+        if self.node is None:
+            return True
+        try:
+            return bool(torch._C._will_engine_execute_node(self.node))
+        except RuntimeError:  # torch's way to say that this leaf's gradient is captured
+            raise ConfigError(
+                f"torch.autograd.grad was asked for the gradient of the handle of {self.name}, which stands for the "
+                "rows: rows have no gradient to hand out. Leave it out of the inputs (model.dense_parameters(), or "
+                "[p for p in model.parameters() if p is not tables.handle]), or call backward()."
+            ) from None
+
+    def check_handle(self, handle: nn.Parameter | None) -> nn.Parameter:
+        """Refuse another handle than the tables were made with."""
+        if handle is None or handle is not self.handle:
+            raise ConfigError(
+                f"the parameter that stands for the rows of {self.name} (tables.handle) was replaced, by FSDP, "
+                "fully_shard or functional_call: the rows themselves would be neither sharded nor replaced. Leave it "
+                "out: FSDP(model, ignored_modules=[tables]), fully_shard(model, ignored_params={tables.handle}), or "
+                "functional_call with the dense parameters alone."
+            )
+        return handle
 
 
-class TableOptimizer(misuse.RowsOptimizer):
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, TableOptimizer):
+        found = cache(_latest_backward)
+        for steps in list(_watched):
+            steps.check_optimizer(optimizer, found)
+
+
+def _latest_backward() -> int:
+    """The number of the last backward in this process; each takes the next one."""
+    found: list[int] = []
+    with torch.enable_grad():
+        probe = torch.zeros((), requires_grad=True) * 1
+        probe.register_hook(lambda grad: found.append(torch._C._current_graph_task_id()))
+        probe.backward()
+    return found[0] - 1
+
+
+def check_modes() -> None:
+    """Refuse calls inside torch.func or torch.jit.trace, which see no rows."""
+    if torch._C._are_functorch_transforms_active():
+        raise ConfigError(
+            "EmbeddingTables and TTEmbeddingBag were called inside a transform of torch.func (vmap, grad, jacrev, "
+            "jvp), which sees parameters, but no rows that step inside backward. Look the rows up first, "
+            "embedded = tables(ids), and transform the function of embedded."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(
+            "torch.jit.trace records operations of PyTorch, but rows are looked up by other kernels. Trace the dense "
+            "part with embedded rows as its input, or use torch.export: model.export_dense(batch)."
+        )
+
+
+def check_export() -> None:
+    """Refuse calls inside torch.export, whose programs leave this process."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "torch.export of a model with EmbeddingTables or TTEmbeddingBag would hold no rows. Export the dense part, "
+            "which takes looked-up rows as its input: model.export_dense(batch) of a stoker model, or "
+            "torch.export.export(dense_part, (tables(ids),)). TTEmbeddingBag.dense() gives the rows of a bag."
+        )
+
+
+class TableOptimizer(torch.optim.Optimizer):
     """Steps the rows of tables when ``step()`` says so, as an optimizer of torch's steps parameters.
 
     Made by :meth:`stoker.EmbeddingTables.as_optimizer`. Gradients of any number of backwards are summed until

@@ -1,0 +1,183 @@
+"""Lookups as autograd sees them, in a call and under ``torch.compile``.
+
+The compiler sees two operators of torch's with known output shapes, and calls them as they are, so that graphs need not
+break. A lookup in a compiled graph does what a call does, but keeps no lease for its backward: rows are acquired again
+there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stoker.ops import Bags
+from stoker.tables.lookups import Lookups
+from stoker.tables.storage import Lease
+
+__all__ = ["Gradient", "Lookup", "compiled_lookup", "register"]
+
+_tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class Gradient(NamedTuple):
+    """What one backward of one lookup found."""
+
+    group: int
+    lookups: Lookups
+    grad: Tensor  # [B, P, D]
+    lease: Lease | None
+    version: int = -1  # of ``grad``, where it is kept longer than its backward
+
+    def scaled(self, factor: float) -> Gradient:
+        return self._replace(grad=self.grad * factor, version=-1)
+
+    def kept(self) -> Gradient:
+        """The same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
+        bags, space = self.lookups
+        offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
+        own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
+        if self.lease is not None:
+            self.lease.use(own.bags)
+        return self._replace(lookups=own, version=self.grad._version)
+
+
+class _Call:
+    """What a call looked up, for its backward; tensors are kept by autograd, which notices changes in place."""
+
+    __slots__ = ("enclosing", "leases", "means", "spaces", "tables", "trains", "versions")
+
+    def __init__(self, tables: Any, many: Sequence[Lookups], leases: Sequence[Lease | None]) -> None:
+        self.tables, self.leases = tables, leases
+        self.spaces, self.means = [each.space for each in many], [each.bags.mean for each in many]
+        self.trains, self.enclosing = tables.training, tables._steps.enclosing()
+        self.versions = [group.version for group in tables.groups]
+
+
+class Lookup(torch.autograd.Function):
+    """Pooled lookups of all groups, whose backward gives the rows their gradient, and returns none for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        handle: Tensor,
+        tables: Any,
+        many: Sequence[Lookups],
+        leases: list[Lease | None],
+        given: tuple[Tensor, Tensor | None],
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        bags = [each.bags for each in many]
+        ctx.save_for_backward(*[each.ids for each in bags], *[each.offsets for each in bags], *weights)
+        ctx.set_materialize_grads(False)  # of outputs that no loss depends on
+        ctx.call = _Call(tables, many, leases)
+        found = []
+        for index, each in enumerate(many):
+            leases[index] = lease = tables.lease_for(index, each, leases[index], given)
+            found.append(tables.groups[index].lookup(each, lease))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = (_refused_twice if torch.is_grad_enabled() else _backward)(ctx, *grads)
+        return found
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    call: _Call = ctx.call
+    saved, count, wanted = ctx.saved_tensors, len(grads), ctx.needs_input_grad
+    found: list[Tensor | None] = [None] * (5 + count)
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
+            found[5 + index] = call.tables.backward_of(
+                index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.versions[index],
+                rows=wanted[0], weights=wanted[5 + index], trains=call.trains, enclosing=call.enclosing,
+            )  # fmt: skip
+    return tuple(found)
+
+
+# Under backward(create_graph=True): what it returns cannot be differentiated again, and autograd is told so.
+_refused_twice = once_differentiable(_backward)
+
+
+def register(tables: Any) -> None:
+    """Let operators find ``tables`` by their number."""
+    _tables[tables.number] = tables
+
+
+def compiled_lookup(tables: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+    """:meth:`EmbeddingTables.forward` as an operator."""
+    trains = tables.training and tables.handle.requires_grad
+    found: Tensor = torch.ops.stoker.lookup(tables.handle, ids, offsets, weights, tables.number, trains)[0]
+    return found
+
+
+@torch.library.custom_op("stoker::lookup", mutates_args=())
+def _lookup(
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, number: int, trains: bool
+) -> tuple[Tensor, Tensor]:
+    tables = _tables[number]
+    if trains:
+        tables._steps.check()
+    versions = torch.tensor([group.version for group in tables.groups])
+    with torch.no_grad():
+        return tables(ids, offsets, weights), versions
+
+
+@_lookup.register_fake
+def _(
+    handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, number: int, trains: bool
+) -> tuple[Tensor, Tensor]:
+    tables = _tables[number]
+    count = len(tables.features)
+    batch = ids.shape[0]
+    if offsets is not None:
+        batch = (offsets.shape[0] - int(tables.include_last_offset)) // count
+    out = handle.new_empty(tables.splitter.output_shape(batch), dtype=torch.float32)
+    return out, torch.empty(len(tables.groups), dtype=torch.int64)
+
+
+@torch.library.custom_op("stoker::lookup_backward", mutates_args=())
+def _lookup_backward(
+    grad: Tensor, handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Tensor,
+    number: int, trains: bool, rows: bool, weighted: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tables = _tables[number]
+    tables._steps.expect_gradient()
+    wanted = tables.backward_of_call(
+        grad, ids, offsets, weights, versions.tolist(), rows=rows, weights_wanted=weighted, trains=trains
+    )
+    none = grad.new_zeros(0)
+    return torch.zeros_like(handle), none if wanted is None else wanted
+
+
+@_lookup_backward.register_fake
+def _(
+    grad: Tensor, handle: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Tensor,
+    number: int, trains: bool, rows: bool, weighted: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wanted = torch.empty_like(weights) if weighted and weights is not None else grad.new_empty(0)
+    return torch.empty_like(handle), wanted
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    handle, ids, offsets, weights, ctx.number, ctx.trains = inputs
+    ctx.save_for_backward(handle, ids, offsets, weights, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    handle, ids, offsets, weights, versions = ctx.saved_tensors
+    rows, weighted = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+    marked, wanted = torch.ops.stoker.lookup_backward(
+        grad, handle, ids, offsets, weights, versions, ctx.number, ctx.trains, rows, weighted
+    )
+    return marked if rows else None, None, None, wanted if weighted else None, None, None
+
+
+_lookup.register_autograd(_gradients, setup_context=_setup)

@@ -1,1 +1,0 @@
-"""Tables as autograd sees them: backward, row steps, compiled code, loops that are refused."""
