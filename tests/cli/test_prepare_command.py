@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from stoker.base import bars
 from stoker.base.errors import StokerError
-from stoker.cli import main
-from stoker.cli.prepare import register
+from stoker.cli import app, main
 from stoker.prep.stages.parts import Journal
 
 SCHEMA = """
@@ -39,9 +37,6 @@ def log(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    app = typer.Typer()
-    register(app)
-    app.callback()(lambda: None)
     return CliRunner().invoke(app, ["prepare", *map(str, arguments)])
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DependencyError",
-    "HomeError",
-    "SchemaError",
-    "StokerError",
-]
+__all__ = ["CheckpointError", "ConfigError", "DataError", "DependencyError", "HomeError", "SchemaError", "StokerError"]
 
 
 class StokerError(ValueError):

@@ -15,16 +15,7 @@ from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = [
-    "AddressSpace",
-    "Backend",
-    "BackendName",
-    "Bags",
-    "ReferenceBackend",
-    "Rounding",
-    "RowRule",
-    "get_backend",
-]
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 

@@ -51,10 +51,7 @@ class FixedRows:
         """The addresses ``start..stop`` in stretches (first, end, place of the first; -1 where they have none)."""
         for table, fixed in enumerate(self.rows.tolist()):
             begin, end = int(self._first_row[table]), int(self._first_row[table + 1])
-            for first, last, place in (
-                (begin, begin + fixed, int(self.first_place[table])),
-                (begin + fixed, end, -1),
-            ):
+            for first, last, place in ((begin, begin + fixed, int(self.first_place[table])), (begin + fixed, end, -1)):
                 low, high = max(first, start), min(last, stop)
                 if low < high:
                     yield low, high, place if place < 0 else place + low - first

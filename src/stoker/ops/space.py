@@ -104,8 +104,5 @@ def make_space(
     """An address space over tables, with the features in batch ``order``."""
     owner = {feature: table for table, features in enumerate(table_features) for feature in features}
     return AddressSpace(
-        names=tuple(names),
-        rows=tuple(rows),
-        features=tuple(order),
-        table_of=tuple(owner[feature] for feature in order),
+        names=tuple(names), rows=tuple(rows), features=tuple(order), table_of=tuple(owner[feature] for feature in order)
     )

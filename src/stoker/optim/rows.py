@@ -186,11 +186,7 @@ class Adam(RowOptimizer):
             super()
             .rule(tick)
             ._replace(
-                eps=self.eps,
-                beta1=beta1,
-                beta2=beta2,
-                bias1=1.0 - beta1 ** (tick + 1),
-                bias2=1.0 - beta2 ** (tick + 1),
+                eps=self.eps, beta1=beta1, beta2=beta2, bias1=1.0 - beta1 ** (tick + 1), bias2=1.0 - beta2 ** (tick + 1)
             )
         )
 

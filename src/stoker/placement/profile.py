@@ -146,14 +146,7 @@ def _measure(
     )  # fmt: skip
 
 
-def _storage(
-    rows: int,
-    dim: int,
-    dtype: str,
-    state: dict[str, str],
-    device: str,
-    strategy: Cached,
-) -> SlottedRows:
+def _storage(rows: int, dim: int, dtype: str, state: dict[str, str], device: str, strategy: Cached) -> SlottedRows:
     table = TableConfig(name="profile", num_embeddings=min(max(rows, 512), _MOST_ROWS), embedding_dim=dim, dtype=dtype)  # type: ignore[arg-type]
     space = make_space([table.name], [table.num_embeddings], [table.features], table.features)
     strategy = replace(strategy, slots=table.num_embeddings // 8)

@@ -48,14 +48,7 @@ def count_uses(rows: Int32, begin: int, end: int, uses: Int64) -> None:
 
 @jit
 def _use(
-    rows: Int32,
-    counts: Int32,
-    begin: int,
-    end: int,
-    step: int,
-    last_use: Int32,
-    resident: Flags,
-    totals: Int64,
+    rows: Int32, counts: Int32, begin: int, end: int, step: int, last_use: Int32, resident: Flags, totals: Int64
 ) -> int:
     """Count hits and misses of a step and note the use; returns the misses."""
     missing = 0

@@ -140,17 +140,7 @@ def lookup_bags_kernel(
 
 @triton.jit
 def addresses_kernel(
-    ids,
-    bag_of,
-    bases,
-    limits,
-    out,
-    error,
-    count,
-    missing,
-    F: tl.constexpr,
-    JAGGED: tl.constexpr,
-    SIZE: tl.constexpr,
+    ids, bag_of, bases, limits, out, error, count, missing, F: tl.constexpr, JAGGED: tl.constexpr, SIZE: tl.constexpr
 ):
     """The row address of each id; ``missing``, one past the last row, for an id outside its table."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)

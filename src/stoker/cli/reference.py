@@ -1,4 +1,4 @@
-"""The command reference from the commands themselves: ``python -m stoker.cli.common.reference > docs/cli.md``."""
+"""The command reference from the commands themselves: ``python -m stoker.cli.reference > docs/cli.md``."""
 
 from __future__ import annotations
 
