@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK", "Spool", "spans", "stretches"]
-
 CHUNK = 2**20  # values worked on together
 
 

@@ -13,8 +13,6 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-__all__ = ["Recorder", "Span", "span", "spanned"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

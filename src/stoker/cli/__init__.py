@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from stoker.base.compiling import listening
 from stoker.base.errors import StokerError
+from stoker.base.progress import listening
 from stoker.cli.options import interruption, message_of, say
 
 #: command -> the function that it is, in the order of the help.

@@ -232,8 +232,8 @@ def _show_dataset(found: dict[str, Any]) -> None:
     if parts:
         hot, cold = parts["hot"], parts["cold"]
         share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
-        rows = f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold"
-        _line("classified", f"{rows}; profile {parts['profile_hash'][:16]}")
+        counted = f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold"
+        _line("classified", f"{counted}; profile {parts['profile_hash'][:16]}")
     tables = [
         [
             table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),

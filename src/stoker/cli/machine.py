@@ -22,8 +22,6 @@ import torch
 from stoker.base import device as machine
 from stoker.base.units import format_size
 
-__all__ = ["examine"]
-
 # Package -> what is lost without it; the first three are not optional.
 _PACKAGES = {
     "torch": "",

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
+from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, parse_count, parse_size
 from stoker.cli.options import (
     MEMORY_FOR_ROWS,

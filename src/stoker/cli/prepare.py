@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base import remote
-from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file, refuse_url
+from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
 from stoker.cli.options import say, show_table, with_options
 

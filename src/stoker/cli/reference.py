@@ -11,8 +11,6 @@ import typer
 
 from stoker.cli import app
 
-__all__ = ["markdown"]
-
 _MARKUP = re.compile(r"\[/?(?:bold|dim|italic|red|green|yellow|cyan|blue)[^\]]*\]")
 
 

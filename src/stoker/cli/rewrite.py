@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
+from stoker.base.progress import Bars
 from stoker.base.units import format_duration, format_size, quoted
 from stoker.cli.options import (
     ROW_OPTIMIZERS,

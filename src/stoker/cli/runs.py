@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.base.bars import Bars
 from stoker.base.errors import DataError
+from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, plural
 from stoker.cli.options import (
     Budget,

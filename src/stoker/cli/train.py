@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
+from stoker.base.progress import Bars
 from stoker.base.remote import url_of
 from stoker.base.units import format_count, plural, quoted
 from stoker.cli.options import (

@@ -14,8 +14,6 @@ from stoker.base.errors import ConfigError
 from stoker.models.base import RecModel
 from stoker.models.registry import MODELS
 
-__all__ = ["class_path", "import_model"]
-
 
 def import_model(path: str) -> type[RecModel]:
     """Import a model class and register it in :data:`stoker.models.MODELS` under its ``name``.

@@ -10,7 +10,5 @@ from stoker.models.dlrm import DLRM
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM
 
-__all__ = ["MODELS"]
-
 #: name -> model, for the command line and for checkpoints; add your own.
 MODELS: dict[str, type[RecModel]] = {model.name: model for model in (DLRM, DeepFM, DCN, TBSM, DIN, Tabular)}

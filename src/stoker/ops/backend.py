@@ -17,8 +17,6 @@ from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = ["Backend", "ReferenceBackend"]
-
 
 class Backend(ABC):
     """Forward and fused backward of a group. Subclasses equal :class:`ReferenceBackend` to the bit on one device."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from stoker.ops import reference
 from stoker.ops.space import AddressSpace
 
-__all__ = ["Bags", "Rounding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bags:

@@ -20,8 +20,6 @@ from stoker.ops.reference import addresses
 from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace
 
-__all__ = ["Distinct", "distinct_rows", "split_rows"]
-
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _local = threading.local()
 

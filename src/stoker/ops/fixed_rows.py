@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from stoker.ops.space import AddressSpace
 
-__all__ = ["FixedRows"]
-
 Int64 = npt.NDArray[np.int64]
 
 

@@ -20,8 +20,6 @@ from stoker.ops.cpu.arena import Arena
 if TYPE_CHECKING:
     from stoker.ops.codegen.native import Kernel
 
-__all__ = ["dot_interaction"]
-
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _BLOCK = 32  # examples handed out at a time
 _arena = Arena()

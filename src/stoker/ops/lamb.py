@@ -27,8 +27,6 @@ from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f3
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = ["ROWS", "Touched", "combined", "direct", "move", "squares", "touched", "trust_ratios"]
-
 _LIMB = 40  # bits of each fraction
 _MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
 #: rows whose integers are added at a time: the sum stays at or below 2^62

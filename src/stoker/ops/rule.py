@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["CODES", "STATE", "Constants", "RowRule"]
-
 #: kind of a rule that compiled kernels know -> names of its state tensors, in the order in which kernels take them
 STATE: dict[str, tuple[str, ...]] = {
     "sgd": (),

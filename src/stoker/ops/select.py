@@ -12,8 +12,6 @@ from torch import Tensor
 
 from stoker.ops.reference import bag_lengths
 
-__all__ = ["columns_of", "keep_ids", "offsets_fit", "select_bags"]
-
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from stoker.ops import reference
 
-__all__ = ["AddressSpace", "SlotSpace", "make_space", "slot_space"]
-
 
 @dataclass(frozen=True, eq=False)
 class AddressSpace:

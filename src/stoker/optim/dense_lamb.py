@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from stoker.base.errors import ConfigError
 from stoker.optim.lamb_options import check_lamb
 
-__all__ = ["DenseLAMB"]
-
 
 class DenseLAMB(torch.optim.Optimizer):
     """Layer-wise adaptive moments for large batches; a layer is a parameter.

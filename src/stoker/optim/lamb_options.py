@@ -6,8 +6,6 @@ import math
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["check_lamb"]
-
 
 def check_lamb(name: str, betas: tuple[float, float], eps: float, min_trust: float, max_trust: float | None) -> None:
     """Raise ConfigError for options out of their range."""

@@ -15,19 +15,6 @@ from stoker.ops.rule import RowRule
 from stoker.optim.lamb_options import check_lamb
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
-__all__ = [
-    "FTRL",
-    "LAMB",
-    "ROW_OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "MomentumSGD",
-    "RowOptimizer",
-    "RowWiseAdagrad",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:

@@ -8,8 +8,6 @@ from stoker.placement.placement import row_bytes
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import TableConfig, TensorTrain
 
-__all__ = ["rows_to_compress"]
-
 
 def rows_to_compress(
     tables: Sequence[TableConfig],

@@ -36,8 +36,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ZIPF", "Traffic", "Uses", "expect", "uses_of"]
-
 Floats = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 

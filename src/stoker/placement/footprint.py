@@ -34,8 +34,6 @@ from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import ENOUGH
 
-__all__ = ["HOT_MARK", "Beside", "Footprint", "Window"]
-
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from stoker.placement.expected import Traffic, Uses, expect, uses_of
 
-__all__ = ["HotBatches", "choose_hot", "expect_hot_cold", "mixed", "parted", "phases", "resting", "roomy"]
-
 Floats = npt.NDArray[np.float64]
 
 _MARGIN = 0.05  # batches are not quite independent draws

@@ -20,8 +20,6 @@ from stoker.dataset.dataset import Dataset
 from stoker.ops.space import AddressSpace, make_space
 from stoker.tables import tables_for
 
-__all__ = ["IdTrace", "array_steps", "dataset_space", "dataset_steps", "record"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 

@@ -26,8 +26,6 @@ from stoker.tables.stores.log_home import index_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Group", "Placement", "Workload", "row_bytes"]
-
 _MIB = 2**20
 
 

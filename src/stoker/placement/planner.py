@@ -34,8 +34,6 @@ from stoker.tables.config import Cached, Device, TableConfig, TensorTrain
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.stores.log_home import index_bytes
 
-__all__ = ["plan"]
-
 _SHARES = 16  # parts in which memory is dealt out to several kinds
 _AS_GOOD = 1.01  # times the least traffic
 _HOME_SHARE = 0.8  # of the available memory

@@ -27,8 +27,6 @@ from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import has_numba
 
-__all__ = ["Profile", "measure_profile"]
-
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
 _PLAIN_HOME = 2 * 2**20  # where plain Python plans
 _FILE = 64 * 2**20

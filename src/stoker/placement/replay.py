@@ -24,8 +24,6 @@ from stoker.placement.id_trace import IdTrace, array_steps, dataset_space, datas
 from stoker.placement.replay_reference import CacheStrategy, Counts
 from stoker.tables.config import DTYPES, Cached
 
-__all__ = ["STRATEGIES", "Replay", "StrategyFigures", "replay", "row_size", "simulate"]
-
 #: replayed unless others are asked for
 STRATEGIES = (
     "lru", "lfu", "lookahead-1", "lookahead-4", "lookahead-16", "lookahead-64", "lookahead-256", "hot-cold",

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["AHEAD", "LFU", "LRU", "cached", "count_uses", "link", "pipelined"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -18,8 +18,6 @@ from stoker.placement.hot_cold import HotBatches, choose_hot, parted, phases, ro
 from stoker.placement.placement import Workload, row_bytes
 from stoker.tables.config import Cached, HostPipelined, HotCold, Slotted, TableConfig
 
-__all__ = ["CHOICES", "Choice", "Division", "Kind", "by_kind", "check_choice", "kind_of", "least_moved", "weigh"]
-
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
 Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
 CHOICES: tuple[str, ...] = get_args(Choice)

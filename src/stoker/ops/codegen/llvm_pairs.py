@@ -12,8 +12,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "dots", "transpose", "weighted_rows"]
-
 LANES = 16  # dot products done side by side
 
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)

@@ -19,26 +19,6 @@ from stoker.ops.codegen.llvm_steps import STEPS
 from stoker.ops.codegen.llvm_vec import Vec, splat, vector_sqrt
 from stoker.ops.rule import CODES, STATE, Constants
 
-__all__ = [
-    "CLIP_NORM",
-    "CLIP_VALUE",
-    "COW",
-    "DECAY",
-    "L2",
-    "MOVE",
-    "row_accumulate",
-    "row_condition",
-    "row_copy",
-    "row_dot",
-    "row_init",
-    "row_lamb",
-    "row_rowwise_adagrad",
-    "row_scale",
-    "row_sgd",
-    "row_squares",
-    "row_step",
-]
-
 # Flags of row_condition.
 CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
 MOVE = 16  # of row_lamb

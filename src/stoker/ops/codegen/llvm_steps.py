@@ -11,8 +11,6 @@ from typing import Any
 
 from stoker.ops.codegen.llvm_vec import Vec
 
-__all__ = ["STEPS"]
-
 _Constants = Callable[[str], Any]
 
 

@@ -12,8 +12,6 @@ from numba.extending import intrinsic
 
 from stoker.ops.codegen.llvm_pairs import LANES, _data, _multiply_add, _splat
 
-__all__ = ["LANES", "tile_across", "tile_product"]
-
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
 

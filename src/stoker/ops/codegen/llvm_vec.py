@@ -7,8 +7,6 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-__all__ = ["Vec", "splat", "vector_sqrt"]
-
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
 
 

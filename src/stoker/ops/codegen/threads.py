@@ -12,8 +12,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Team", "team"]
-
 
 class _Helper(threading.Thread):
     def __init__(self, index: int) -> None:

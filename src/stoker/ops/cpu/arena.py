@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arena"]
-
 _KEEP = 8  # idle buffers kept of each size
 
 

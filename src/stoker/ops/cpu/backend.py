@@ -20,8 +20,6 @@ from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.select import offsets_fit
 from stoker.ops.space import AddressSpace
 
-__all__ = ["CpuBackend"]
-
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 _NO_OFFSETS = np.zeros(1, dtype=np.int64)

@@ -6,8 +6,6 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["count_ids", "number_rows", "place_rows"]
-
 
 @jit
 def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, seen, mark, inverse, others):

@@ -11,8 +11,6 @@ from stoker.ops.codegen.llvm_pairs import LANES, dots, transpose, weighted_rows
 from stoker.ops.codegen.llvm_rows import row_copy
 from stoker.ops.codegen.native import Kernel, arguments, thread_index
 
-__all__ = ["backward_kernel", "forward_kernel"]
-
 
 @lru_cache(maxsize=64)
 def forward_kernel(dim: int) -> Kernel:

@@ -28,8 +28,6 @@ from stoker.ops.codegen.llvm_rows import (
 from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
 from stoker.ops.rule import CODES, Constants
 
-__all__ = ["apply_kernel", "init_kernel", "lookup_kernel", "sum_kernel", "weight_gradient_kernel"]
-
 _SGD, _ROWWISE_ADAGRAD = CODES["sgd"], CODES["rowwise_adagrad"]
 _LR, _EPS, _SHARE, _CLIP_VALUE, _CLIP_NORM, _DECAY, _COW_RATIO, _COW_FLOOR = map(
     Constants._fields.index, ("lr", "eps", "share", "clip_value", "clip_norm", "decay", "cow_ratio", "cow_floor")

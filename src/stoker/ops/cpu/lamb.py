@@ -15,8 +15,6 @@ from stoker.ops.lamb import combined
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = ["direct", "move"]
-
 _NO_COUNTS = np.zeros(0, dtype=np.int64)
 _BLOCK = 512  # rows handed out at a time
 

@@ -23,8 +23,6 @@ from stoker.ops.codegen.llvm_rows import (
 )
 from stoker.ops.codegen.native import Kernel, arguments, thread_index
 
-__all__ = ["direct_kernel", "move_kernel"]
-
 _LINE = 16  # float32 elements in a cache line
 _AHEAD = 12  # rows to ask for before they are needed
 _MOST = 2.0**40  # stoker.ops.lamb

@@ -6,8 +6,6 @@ import numpy as np
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["chosen_ends", "chosen_values", "rises"]
-
 
 @jit
 def rises(offsets, count):  # type: ignore[no-untyped-def]

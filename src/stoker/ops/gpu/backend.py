@@ -26,8 +26,6 @@ from stoker.ops.reference import bag_lengths
 from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.space import AddressSpace
 
-__all__ = ["TritonBackend", "interpreted"]
-
 _TILE = 1024  # elements of a tile: 8 a thread
 _LONG = 64  # a row with more occurrences than this is summed by programs of its own
 _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the reference does

@@ -13,17 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "NO_ERROR",
-    "addresses_kernel",
-    "counter_bits",
-    "init_kernel",
-    "lookup_bags_kernel",
-    "lookup_kernel",
-    "read_rows",
-    "weight_gradient_kernel",
-]
-
 NO_ERROR = 2**63 - 1  # what the error word holds while every id has been inside its table
 
 _NONE = tl.constexpr(NO_ERROR)

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["copy_rows", "copy_rows_kernel"]
-
 _TILE = 2048  # elements of a tile: each thread has several reads on their way, for the link is slow to answer
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 

@@ -17,8 +17,6 @@ import triton.language as tl
 from stoker.ops.gpu.kernels import NO_ERROR, counter_bits, read_rows
 from stoker.ops.rule import CODES
 
-__all__ = ["mark_kernel", "starts_kernel", "sum_long_kernel", "update_kernel"]
-
 _NONE = tl.constexpr(NO_ERROR)
 _SGD = tl.constexpr(CODES["sgd"])
 _ADAGRAD = tl.constexpr(CODES["adagrad"])

@@ -18,8 +18,6 @@ from stoker.ops.bags import Bags
 from stoker.ops.gpu.kernels import NO_ERROR
 from stoker.ops.space import AddressSpace
 
-__all__ = ["IdWatch"]
-
 _UNREAD = 8  # calls the host may run ahead of the device before it waits for a copy
 
 

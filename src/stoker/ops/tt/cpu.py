@@ -11,8 +11,6 @@ from stoker.ops.cpu.arena import Arena
 from stoker.ops.tt import kernels
 from stoker.ops.tt.level import Level
 
-__all__ = ["back_through", "node_values", "order_nodes", "split_keys"]
-
 _PART = 32  # rows of a slice whose gradient a thread sums at a time
 _arena = Arena()
 

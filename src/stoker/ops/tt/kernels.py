@@ -18,8 +18,6 @@ from stoker.ops.codegen.llvm_pairs import transpose
 from stoker.ops.codegen.llvm_tiles import LANES, tile_across, tile_product
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["BLOCK", "down", "order_level", "split_level", "sum_children", "tasks_of", "up_slices", "up_values"]
-
 # Numba compiles a function again for an argument that is a number in the code: hence np.int64(0) instead of 0 below.
 BLOCK = 64  # rows of a product that a thread takes at a time
 _WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))

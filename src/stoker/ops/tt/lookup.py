@@ -23,18 +23,6 @@ from stoker.ops.reference import derive_key, init_rows
 from stoker.ops.tt.level import Level
 from stoker.ops.tt.shape import TTShape
 
-__all__ = [
-    "Level",
-    "Trie",
-    "build_trie",
-    "digits_of",
-    "expand",
-    "fill_core",
-    "gradients",
-    "init_core",
-    "rows_by_definition",
-]
-
 _FILL = 2**22  # values of a fresh core made at a time
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 

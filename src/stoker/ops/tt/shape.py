@@ -16,8 +16,6 @@ from functools import lru_cache
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_size
 
-__all__ = ["TTShape", "factorize"]
-
 _ROWS = 4096  # distinct rows of a batch, uniform over the table, for which work is counted
 _SPREAD = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # of a factor around the one with the fewest bytes
 _SLACK = 1.1  # bytes of the shape chosen over the least

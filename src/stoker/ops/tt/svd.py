@@ -8,8 +8,6 @@ from torch import Tensor
 from stoker.base.errors import ConfigError
 from stoker.ops.tt.shape import TTShape
 
-__all__ = ["decompose"]
-
 _LARGEST = 2**14  # rows of an unfolding
 _COLUMNS = 2**20  # of an unfolding that are multiplied in float64 at a time, over its rows
 
