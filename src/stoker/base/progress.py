@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from stoker.base.units import format_count, format_size
@@ -88,9 +87,7 @@ class Bars:
             amount = _amount(done, total, unit, done - first, time.monotonic() - began)
             print(f"{time.strftime('%H:%M:%S')} {what}: {amount} ({done / total:.0%})", file=sys.stderr, flush=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._bar is not None:
             self._bar.stop()

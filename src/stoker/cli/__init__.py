@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from stoker.base.errors import StokerError
+from stoker.base.errors import DependencyError, StokerError
 from stoker.base.progress import listening
 from stoker.cli.options import interruption, message_of, say
 
@@ -56,9 +56,11 @@ class _LazyGroup(TyperGroup):
             return None
         module, _, function = COMMANDS[cmd_name].partition(":")
         part = typer.Typer(add_completion=False)
-        part.command(cmd_name, no_args_is_help=cmd_name in _HELP_ALONE)(
-            getattr(importlib.import_module(module), function)
-        )
+        try:
+            command = getattr(importlib.import_module(module), function)
+            part.command(cmd_name, no_args_is_help=cmd_name in _HELP_ALONE)(command)
+        except ImportError as error:
+            _register_missing(part, cmd_name, (error.name or str(error)).split(".")[0])
         return typer.main.get_command(part)
 
     # typer would end at a Ctrl-C without a word.
@@ -77,6 +79,16 @@ class _LazyGroup(TyperGroup):
 
 class _Stopped(Exception):
     """Ctrl-C, on its way to :func:`main`."""
+
+
+def _register_missing(app: typer.Typer, name: str, package: str) -> None:
+    """A command whose module cannot be imported: it says so when it is called."""
+
+    def refuse() -> None:
+        raise DependencyError(f"stoker {name} needs {package}, which is not installed. Run: pip install {package}")
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=f"(needs {package}, which is not installed)", context_settings=settings)(refuse)
 
 
 app = typer.Typer(
