@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import stoker
 from stoker import TableConfig, TensorTrain
 from stoker.base.errors import ConfigError
-from stoker.placement.compression import rows_to_compress
 from stoker.placement.placement import row_bytes
+from stoker.placement.planner import rows_to_compress
 from stoker.placement.profile import Profile
 from stoker.tables.compressed.tensor_train import stored_tables
 

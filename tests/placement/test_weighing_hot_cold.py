@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import stoker
 from stoker import Cached, Device, HotCold, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
-from stoker.placement.expected import uses_of
-from stoker.placement.hot_cold import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy
+from stoker.placement.expected import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy, uses_of
+from stoker.placement.planner import least_moved
 from stoker.placement.profile import Profile
-from stoker.placement.weigh import least_moved
 
 ROW = 16 * 4 + 4
 PROFILE = Profile(row_bytes=ROW, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)

@@ -23,7 +23,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stoker.base.errors import DataError, DependencyError, StokerError
-from stoker.base.files import hash_file, url_of
+from stoker.base.files import hash_file
+from stoker.base.files import url_of as url_of
 from stoker.base.progress import Bars
 
 _THREADS = 8  # files copied at once

@@ -113,7 +113,7 @@ class _Proposal(NamedTuple):
 def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     """The largest tables as tensor trains, as many as let the others lie on the device."""
     from stoker.optim import Constant
-    from stoker.placement.compression import rows_to_compress
+    from stoker.placement.planner import rows_to_compress
     from stoker.tables import TensorTrain
     from stoker.training.placing import place_run
     from stoker.training.sizing.step_time import measure_step

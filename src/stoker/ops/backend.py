@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.ops import lamb, reference
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
 
 class Backend(ABC):

@@ -27,7 +27,7 @@ _arena = Arena()
 
 @cache
 def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.cpu.interaction_kernels import backward_kernel, forward_kernel
+    from stoker.ops.cpu.kernels import backward_kernel, forward_kernel
 
     return forward_kernel(dim), backward_kernel(dim)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
-from stoker.optim.lamb_options import check_lamb
+from stoker.optim.rows import check_lamb
 
 
 class DenseLAMB(torch.optim.Optimizer):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from stoker.ops.backend import Backend
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.lamb import Touched, direct, move, squares, touched, trust_ratios
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, slot_space
+from stoker.ops.space import AddressSpace, Bags, Rounding, slot_space
 from stoker.tables.config import TableConfig
 from stoker.tables.lease import Lease
 from stoker.tables.lookups import Lookups

@@ -21,7 +21,7 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.reader import BatchStream
 from stoker.models import MODELS, RecModel
-from stoker.models.imported import class_path
+from stoker.models.registry import class_path
 from stoker.optim import Constant, Schedule
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables import Stage

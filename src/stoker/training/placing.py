@@ -17,11 +17,10 @@ from stoker.dataset.reading.reader import BatchStream, EpochRest
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
-from stoker.placement.hot_cold import HotBatches
+from stoker.placement.expected import HotBatches
 from stoker.placement.placement import Placement
-from stoker.placement.planner import plan
+from stoker.placement.planner import Choice, plan
 from stoker.placement.profile import Profile
-from stoker.placement.weigh import Choice
 from stoker.tables import Stage, TableConfig, TensorTrain, stage
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.slots.foresight import Progress

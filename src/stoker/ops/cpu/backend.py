@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stoker.ops.backend import Backend
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.codegen.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
 from stoker.ops.cpu import kernels
 from stoker.ops.cpu import lamb as lamb_cpu
@@ -18,7 +17,7 @@ from stoker.ops.cpu.arena import Arena
 from stoker.ops.lamb import ROWS
 from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)

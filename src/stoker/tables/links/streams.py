@@ -112,7 +112,7 @@ class CudaStreams(Streams):
         tensor.record_stream(stream)
 
     def copy_rows(self, source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
-        from stoker.ops.gpu.row_copy import copy_rows
+        from stoker.ops.gpu.kernels import copy_rows
 
         copy_rows(source, rows, target, places)
 
