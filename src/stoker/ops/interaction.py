@@ -46,18 +46,9 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
     _kernels(dim)[0].run(
-        _flat(dense),
-        _flat(embedded),
-        _flat(out),
-        width,
-        features,
-        batch,
-        cursor,
-        _BLOCK,
-        rows,
-        columns,
+        _flat(dense), _flat(embedded), _flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
         threads=threads,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -69,20 +60,10 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
     _kernels(dim)[1].run(
-        _flat(dense),
-        _flat(embedded),
-        _flat(grad.to(torch.float32).contiguous()),
-        grad.shape[1],
-        _flat(grad_dense),
-        _flat(grad_embedded),
-        stride,
-        features,
-        batch,
-        np.zeros(1, dtype=np.int64),
-        _BLOCK,
-        np.empty((threads, (features + 1) * dim), np.float32),
-        threads=threads,
-    )
+        _flat(dense), _flat(embedded), _flat(grad.to(torch.float32).contiguous()), grad.shape[1], _flat(grad_dense),
+        _flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
+        np.empty((threads, (features + 1) * dim), np.float32), threads=threads,
+    )  # fmt: skip
     return grad_dense, grad_embedded.as_strided((batch, features, dim), (dim, stride, 1))
 
 

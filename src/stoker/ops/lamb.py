@@ -160,14 +160,9 @@ def direct(
 
 
 def move(
-    weight: Tensor,
-    rows: Tensor,
-    table: Tensor,
-    directions: Tensor,
-    ratios: Sequence[float],
-    rule: RowRule,
+    weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: Sequence[float], rule: RowRule,
     random: Callable[[Tensor], Tensor],
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Step along the ``directions`` [U, D], and return by how much the sum of squares of each of T tables has grown.
 
     Args:

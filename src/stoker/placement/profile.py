@@ -110,14 +110,9 @@ def measure_profile(
 
 @lru_cache(maxsize=16)
 def _measure(
-    dim: int,
-    dtype: str,
-    state: tuple[tuple[str, str], ...],
-    device: str,
-    directory: str | None,
-    file: bool,
+    dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool,
     writes: Literal["append", "in-place"] | None,
-) -> Profile:
+) -> Profile:  # fmt: skip
     row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
     room = (available_memory() or 2 * 2**30) // 8
     quick = has_numba()

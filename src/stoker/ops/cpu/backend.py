@@ -151,15 +151,9 @@ class CpuBackend(Backend):
         return out
 
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         layout = self._layout(space)
         dim, count = weight.shape[1], len(space.features)
         batch = bags.batch_size(count)
@@ -193,45 +187,19 @@ class CpuBackend(Backend):
             keys, slots, places, buffers, counts = self._scratch.arrays
             first = state[names[0]] if names else None
             updating = (
-                _flat(weight),
-                _NO_FLOATS if first is None else _flat(first),
-                _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS,
-                layout.first_row,
-                constants,
+                _flat(weight), _NO_FLOATS if first is None else _flat(first),
+                _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS, layout.first_row, constants,
                 np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
-                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(),
-                keys,
-                places,
-                buffers,
-                counts,
-            )
+                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), keys, places, buffers, counts,
+            )  # fmt: skip
             sums.run(
-                bags.ids.contiguous().reshape(-1).numpy(),
-                offsets,
+                bags.ids.contiguous().reshape(-1).numpy(), offsets,
                 _flat(bags.weights.to(torch.float32).contiguous()) if bags.weights is not None else _NO_FLOATS,
-                *_strided(grad.to(torch.float32)),
-                layout.start,
-                layout.features,
-                layout.first_row,
-                layout.rows,
-                items,
-                parts,
-                occurrences,
-                weight.data_ptr(),
-                weight.itemsize,
-                0 if first is None else first.data_ptr(),
-                0 if first is None else first.itemsize * first.numel() // len(first),
-                keys,
-                slots,
-                places,
-                buffers,
-                counts,
-                error,
-                np.zeros(1, dtype=np.int64),
-                apply.entry(*updating),
-                following=updating,
-                threads=threads,
-            )
+                *_strided(grad.to(torch.float32)), layout.start, layout.features, layout.first_row, layout.rows, items,
+                parts, occurrences, weight.data_ptr(), weight.itemsize, 0 if first is None else first.data_ptr(),
+                0 if first is None else first.itemsize * first.numel() // len(first), keys, slots, places, buffers,
+                counts, error, np.zeros(1, dtype=np.int64), apply.entry(*updating), following=updating, threads=threads,
+            )  # fmt: skip
         if error[0]:
             raise RuntimeError(
                 "ids or offsets were overwritten between a lookup and its update: they now lie outside their tables or "
@@ -240,31 +208,17 @@ class CpuBackend(Backend):
             )
 
     def lamb_direct(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor,
-        table: Tensor,
-        tables: int,
-        grad: Tensor | None,
-        rule: RowRule,
-        counts: Tensor | None,
-    ) -> tuple[Tensor, list[int]]:
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
+        rule: RowRule, counts: Tensor | None,
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
         if len(rows) > ROWS:
             return super().lamb_direct(weight, state, rows, table, tables, grad, rule, counts)
         return lamb_cpu.direct(weight, state, rows, table, tables, grad, rule, counts)
 
     def lamb_move(
-        self,
-        weight: Tensor,
-        rows: Tensor,
-        table: Tensor,
-        directions: Tensor,
-        ratios: list[float],
-        rule: RowRule,
-        rounding: Rounding,
-        space: AddressSpace,
-    ) -> list[int]:
+        self, weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+        rounding: Rounding, space: AddressSpace,
+    ) -> list[int]:  # fmt: skip
         if len(rows) > ROWS:
             return super().lamb_move(weight, rows, table, directions, ratios, rule, rounding, space)
         return lamb_cpu.move(weight, rows, table, directions, ratios, rule, rounding, space)
@@ -276,17 +230,9 @@ class CpuBackend(Backend):
         out, error = torch.empty(count, dtype=torch.float32), np.zeros(1, dtype=np.int64)
         if count:
             kernels.weight_gradient_kernel(weight.shape[1]).run(
-                _flat(weight),
-                bags.ids.reshape(-1).contiguous().numpy(),
-                offsets,
-                layout.bases,
-                layout.limits,
-                _flat(grad.to(torch.float32).contiguous()),
-                out.numpy(),
-                error,
-                np.zeros(1, dtype=np.int64),
-                256,
-            )
+                _flat(weight), bags.ids.reshape(-1).contiguous().numpy(), offsets, layout.bases, layout.limits,
+                _flat(grad.to(torch.float32).contiguous()), out.numpy(), error, np.zeros(1, dtype=np.int64), 256,
+            )  # fmt: skip
         if error[0]:
             _refuse(space, bags)
         return out

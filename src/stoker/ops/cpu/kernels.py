@@ -158,32 +158,10 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
 
     def sums(p):
         (
-            ids,
-            offsets,
-            scale,
-            grad,
-            example_stride,
-            feature_stride,
-            table_start,
-            table_features,
-            first_row,
-            table_rows,
-            items,
-            parts,
-            occurrences,
-            weight_at,
-            itemsize,
-            state_at,
-            state_row,
-            all_keys,
-            all_slots,
-            all_places,
-            all_buffers,
-            all_counts,
-            error,
-            cursor,
-            apply,
-        ) = arguments(p)
+            ids, offsets, scale, grad, example_stride, feature_stride, table_start, table_features, first_row,
+            table_rows, items, parts, occurrences, weight_at, itemsize, state_at, state_row, all_keys, all_slots,
+            all_places, all_buffers, all_counts, error, cursor, apply,
+        ) = arguments(p)  # fmt: skip
         me = thread_index(p)
         keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
         counts = all_counts[me]
@@ -269,18 +247,9 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
 
     def apply(p, me, table, count):
         (
-            weight,
-            state,
-            state2,
-            first_row,
-            constants,
-            rounding,
-            row_in_slot,
-            all_keys,
-            all_places,
-            all_buffers,
+            weight, state, state2, first_row, constants, rounding, row_in_slot, all_keys, all_places, all_buffers,
             all_counts,
-        ) = arguments(p)
+        ) = arguments(p)  # fmt: skip
         keys, places, buffer, counts = all_keys[me], all_places[me], all_buffers[me], all_counts[me]
         first = first_row[table]
         salt = rounding[table]
@@ -297,19 +266,9 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
                 if flags & COW:
                     occurs = np.int64(counts[u])
                 row_condition(
-                    dim,
-                    flags,
-                    buffer,
-                    g,
-                    weight,
-                    at,
-                    constants[_CLIP_VALUE],
-                    constants[_CLIP_NORM],
-                    constants[_DECAY],
-                    occurs,
-                    constants[_COW_RATIO],
-                    constants[_COW_FLOOR],
-                )
+                    dim, flags, buffer, g, weight, at, constants[_CLIP_VALUE], constants[_CLIP_NORM], constants[_DECAY],
+                    occurs, constants[_COW_RATIO], constants[_COW_FLOOR],
+                )  # fmt: skip
             if rule == _SGD:
                 row_sgd(dim, weight, at, buffer, g, constants[_LR], salt, local * dim)
             elif rule == _ROWWISE_ADAGRAD:

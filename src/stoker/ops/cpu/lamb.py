@@ -38,15 +38,9 @@ def _flat(tensor: Tensor) -> np.ndarray:
 
 
 def direct(
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    table: Tensor,
-    tables: int,
-    grad: Tensor | None,
-    rule: RowRule,
-    counts: Tensor | None,
-) -> tuple[Tensor, list[int]]:
+    weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
+    rule: RowRule, counts: Tensor | None,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """The directions, in the place of ``grad``, and the sum of squares of those of each table."""
     dim, threads = weight.shape[1], torch.get_num_threads()
     flags = DECAY if rule.weight_decay else 0
@@ -65,51 +59,28 @@ def direct(
         )  # fmt: skip
         limits = (rule.clip_value, rule.clip_norm, rule.cow_ratio, rule.cow_floor, rule.l2)
         direct_kernel(dim, flags).run(
-            _flat(weight),
-            _flat(state["exp_avg"]),
-            _flat(state["exp_avg_sq"]),
-            _flat(out),
-            rows.numpy(),
-            table.numpy(),
-            _NO_COUNTS if counts is None else counts.numpy(),
-            np.array(limits, dtype=np.float32),
-            np.array(constants, dtype=np.float32),
-            limbs,
-            np.zeros(1, dtype=np.int64),
-            _BLOCK,
-            threads=threads,
-        )
+            _flat(weight), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), _flat(out), rows.numpy(), table.numpy(),
+            _NO_COUNTS if counts is None else counts.numpy(), np.array(limits, dtype=np.float32),
+            np.array(constants, dtype=np.float32), limbs, np.zeros(1, dtype=np.int64), _BLOCK, threads=threads,
+        )  # fmt: skip
     return out, combined(limbs)
 
 
 def move(
-    weight: Tensor,
-    rows: Tensor,
-    table: Tensor,
-    directions: Tensor,
-    ratios: list[float],
-    rule: RowRule,
-    rounding: Rounding,
-    space: AddressSpace,
-) -> list[int]:
+    weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+    rounding: Rounding, space: AddressSpace,
+) -> list[int]:  # fmt: skip
     """Step along the directions; by how much the sum of squares of each table has grown."""
     dim, threads = weight.shape[1], torch.get_num_threads()
     limbs = np.zeros((threads, len(ratios), 3), dtype=np.int64)
     if len(rows):
         move_kernel(dim).run(
-            _flat(weight),
-            _flat(directions),
-            rows.numpy(),
-            table.numpy(),
-            np.array([rule.lr * ratio for ratio in ratios], dtype=np.float32),
-            space.first_row,
+            _flat(weight), _flat(directions), rows.numpy(), table.numpy(),
+            np.array([rule.lr * ratio for ratio in ratios], dtype=np.float32), space.first_row,
             _NO_COUNTS if rounding.rows is None else rounding.rows.numpy(),
-            np.array(rounding.keys or (0,) * len(ratios), dtype=np.int64),
-            limbs,
-            np.zeros(1, dtype=np.int64),
-            _BLOCK,
+            np.array(rounding.keys or (0,) * len(ratios), dtype=np.int64), limbs, np.zeros(1, dtype=np.int64), _BLOCK,
             threads=threads,
-        )
+        )  # fmt: skip
     return combined(limbs)
 
 
@@ -143,19 +114,9 @@ def direct_kernel(dim: int, flags: int) -> Kernel:
                     if clipping & COW:
                         occurs = counts[u]
                     row_condition(
-                        dim,
-                        clipping,
-                        out,
-                        u * dim,
-                        weight,
-                        at,
-                        limits[0],
-                        limits[1],
-                        limits[4],
-                        occurs,
-                        limits[2],
+                        dim, clipping, out, u * dim, weight, at, limits[0], limits[1], limits[4], occurs, limits[2],
                         limits[3],
-                    )
+                    )  # fmt: skip
                 row_lamb(dim, flags, weight, at, mean, square, out, u * dim, constants)
                 rest = row_squares(dim, out, u * dim)
                 if not rest <= _MOST:

@@ -129,46 +129,21 @@ class TritonBackend(Backend):
         with _on(device):
             if bags.offsets is None:
                 kernels.lookup_kernel[grid](
-                    _bits(weight),
-                    ids,
-                    place.bases,
-                    place.limits,
-                    _or(scales, out),
-                    out,
-                    watch.word,
-                    total,
-                    **constants,
-                    **_EXACT,
-                )
+                    _bits(weight), ids, place.bases, place.limits, _or(scales, out), out, watch.word, total,
+                    **constants, **_EXACT,
+                )  # fmt: skip
             else:
                 kernels.lookup_bags_kernel[grid](
-                    _bits(weight),
-                    ids,
-                    bags.offsets.contiguous(),
-                    place.bases,
-                    place.limits,
-                    _or(scales, out),
-                    out,
-                    watch.word,
-                    total,
-                    MEAN=bags.mean,
-                    UNROLL=4,
-                    **constants,
-                    **_EXACT,
-                )
+                    _bits(weight), ids, bags.offsets.contiguous(), place.bases, place.limits, _or(scales, out), out,
+                    watch.word, total, MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
+                )  # fmt: skip
             watch.post(space, bags)
         return out
 
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         device, dim, features = weight.device, weight.shape[1], len(space.features)
         watch, place = self._watch(device), self._place(space, device)
         watch.poll()
@@ -188,58 +163,20 @@ class TritonBackend(Backend):
                 windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
                 kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments,
-                    found.starts,
-                    found.sources,
-                    scales,
-                    grad,
-                    totals,
-                    watch.word,
-                    count,
-                    D=dim,
-                    SCALED=found.scales is not None,
-                    LONG=_LONG,
-                    BLOCK=width,
-                    UNROLL=32,
-                    num_warps=1,
-                    **_EXACT,
-                )
+                    found.segments, found.starts, found.sources, scales, grad, totals, watch.word, count, D=dim,
+                    SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **_EXACT,
+                )  # fmt: skip
             kernels.update_kernel[triton.cdiv(count, tile),](
-                _bits(weight),
-                _or(states[0] if states else None, grad),
-                _or(states[1] if len(states) > 1 else None, grad),
-                found.rows,
-                found.segments,
-                found.starts,
-                found.sources,
-                scales,
-                grad,
-                totals,
-                watch.word,
-                place.table_of,
-                place.first_row,
-                _send(rounding.keys, device) if bf16 else place.first_row,
-                _or(rounding.rows, place.first_row),
-                count,
-                space.num_rows,
-                *(0.0 if value == math.inf else value for value in rule.constants(dim)),
-                F=features,
-                D=dim,
-                RULE=CODES[rule.kind],
-                BF16=bf16,
-                SLOTTED=rounding.rows is not None,
-                SCALED=found.scales is not None,
-                CLIP_VALUE=rule.clip_value != math.inf,
-                CLIP_NORM=rule.clip_norm != math.inf,
-                DECAY=rule.weight_decay != 0,
-                COW=rule.cow_ratio != math.inf,
-                LONG=_LONG,
-                ROWS=tile,
-                BLOCK=block,
-                UNROLL=4,
-                num_warps=4 if block <= 2048 else 8,
-                **_EXACT,
-            )
+                _bits(weight), _or(states[0] if states else None, grad),
+                _or(states[1] if len(states) > 1 else None, grad), found.rows, found.segments, found.starts,
+                found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
+                _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
+                space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
+                D=dim, RULE=CODES[rule.kind], BF16=bf16, SLOTTED=rounding.rows is not None,
+                SCALED=found.scales is not None, CLIP_VALUE=rule.clip_value != math.inf,
+                CLIP_NORM=rule.clip_norm != math.inf, DECAY=rule.weight_decay != 0, COW=rule.cow_ratio != math.inf,
+                LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,
+            )  # fmt: skip
             watch.post(space, bags)
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
@@ -251,15 +188,9 @@ class TritonBackend(Backend):
             return
         with _on(out.device):
             kernels.init_kernel[triton.cdiv(count, _TILE),](
-                _bits(out),
-                key,
-                start * dim,
-                count,
-                float(np.float32(scale)),
-                BF16=out.dtype == torch.bfloat16,
-                SIZE=_TILE,
-                **_EXACT,
-            )
+                _bits(out), key, start * dim, count, float(np.float32(scale)), BF16=out.dtype == torch.bfloat16,
+                SIZE=_TILE, **_EXACT,
+            )  # fmt: skip
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         """Gradient of the per-sample weights [L]: dot products in a fixed order, but not the reference's."""
@@ -275,20 +206,9 @@ class TritonBackend(Backend):
             bag_of = _bag_of(bags)
             rows = self._addresses(space, bags, bag_of, watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight),
-                rows,
-                _or(bag_of, rows),
-                grad.to(torch.float32).contiguous(),
-                out,
-                count,
-                space.num_rows,
-                D=dim,
-                BF16=weight.dtype == torch.bfloat16,
-                JAGGED=bag_of is not None,
-                SIZE=tile,
-                BLOCK=block,
-                **_EXACT,
-            )
+                _bits(weight), rows, _or(bag_of, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
+                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag_of is not None, SIZE=tile, BLOCK=block, **_EXACT,
+            )  # fmt: skip
         return out
 
     def _watch(self, device: torch.device) -> IdWatch:
@@ -313,19 +233,9 @@ class TritonBackend(Backend):
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()
         kernels.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids,
-            _or(bag_of, ids),
-            place.bases,
-            place.limits,
-            rows,
-            watch.word,
-            count,
-            space.num_rows,
-            F=len(space.features),
-            JAGGED=bag_of is not None,
-            SIZE=_TILE,
-            **_EXACT,
-        )
+            ids, _or(bag_of, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
+            F=len(space.features), JAGGED=bag_of is not None, SIZE=_TILE, **_EXACT,
+        )  # fmt: skip
         return rows
 
     def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:

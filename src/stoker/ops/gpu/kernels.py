@@ -49,21 +49,9 @@ def read_rows(weight, place, mask, BF16: tl.constexpr):
 
 @triton.jit
 def lookup_kernel(
-    weight,
-    ids,
-    bases,
-    limits,
-    scales,
-    out,
-    error,
-    bags,
-    F: tl.constexpr,
-    D: tl.constexpr,
-    BF16: tl.constexpr,
-    SCALED: tl.constexpr,
-    BAGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    weight, ids, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
+    SCALED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One id a bag. The position of the first id outside its table goes to ``error``; its output is zero."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -83,24 +71,9 @@ def lookup_kernel(
 
 @triton.jit
 def lookup_bags_kernel(
-    weight,
-    ids,
-    offsets,
-    bases,
-    limits,
-    scales,
-    out,
-    error,
-    bags,
-    F: tl.constexpr,
-    D: tl.constexpr,
-    BF16: tl.constexpr,
-    SCALED: tl.constexpr,
-    MEAN: tl.constexpr,
-    BAGS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    weight, ids, offsets, bases, limits, scales, out, error, bags, F: tl.constexpr, D: tl.constexpr, BF16: tl.constexpr,
+    SCALED: tl.constexpr, MEAN: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Bags of any length, each summed in order of occurrence; all bags of a tile advance together."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -153,19 +126,9 @@ def addresses_kernel(
 
 @triton.jit
 def weight_gradient_kernel(
-    weight,
-    address,
-    bag_of,
-    grad,
-    out,
-    count,
-    missing,
-    D: tl.constexpr,
-    BF16: tl.constexpr,
-    JAGGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    weight, address, bag_of, grad, out, count, missing, D: tl.constexpr, BF16: tl.constexpr, JAGGED: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The dot product of each occurrence's row with its bag's gradient."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < count
@@ -235,20 +198,9 @@ def starts_kernel(rows, segments, starts, count, SIZE: tl.constexpr):
 
 @triton.jit
 def sum_long_kernel(
-    segments,
-    starts,
-    sources,
-    scales,
-    grad,
-    totals,
-    error,
-    count,
-    D: tl.constexpr,
-    SCALED: tl.constexpr,
-    LONG: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    segments, starts, sources, scales, grad, totals, error, count, D: tl.constexpr, SCALED: tl.constexpr,
+    LONG: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """The gradient of the long row that begins in window ``p`` of LONG occurrences, into ``totals[p]``.
 
     A long row has more than LONG occurrences, so no two begin in one window.
@@ -310,54 +262,12 @@ def _round_randomly(values, bits):
 
 @triton.jit
 def update_kernel(
-    weight,
-    state1,
-    state2,
-    rows,
-    segments,
-    starts,
-    sources,
-    scales,
-    grad,
-    totals,
-    error,
-    table_of,
-    first_row,
-    keys,
-    row_in_slot,
-    count,
-    missing,
-    lr,
-    eps,
-    share,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    unbias,
-    keep,
-    l1,
-    l2,
-    clip_value,
-    clip_norm,
-    decay,
-    cow_ratio,
-    cow_floor,
-    F: tl.constexpr,
-    D: tl.constexpr,
-    RULE: tl.constexpr,
-    BF16: tl.constexpr,
-    SLOTTED: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLIP_VALUE: tl.constexpr,
-    CLIP_NORM: tl.constexpr,
-    DECAY: tl.constexpr,
-    COW: tl.constexpr,
-    LONG: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    weight, state1, state2, rows, segments, starts, sources, scales, grad, totals, error, table_of, first_row, keys,
+    row_in_slot, count, missing, lr, eps, share, beta1, rest1, beta2, rest2, unbias, keep, l1, l2, clip_value,
+    clip_norm, decay, cow_ratio, cow_floor, F: tl.constexpr, D: tl.constexpr, RULE: tl.constexpr, BF16: tl.constexpr,
+    SLOTTED: tl.constexpr, SCALED: tl.constexpr, CLIP_VALUE: tl.constexpr, CLIP_NORM: tl.constexpr, DECAY: tl.constexpr,
+    COW: tl.constexpr, LONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Sum the gradient of each distinct row and update the row and its state.
 
     Does nothing once an id was found outside its table: the tables stay as they were before that batch.
@@ -494,13 +404,6 @@ def copy_rows(source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> N
     tile = max(1, _TILE // block)
     grid = (triton.cdiv(count, tile), triton.cdiv(dim, block))
     copy_rows_kernel[grid](
-        source.view(whole),
-        rows,
-        target.view(whole),
-        places,
-        count,
-        D=dim,
-        ROWS=tile,
-        BLOCK=block,
+        source.view(whole), rows, target.view(whole), places, count, D=dim, ROWS=tile, BLOCK=block,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
