@@ -16,7 +16,7 @@ from stoker.cli.options import OneObject, say, show_table
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory; or its URL.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Re-hash every file and check every id.")] = False,
+    verify: bool = typer.Option(False, "--verify", help="Re-hash every file and check every id."),
     as_json: OneObject = False,
 ) -> None:
     """Show what a dataset, a checkpoint or a run holds.
@@ -49,8 +49,7 @@ def inspect(
 
 
 def doctor(
-    as_json: OneObject = False,
-    measure: Annotated[bool, typer.Option(help="Measure memory bandwidth, about a second.")] = True,
+    as_json: OneObject = False, measure: bool = typer.Option(True, help="Measure memory bandwidth, about a second.")
 ) -> None:
     """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run.
 

@@ -17,9 +17,9 @@ import typer
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
 
 
-def option(panel: str | None, text: str, *names: str, **more: Any) -> Any:
-    """An option in a panel of the help."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+def option(panel: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """An option in a panel of the help; ``default`` is that of Typer: ``...`` where it must be given."""
+    return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
 
 
 #: Kinds of row optimizers, for help texts.
@@ -38,9 +38,13 @@ Import = Annotated[
 ]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
 #: Where a run has a budget already.
-Budget = Annotated[str | None, option("Memory", f"{MEMORY_FOR_ROWS}. (default: the run's own)")]
-BatchSize = Annotated[int | None, option("Optimization", "Examples. (default: 2048)")]
-Overwrite = Annotated[bool, option("Results", "Replace a dataset that is there.", "--overwrite")]
+Budget = Annotated[
+    str | None, typer.Option(help=f"{MEMORY_FOR_ROWS}. (default: the run's own)", rich_help_panel="Memory")
+]
+BatchSize = Annotated[int | None, typer.Option(help="Examples. (default: 2048)", rich_help_panel="Optimization")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a dataset that is there.", rich_help_panel="Results")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Start = Annotated[

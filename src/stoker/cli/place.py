@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
@@ -42,11 +42,11 @@ _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 )  # fmt: skip
 def plan(
     dataset: DataArgument,
-    device_memory: Annotated[str | None, option("Memory", f"{MEMORY_FOR_ROWS}. (default: 80% of what is free)")] = None,
+    device_memory: str | None = option("Memory", f"{MEMORY_FOR_ROWS}. (default: 80% of what is free)"),
     *,
-    allow_compression: Annotated[
-        bool, option("Model", "Also propose tensor trains, which change the model.", "--allow-compression")
-    ] = False,
+    allow_compression: bool = option(
+        "Model", "Also propose tensor trains, which change the model.", "--allow-compression", default=False
+    ),
     as_json: OneObject = False,
     **given: Any,
 ) -> None:
@@ -166,18 +166,18 @@ def _show_placement(title: str, placement: Placement, step: StepTime) -> None:
 
 def replay(
     dataset: DataArgument,
-    fraction: Annotated[str | None, option(_SLOTS, "Share of all rows, 0.1 or 10%. (default: 10%)")] = None,
-    slots: Annotated[str | None, option(_SLOTS, "Rows, such as 50k.")] = None,
-    device_memory: Annotated[str | None, option(_SLOTS, "Bytes for rows and their state, such as 1GiB.")] = None,
-    lookahead: Annotated[str, option(None, "Batches whose ids are known ahead, several windows.")] = "1,4,16,64,256",
-    in_flight: Annotated[int, option(None, "Batches whose rows may not leave, the current one included.")] = 1,
-    batch_size: Annotated[int, option(_TRACE, "Examples.")] = 2048,
-    steps: Annotated[int | None, option(_TRACE, "Batches in all. (default: one epoch)")] = None,
-    order: Annotated[str, option(_TRACE, "shuffled, as in training, or file.")] = "shuffled",
-    seed: Annotated[int, option(_TRACE, "Of the shuffled order.")] = 0,
-    dim: Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim")] = 16,
-    dtype: Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.")] = "float32",
-    optimizer: Annotated[str, option("Rows", f"Its state travels with a row: {ROW_OPTIMIZERS}.")] = "rowwise_adagrad",
+    fraction: str | None = option(_SLOTS, "Share of all rows, 0.1 or 10%. (default: 10%)"),
+    slots: str | None = option(_SLOTS, "Rows, such as 50k."),
+    device_memory: str | None = option(_SLOTS, "Bytes for rows and their state, such as 1GiB."),
+    lookahead: str = option(None, "Batches whose ids are known ahead, several windows.", default="1,4,16,64,256"),
+    in_flight: int = option(None, "Batches whose rows may not leave, the current one included.", default=1),
+    batch_size: int = option(_TRACE, "Examples.", default=2048),
+    steps: int | None = option(_TRACE, "Batches in all. (default: one epoch)"),
+    order: str = option(_TRACE, "shuffled, as in training, or file.", default="shuffled"),
+    seed: int = option(_TRACE, "Of the shuffled order.", default=0),
+    dim: int = option("Rows", "Columns of every table.", "--dim", "--embedding-dim", default=16),
+    dtype: str = option("Rows", "Of the tables: float32 or bfloat16.", default="float32"),
+    optimizer: str = option("Rows", f"Its state travels with a row: {ROW_OPTIMIZERS}.", default="rowwise_adagrad"),
     as_json: OneObject = False,
 ) -> None:
     """Replay the ids of a dataset through cache strategies, without training.

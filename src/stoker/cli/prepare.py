@@ -32,9 +32,9 @@ _STAGES = {
 
 def init(
     log: Annotated[list[str], typer.Argument(help="Raw files or patterns of your log.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Schema file to write, .toml.")] = Path("schema.toml"),
-    rows: Annotated[int, typer.Option(help="Rows to look at, in all files together.", min=1)] = 100_000,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    out: Path = typer.Option(Path("schema.toml"), "--out", "-o", help="Schema file to write, .toml."),
+    rows: int = typer.Option(100_000, help="Rows to look at, in all files together.", min=1),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a file that is there."),
 ) -> None:
     """Draft a schema for a log of your own.
 
@@ -87,7 +87,7 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
 
 def schema(
     recipe: Annotated[str, typer.Argument(help="Recipe name; stoker prepare --list shows them.")],
-    preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
+    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
 ) -> None:
     """Print the schema of a recipe as TOML.
 
@@ -117,42 +117,38 @@ def schema(
 def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to make.")] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option("--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."),
-    ] = None,
-    history: Annotated[
-        str,
-        typer.Option(help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."),
-    ] = "auto",
-    preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
-    max_bad: Annotated[
-        str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)")
-    ] = None,
-    min_count: Annotated[
-        int | None, typer.Option(help="Training occurrences a value needs to get an id, for all columns.", min=1)
-    ] = None,
-    feature: Annotated[
-        list[str] | None,
-        typer.Option("--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."),
-    ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option("--keep", help="Raw column that stoker predict writes, too. Repeatable.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
-    reorder: Annotated[
-        bool, typer.Option("--reorder", help="Make ids that are used together neighbours, as stoker reorder does.")
-    ] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their presets.")] = False,
+    out: Path | None = typer.Option(None, "--out", "-o", help="Directory to make."),
+    like: Path | None = typer.Option(
+        None, "--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."
+    ),
+    history: str = typer.Option(
+        "auto", help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."
+    ),
+    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
+    strict: bool = typer.Option(False, "--strict", help="Stop at the first bad line."),
+    max_bad: str | None = typer.Option(
+        None, help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)"
+    ),
+    min_count: int | None = typer.Option(
+        None, help="Training occurrences a value needs to get an id, for all columns.", min=1
+    ),
+    feature: list[str] | None = typer.Option(
+        None, "--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."
+    ),
+    split: str | None = typer.Option(
+        None, help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."
+    ),
+    keep: list[str] | None = typer.Option(
+        None, "--keep", help="Raw column that stoker predict writes, too. Repeatable."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a dataset that is there."),
+    resume: bool = typer.Option(True, help="Go on where an interrupted run stopped."),
+    reorder: bool = typer.Option(
+        False, "--reorder", help="Make ids that are used together neighbours, as stoker reorder does."
+    ),
+    threads: int | None = typer.Option(None, help="Threads; one per core if left out.", min=1),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+    list_recipes: bool = typer.Option(False, "--list", help="List the recipes and their presets."),
 ) -> None:
     """Prepare raw click logs for training.
 
@@ -319,24 +315,22 @@ def synthetic(
     recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
     rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
     out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
-    seed: Annotated[int, typer.Option(help="Another seed, other rows; 0 or more.")] = 0,
-    universe: Annotated[int | None, typer.Option(help="Seed of ids and hidden weights; default: --seed.")] = None,
-    alpha: Annotated[float, typer.Option(help="Exponent of Zipf's law for ids, without --curve; 0 to 10.")] = 1.05,
-    curve: Annotated[
-        str | None, typer.Option(help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file.")
-    ] = None,
-    drift: Annotated[
-        float, typer.Option(help="Share of the frequency ranks that change hands over the log, 0 to 1.")
-    ] = 0.0,
-    bad: Annotated[str, typer.Option(help="Share of lines to spoil, such as 0.1%.")] = "0",
-    scale: Annotated[float, typer.Option(help="Factor on the number of distinct ids, up to 100.")] = 1.0,
-    base_rate: Annotated[float | None, typer.Option(help="Share of positives; default: that of the real log.")] = None,
-    signal: Annotated[float, typer.Option(help="Spread of the true logit, 0 to 5; 0 plants nothing.")] = 1.3,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a log that is there.")] = False,
-    metadata: Annotated[
-        Path | None, typer.Option(help="trivago: also write the items' properties here, as item_metadata.csv.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the planted truth as JSON.")] = False,
+    seed: int = typer.Option(0, help="Another seed, other rows; 0 or more."),
+    universe: int | None = typer.Option(None, help="Seed of ids and hidden weights; default: --seed."),
+    alpha: float = typer.Option(1.05, help="Exponent of Zipf's law for ids, without --curve; 0 to 10."),
+    curve: str | None = typer.Option(
+        None, help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."
+    ),
+    drift: float = typer.Option(0.0, help="Share of the frequency ranks that change hands over the log, 0 to 1."),
+    bad: str = typer.Option("0", help="Share of lines to spoil, such as 0.1%."),
+    scale: float = typer.Option(1.0, help="Factor on the number of distinct ids, up to 100."),
+    base_rate: float | None = typer.Option(None, help="Share of positives; default: that of the real log."),
+    signal: float = typer.Option(1.3, help="Spread of the true logit, 0 to 5; 0 plants nothing."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a log that is there."),
+    metadata: Path | None = typer.Option(
+        None, help="trivago: also write the items' properties here, as item_metadata.csv."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the planted truth as JSON."),
 ) -> None:
     """Write a generated log with a planted truth.
 

@@ -31,25 +31,20 @@ _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 def profile(
     dataset: DataArgument,
-    budget: Annotated[str, option("Memory", "For hot rows and their optimizer state.", "--device-memory")] = "512MiB",
-    dim: Annotated[int, option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim")] = 16,
-    dtype: Annotated[str, option(_ROWS, "Of the tables: float32 or bfloat16.")] = "float32",
-    optimizer: Annotated[str, option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.")] = "rowwise_adagrad",
-    exact: Annotated[
-        bool, option(_SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact")
-    ] = False,
-    sample: Annotated[
-        str | None,
-        option(
-            _SAMPLE, "Estimate from this share of the training rows, as published (5%), and compare with the counts."
-        ),
-    ] = None,
-    confidence: Annotated[str | None, option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)")] = None,
-    seed: Annotated[int, option(_SAMPLE, "Of the rows that are drawn; 0 or more.")] = 0,
-    out: Annotated[
-        Path | None, option("Results", "File to write the profile to, as JSON, for stoker classify.")
-    ] = None,
-    plot: Annotated[Path | None, option("Results", "File to write the curve to, as .png (needs matplotlib).")] = None,
+    budget: str = option("Memory", "For hot rows and their optimizer state.", "--device-memory", default="512MiB"),
+    dim: int = option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim", default=16),
+    dtype: str = option(_ROWS, "Of the tables: float32 or bfloat16.", default="float32"),
+    optimizer: str = option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.", default="rowwise_adagrad"),
+    exact: bool = option(
+        _SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
+    ),
+    sample: str | None = option(
+        _SAMPLE, "Estimate from this share of the training rows, as published (5%), and compare with the counts."
+    ),
+    confidence: str | None = option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)"),
+    seed: int = option(_SAMPLE, "Of the rows that are drawn; 0 or more.", default=0),
+    out: Path | None = option("Results", "File to write the profile to, as JSON, for stoker classify."),
+    plot: Path | None = option("Results", "File to write the curve to, as .png (needs matplotlib)."),
     as_json: OneObject = False,
 ) -> None:
     """Find the rows that are accessed most, as many as fit a budget, and what they would serve.
@@ -175,18 +170,14 @@ def _bar(share: float) -> str:
 
 def classify(
     dataset: DataArgument,
-    out: Annotated[Path, option("Results", "Directory to make.")],
-    profile: Annotated[
-        Path | None, option(_PROFILE, "File that stoker profile wrote. (default: a profile is made first)")
-    ] = None,
-    budget: Annotated[
-        str | None, option(_PROFILE, "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory")
-    ] = None,
-    dim: Annotated[int | None, option(_PROFILE, "Columns of every table. (default: 16)", "--dim")] = None,
-    dtype: Annotated[str | None, option(_PROFILE, "Of the tables: float32 or bfloat16. (default: float32)")] = None,
-    optimizer: Annotated[
-        str | None, option(_PROFILE, "Of the rows; its state lies with them. (default: rowwise_adagrad)")
-    ] = None,
+    out: Path = option("Results", "Directory to make.", default=...),
+    profile: Path | None = option(_PROFILE, "File that stoker profile wrote. (default: a profile is made first)"),
+    budget: str | None = option(
+        _PROFILE, "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
+    ),
+    dim: int | None = option(_PROFILE, "Columns of every table. (default: 16)", "--dim"),
+    dtype: str | None = option(_PROFILE, "Of the tables: float32 or bfloat16. (default: float32)"),
+    optimizer: str | None = option(_PROFILE, "Of the rows; its state lies with them. (default: rowwise_adagrad)"),
     overwrite: Overwrite = False,
     as_json: OneObject = False,
 ) -> None:
@@ -232,36 +223,24 @@ def classify(
 
 def reorder(
     dataset: DataArgument,
-    out: Annotated[Path, option("Results", "Directory to make.")],
-    method: Annotated[
-        str | None, option(_ORDER, "bisect, communities (needs networkit) or first-use. (default: bisect)")
-    ] = None,
-    hot: Annotated[
-        float | None,
-        option(
-            _ORDER,
-            "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many. "
-            "(default: 0.01)",
-        ),
-    ] = None,
-    spread: Annotated[
-        float | None,
-        option(
-            _ORDER,
-            "Other ids trade places where their counts differ by less than this factor; inf: all of them. (default: 2)",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None, option(_ORDER, "Neighbouring training rows that are looked at as one batch. (default: 4096)")
-    ] = None,
-    tables: Annotated[
-        list[str] | None,
-        option(_ORDER, "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"),
-    ] = None,
-    edges: Annotated[
-        int | None, option(_COST, "Pairs of an id and a window, or of two ids, per table at most. (default: 8000000)")
-    ] = None,
-    seed: Annotated[int | None, option(_COST, "Of what is drawn where there are more. (default: 0)")] = None,
+    out: Path = option("Results", "Directory to make.", default=...),
+    method: str | None = option(_ORDER, "bisect, communities (needs networkit) or first-use. (default: bisect)"),
+    hot: float | None = option(
+        _ORDER,
+        "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many. (default: 0.01)",
+    ),
+    spread: float | None = option(
+        _ORDER,
+        "Other ids trade places where their counts differ by less than this factor; inf: all of them. (default: 2)",
+    ),
+    window: int | None = option(_ORDER, "Neighbouring training rows that are looked at as one batch. (default: 4096)"),
+    tables: list[str] | None = option(
+        _ORDER, "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"
+    ),
+    edges: int | None = option(
+        _COST, "Pairs of an id and a window, or of two ids, per table at most. (default: 8000000)"
+    ),
+    seed: int | None = option(_COST, "Of what is drawn where there are more. (default: 0)"),
     overwrite: Overwrite = False,
     as_json: OneObject = False,
 ) -> None:

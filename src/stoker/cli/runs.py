@@ -53,9 +53,9 @@ def evaluate(
     imported: Import = None,
     split: SplitName = "test",
     rows: Rows = None,
-    k: Annotated[
-        int | None, typer.Option("--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1)
-    ] = None,
+    k: int | None = typer.Option(
+        None, "--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1
+    ),
     batch_size: BatchSize = None,
     device_memory: Budget = None,
     *,
@@ -178,7 +178,7 @@ def _with_rows(dataset: Dataset, name: str) -> Split:
 @takes(*_AGAIN)
 def verify(
     run: RunArgument,
-    steps: Annotated[int, typer.Option(help="Steps to replay.")] = 50,
+    steps: int = typer.Option(50, help="Steps to replay."),
     start: Start = None,
     data: Data = None,
     imported: Import = None,
@@ -232,8 +232,8 @@ def _show_verification(found: Verification) -> None:
 @takes(*_AGAIN)
 def trace(
     run: RunArgument,
-    steps: Annotated[int, typer.Option(help="Steps to record.")] = 30,
-    out: Annotated[Path, typer.Option(help="File for the timeline; it is replaced if there.")] = Path("trace.json"),
+    steps: int = typer.Option(30, help="Steps to record."),
+    out: Path = typer.Option(Path("trace.json"), help="File for the timeline; it is replaced if there."),
     start: Start = None,
     data: Data = None,
     imported: Import = None,
@@ -301,10 +301,10 @@ def _rerun_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more; unfinished ones too.")],
-    metric: Annotated[
-        str | None, typer.Option(help="Of the curves: auc, log_loss, mrr, ... (default: what the runs choose by)")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="File to draw the curves in, as .png (needs matplotlib).")] = None,
+    metric: str | None = typer.Option(
+        None, help="Of the curves: auc, log_loss, mrr, ... (default: what the runs choose by)"
+    ),
+    plot: Path | None = typer.Option(None, help="File to draw the curves in, as .png (needs matplotlib)."),
     as_json: OneObject = False,
 ) -> None:
     """Show how runs differ: figures, settings, data, curves.

@@ -40,162 +40,121 @@ _WIDTH, _HEIGHT = 64, 12  # of a curve: it fits a terminal of 80
 
 def train(
     dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote.")] = None,
-    out: Annotated[Path | None, option(_RUN, "Run directory to make, or a URL.")] = None,
-    resume: Annotated[Path | None, option(_RUN, "Run directory or URL to continue, to the bit.")] = None,
-    model: Annotated[str | None, option(_MODEL, "dlrm, deepfm, dcn, tbsm, din or tabular. (default: dlrm)")] = None,
-    imported: Annotated[
-        str | None, option(_MODEL, "Model class of your own, as package.module:Class.", "--import", metavar="PATH")
-    ] = None,
-    embedding_dim: Annotated[
-        int | None, option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim")
-    ] = None,
-    bottom: Annotated[
-        str | None, option(_MODEL, "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place.")
-    ] = None,
-    top: Annotated[
-        str | None, option(_MODEL, "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)")
-    ] = None,
-    hidden: Annotated[str | None, option(_MODEL, "DeepFM, DCN, DIN, tabular: layers of the MLP.")] = None,
-    model_option: Annotated[
-        list[str] | None, option(_MODEL, "Any other option of the model, as name=value; may be repeated.")
-    ] = None,
-    pooling: Annotated[str | None, option(_MODEL, "Of sequence features: mean, sum or max. (default: mean)")] = None,
-    dtype: Annotated[str | None, option(_MODEL, "Of the tables: float32 or bfloat16.")] = None,
-    tt_rank: Annotated[
-        int | None, option(_MODEL, "Large tables as tensor trains of this rank: another, smaller model.", "--tt-rank")
-    ] = None,
-    tt_rows: Annotated[
-        int | None, option(_MODEL, "Rows from which on a table is large. (default: 1000000)", "--tt-rows")
-    ] = None,
-    tt_cores: Annotated[int | None, option(_MODEL, "Cores of each, 2 to 4. (default: 3)", "--tt-cores")] = None,
-    tt_own: Annotated[
-        list[str] | None,
-        option(
-            _MODEL,
-            "TABLE=K: instead, K numbers of its own for each row and one core for all, as users need; may be repeated.",
-            "--tt-own",
-        ),
-    ] = None,
-    dense_dtype: Annotated[str | None, option(_MODEL, "Of the dense part: float32 or bfloat16.")] = None,
-    compile: Annotated[bool | None, option(_MODEL, "Compile the dense part.", "--compile/--no-compile")] = None,
-    batch_size: Annotated[
-        str | None,
-        option(_OPTIMIZER, "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"),
-    ] = None,
-    epochs: Annotated[int | None, option(_OPTIMIZER, "Passes over the data. (default: 1)")] = None,
-    steps: Annotated[int | None, option(_OPTIMIZER, "Batches in all, instead of epochs.")] = None,
-    seed: Annotated[int | None, option(_OPTIMIZER, "Of initial values and order. (default: 0)")] = None,
-    batch_order: Annotated[
-        str | None, option(_OPTIMIZER, "auto, shuffled or hot-cold. (default: auto: hot-cold on a classified dataset)")
-    ] = None,
-    swap_rate: Annotated[
-        float | None, option(_OPTIMIZER, "R of the hot-cold schedule at the start, 1 to 100. (default: 50)")
-    ] = None,
-    schedule_rows: Annotated[
-        int | None, option(_OPTIMIZER, "First validation rows whose loss drives that schedule. (default: 8192)")
-    ] = None,
-    shuffle_memory: Annotated[str | None, option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)")] = None,
-    row_optimizer: Annotated[str | None, option(_OPTIMIZER, f"{ROW_OPTIMIZERS}. (default: rowwise_adagrad)")] = None,
-    row_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the rows.")] = None,
-    row_weight_decay: Annotated[
-        float | None, option(_OPTIMIZER, "L2 of touched rows; of adamw and lamb decoupled from the moments.")
-    ] = None,
-    row_momentum: Annotated[float | None, option(_OPTIMIZER, "Of momentum_sgd. (default: 0.9)")] = None,
-    row_nesterov: Annotated[
-        bool | None, option(_OPTIMIZER, "Of momentum_sgd: Nesterov's momentum.", "--row-nesterov/--no-row-nesterov")
-    ] = None,
-    row_beta: Annotated[float | None, option(_OPTIMIZER, "Of ftrl: smooths the first steps. (default: 1)")] = None,
-    row_l1: Annotated[float | None, option(_OPTIMIZER, "Of ftrl: the larger, the more weights are 0.")] = None,
-    row_l2: Annotated[
-        float | None, option(_OPTIMIZER, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments.")
-    ] = None,
-    row_clip_value: Annotated[float | None, option(_OPTIMIZER, "Largest element of a row's gradient.")] = None,
-    row_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of a row's gradient.")] = None,
-    row_cow_clip: Annotated[
-        str | None, option(_OPTIMIZER, "CowClip of the rows' gradients: r,zeta, such as 1,1e-5.", metavar="R,ZETA")
-    ] = None,
-    dense_optimizer: Annotated[str | None, option(_OPTIMIZER, "sgd, adagrad, adam or lamb. (default: adam)")] = None,
-    dense_lr: Annotated[float | None, option(_OPTIMIZER, "Learning rate of the dense part.")] = None,
-    dense_weight_decay: Annotated[float | None, option(_OPTIMIZER, "L2 of the dense part.")] = None,
-    dense_clip_norm: Annotated[float | None, option(_OPTIMIZER, "Largest norm of the dense gradient.")] = None,
-    min_trust: Annotated[float | None, option(_OPTIMIZER, "Of lamb: least trust ratio. (default: 0)")] = None,
-    max_trust: Annotated[float | None, option(_OPTIMIZER, "Of lamb: largest trust ratio. (default: 10)")] = None,
-    lr_scaling: Annotated[
-        str | None,
-        option(
-            _OPTIMIZER,
-            "Of learning rates with the batch size: none, sqrt, linear or cowclip (rows keep theirs). (default: none)",
-        ),
-    ] = None,
-    base_batch_size: Annotated[
-        int | None, option(_OPTIMIZER, "Examples that the learning rates are meant for. (default: 2048)")
-    ] = None,
-    schedule: Annotated[
-        str | None, option(_OPTIMIZER, "constant, linear, cosine, polynomial, step or one-cycle. (default: constant)")
-    ] = None,
-    cycle_rise: Annotated[
-        float | None, option(_OPTIMIZER, "Share of the steps that one-cycle rises. (default: 0.25)")
-    ] = None,
-    warmup: Annotated[int | None, option(_OPTIMIZER, "Steps of linear warm-up. (default: 0)")] = None,
-    dense_warmup: Annotated[int | None, option(_OPTIMIZER, "The same for the dense part alone. (default: 0)")] = None,
-    decay_steps: Annotated[int | None, option(_OPTIMIZER, "Steps of decay. (default: to the end)")] = None,
-    eval_every: Annotated[int | None, option(_RUN, "Steps between evaluations. (default: an epoch)")] = None,
-    valid_rows: Annotated[int | None, option(_RUN, "First so many validation rows only.")] = None,
-    metric: Annotated[
-        str | None,
-        option(_RUN, "What is best: auc, log_loss; with groups also mrr, ndcg, hr, group_auc. (default: auc)"),
-    ] = None,
-    ranking_k: Annotated[int | None, option(_RUN, "Places of a list that ndcg and hr look at. (default: 10)")] = None,
-    patience: Annotated[int | None, option(_RUN, "Evaluations without a better metric before stopping.")] = None,
-    save_every: Annotated[int | None, option(_RUN, "Steps between checkpoints. (default: eval-every)")] = None,
-    checkpoint_minutes: Annotated[
-        float | None, option(_RUN, "Minutes between checkpoints besides those; 0: none by time. (default: 5)")
-    ] = None,
-    keep_last: Annotated[int | None, option(_RUN, "Checkpoints kept beside the best. (default: 2)")] = None,
-    log_every: Annotated[int | None, option(_RUN, "Steps between lines of metrics.jsonl. (default: 50)")] = None,
-    tensorboard: Annotated[
-        bool | None, option(_RUN, "Write TensorBoard events.", "--tensorboard/--no-tensorboard")
-    ] = None,
-    data_memory: Annotated[
-        str | None,
-        option(_RUN, "For a copy of the training rows in fast memory. (default: auto, see docs/training.md)"),
-    ] = None,
-    device_memory: Annotated[
-        str | None, option(_MEMORY, f"{MEMORY_FOR_ROWS}; others lie at home. (default: all)")
-    ] = None,
-    host_memory: Annotated[
-        str | None, option(_MEMORY, "For rows at home; beyond, they lie in a file. (default: 80% of what is available)")
-    ] = None,
-    home_path: Annotated[
-        str | None, option(_MEMORY, "Directory of that file. (default: the temporary one)", "--home")
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        option(
-            _MEMORY,
-            "Of tables that do not fit: auto, cached, hot-cold or host-pipelined. (default: auto, what moves least)",
-        ),
-    ] = None,
-    lookahead: Annotated[
-        int | None, option(_MEMORY, "Batches whose ids are known, beyond those in flight. (default: 64)")
-    ] = None,
-    foresight: Annotated[
-        bool | None,
-        option(
-            _MEMORY,
-            "Read the ids of an epoch first: every next use is known, the fewest rows move.",
-            "--foresight/--no-foresight",
-        ),
-    ] = None,
-    in_flight: Annotated[
-        int | None, option(_MEMORY, "Batches whose rows are on the device; no more than fit. (default: adapts)")
-    ] = None,
-    spill: Annotated[
-        str | None, option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)")
-    ] = None,
-    device: Annotated[str | None, option(_MACHINE, "auto, cpu or cuda.")] = None,
-    backend: Annotated[str | None, option(_MACHINE, "Kernels of the tables: auto, reference, cpu or triton.")] = None,
-    threads: Annotated[int | None, option(_MACHINE, "CPU threads.")] = None,
+    out: Path | None = option(_RUN, "Run directory to make, or a URL."),
+    resume: Path | None = option(_RUN, "Run directory or URL to continue, to the bit."),
+    model: str | None = option(_MODEL, "dlrm, deepfm, dcn, tbsm, din or tabular. (default: dlrm)"),
+    imported: str | None = option(
+        _MODEL, "Model class of your own, as package.module:Class.", "--import", metavar="PATH"
+    ),
+    embedding_dim: int | None = option(_MODEL, "Columns of every table. (default: 16)", "--embedding-dim", "--dim"),
+    bottom: str | None = option(_MODEL, "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place."),
+    top: str | None = option(_MODEL, "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)"),
+    hidden: str | None = option(_MODEL, "DeepFM, DCN, DIN, tabular: layers of the MLP."),
+    model_option: list[str] | None = option(_MODEL, "Any other option of the model, as name=value; may be repeated."),
+    pooling: str | None = option(_MODEL, "Of sequence features: mean, sum or max. (default: mean)"),
+    dtype: str | None = option(_MODEL, "Of the tables: float32 or bfloat16."),
+    tt_rank: int | None = option(
+        _MODEL, "Large tables as tensor trains of this rank: another, smaller model.", "--tt-rank"
+    ),
+    tt_rows: int | None = option(_MODEL, "Rows from which on a table is large. (default: 1000000)", "--tt-rows"),
+    tt_cores: int | None = option(_MODEL, "Cores of each, 2 to 4. (default: 3)", "--tt-cores"),
+    tt_own: list[str] | None = option(
+        _MODEL,
+        "TABLE=K: instead, K numbers of its own for each row and one core for all, as users need; may be repeated.",
+        "--tt-own",
+    ),
+    dense_dtype: str | None = option(_MODEL, "Of the dense part: float32 or bfloat16."),
+    compile: bool | None = option(_MODEL, "Compile the dense part.", "--compile/--no-compile"),
+    batch_size: str | None = option(
+        _OPTIMIZER, "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"
+    ),
+    epochs: int | None = option(_OPTIMIZER, "Passes over the data. (default: 1)"),
+    steps: int | None = option(_OPTIMIZER, "Batches in all, instead of epochs."),
+    seed: int | None = option(_OPTIMIZER, "Of initial values and order. (default: 0)"),
+    batch_order: str | None = option(
+        _OPTIMIZER, "auto, shuffled or hot-cold. (default: auto: hot-cold on a classified dataset)"
+    ),
+    swap_rate: float | None = option(_OPTIMIZER, "R of the hot-cold schedule at the start, 1 to 100. (default: 50)"),
+    schedule_rows: int | None = option(
+        _OPTIMIZER, "First validation rows whose loss drives that schedule. (default: 8192)"
+    ),
+    shuffle_memory: str | None = option(_OPTIMIZER, "Rows shuffled at a time. (default: 1GiB)"),
+    row_optimizer: str | None = option(_OPTIMIZER, f"{ROW_OPTIMIZERS}. (default: rowwise_adagrad)"),
+    row_lr: float | None = option(_OPTIMIZER, "Learning rate of the rows."),
+    row_weight_decay: float | None = option(
+        _OPTIMIZER, "L2 of touched rows; of adamw and lamb decoupled from the moments."
+    ),
+    row_momentum: float | None = option(_OPTIMIZER, "Of momentum_sgd. (default: 0.9)"),
+    row_nesterov: bool | None = option(
+        _OPTIMIZER, "Of momentum_sgd: Nesterov's momentum.", "--row-nesterov/--no-row-nesterov"
+    ),
+    row_beta: float | None = option(_OPTIMIZER, "Of ftrl: smooths the first steps. (default: 1)"),
+    row_l1: float | None = option(_OPTIMIZER, "Of ftrl: the larger, the more weights are 0."),
+    row_l2: float | None = option(
+        _OPTIMIZER, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments."
+    ),
+    row_clip_value: float | None = option(_OPTIMIZER, "Largest element of a row's gradient."),
+    row_clip_norm: float | None = option(_OPTIMIZER, "Largest norm of a row's gradient."),
+    row_cow_clip: str | None = option(
+        _OPTIMIZER, "CowClip of the rows' gradients: r,zeta, such as 1,1e-5.", metavar="R,ZETA"
+    ),
+    dense_optimizer: str | None = option(_OPTIMIZER, "sgd, adagrad, adam or lamb. (default: adam)"),
+    dense_lr: float | None = option(_OPTIMIZER, "Learning rate of the dense part."),
+    dense_weight_decay: float | None = option(_OPTIMIZER, "L2 of the dense part."),
+    dense_clip_norm: float | None = option(_OPTIMIZER, "Largest norm of the dense gradient."),
+    min_trust: float | None = option(_OPTIMIZER, "Of lamb: least trust ratio. (default: 0)"),
+    max_trust: float | None = option(_OPTIMIZER, "Of lamb: largest trust ratio. (default: 10)"),
+    lr_scaling: str | None = option(
+        _OPTIMIZER,
+        "Of learning rates with the batch size: none, sqrt, linear or cowclip (rows keep theirs). (default: none)",
+    ),
+    base_batch_size: int | None = option(_OPTIMIZER, "Examples that the learning rates are meant for. (default: 2048)"),
+    schedule: str | None = option(
+        _OPTIMIZER, "constant, linear, cosine, polynomial, step or one-cycle. (default: constant)"
+    ),
+    cycle_rise: float | None = option(_OPTIMIZER, "Share of the steps that one-cycle rises. (default: 0.25)"),
+    warmup: int | None = option(_OPTIMIZER, "Steps of linear warm-up. (default: 0)"),
+    dense_warmup: int | None = option(_OPTIMIZER, "The same for the dense part alone. (default: 0)"),
+    decay_steps: int | None = option(_OPTIMIZER, "Steps of decay. (default: to the end)"),
+    eval_every: int | None = option(_RUN, "Steps between evaluations. (default: an epoch)"),
+    valid_rows: int | None = option(_RUN, "First so many validation rows only."),
+    metric: str | None = option(
+        _RUN, "What is best: auc, log_loss; with groups also mrr, ndcg, hr, group_auc. (default: auc)"
+    ),
+    ranking_k: int | None = option(_RUN, "Places of a list that ndcg and hr look at. (default: 10)"),
+    patience: int | None = option(_RUN, "Evaluations without a better metric before stopping."),
+    save_every: int | None = option(_RUN, "Steps between checkpoints. (default: eval-every)"),
+    checkpoint_minutes: float | None = option(
+        _RUN, "Minutes between checkpoints besides those; 0: none by time. (default: 5)"
+    ),
+    keep_last: int | None = option(_RUN, "Checkpoints kept beside the best. (default: 2)"),
+    log_every: int | None = option(_RUN, "Steps between lines of metrics.jsonl. (default: 50)"),
+    tensorboard: bool | None = option(_RUN, "Write TensorBoard events.", "--tensorboard/--no-tensorboard"),
+    data_memory: str | None = option(
+        _RUN, "For a copy of the training rows in fast memory. (default: auto, see docs/training.md)"
+    ),
+    device_memory: str | None = option(_MEMORY, f"{MEMORY_FOR_ROWS}; others lie at home. (default: all)"),
+    host_memory: str | None = option(
+        _MEMORY, "For rows at home; beyond, they lie in a file. (default: 80% of what is available)"
+    ),
+    home_path: str | None = option(_MEMORY, "Directory of that file. (default: the temporary one)", "--home"),
+    strategy: str | None = option(
+        _MEMORY,
+        "Of tables that do not fit: auto, cached, hot-cold or host-pipelined. (default: auto, what moves least)",
+    ),
+    lookahead: int | None = option(_MEMORY, "Batches whose ids are known, beyond those in flight. (default: 64)"),
+    foresight: bool | None = option(
+        _MEMORY,
+        "Read the ids of an epoch first: every next use is known, the fewest rows move.",
+        "--foresight/--no-foresight",
+    ),
+    in_flight: int | None = option(
+        _MEMORY, "Batches whose rows are on the device; no more than fit. (default: adapts)"
+    ),
+    spill: str | None = option(_MEMORY, "Batches with more rows than fit: work in parts, or refuse. (default: parts)"),
+    device: str | None = option(_MACHINE, "auto, cpu or cuda."),
+    backend: str | None = option(_MACHINE, "Kernels of the tables: auto, reference, cpu or triton."),
+    threads: int | None = option(_MACHINE, "CPU threads."),
     json_lines: Json = False,
 ) -> None:
     """Train a model on a prepared dataset, or continue a run.
@@ -311,7 +270,8 @@ def takes(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[.
         shared = _parameters(train)
         mine = list(_parameters(function).values())
         parameters = [each for each in mine if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        parameters += [shared[name].replace(annotation=own.get(name, shared[name].annotation)) for name in names]
+        shared |= {name: shared[name].replace(annotation=kind, default=None) for name, kind in own.items()}
+        parameters += [shared[name] for name in names]
         parameters += [each for each in mine if each.kind is inspect.Parameter.KEYWORD_ONLY]
 
         def command(**given: Any) -> None:
@@ -347,16 +307,14 @@ _WITHOUT = frozenset(
 @takes(*(name for name in inspect.signature(train).parameters if name not in _WITHOUT))
 def find_lr(
     dataset: DataArgument,
-    lr_steps: Annotated[int, option(_TEST, "Batches to train on.")] = 200,
-    low: Annotated[float, option(_TEST, "First factor on the learning rates.")] = 1e-3,
-    high: Annotated[float, option(_TEST, "Last factor.")] = 1e3,
-    which: Annotated[str, option(_TEST, "Rates that rise: both, rows or dense.")] = "both",
-    smoothing: Annotated[float, option(_TEST, "Weight of the past in the smoothed loss.")] = 0.9,
-    trial_steps: Annotated[
-        int | None, option(_TEST, "Batches of each trial. (default: 5 times lr-steps, an epoch at most)")
-    ] = None,
+    lr_steps: int = option(_TEST, "Batches to train on.", default=200),
+    low: float = option(_TEST, "First factor on the learning rates.", default=1e-3),
+    high: float = option(_TEST, "Last factor.", default=1e3),
+    which: str = option(_TEST, "Rates that rise: both, rows or dense.", default="both"),
+    smoothing: float = option(_TEST, "Weight of the past in the smoothed loss.", default=0.9),
+    trial_steps: int | None = option(_TEST, "Batches of each trial. (default: 5 times lr-steps, an epoch at most)"),
     batch_size: BatchSize = None,
-    plot: Annotated[Path | None, option("Results", "File to write the curve to, as .png (needs matplotlib).")] = None,
+    plot: Path | None = option("Results", "File to write the curve to, as .png (needs matplotlib)."),
     as_json: OneObject = False,
     **given: Any,
 ) -> None:

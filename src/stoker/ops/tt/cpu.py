@@ -105,31 +105,29 @@ def tasks_of(start, width, parent, rank):
     return tasks, offsets
 
 
-@njit
-def _rows(left, offsets, begin, stop, count, right, right_at, stride, out, out_at, out_stride, vectors_two):
-    """A strip of _STEP or LANES columns for rows begin..stop; ``out_at`` is that of row ``begin``."""
-    row = begin
-    while row < stop:
-        at = out_at + (row - begin) * out_stride
-        if vectors_two:
+def _strip(tile, vectors):
+    """A kernel for rows begin..stop of a strip of ``vectors`` * LANES columns; ``out_at`` is that of row ``begin``."""
+
+    @njit
+    def strip(left, offsets, begin, stop, count, right, right_at, stride, out, out_at, out_stride):
+        row = begin
+        while row < stop:
+            at = out_at + (row - begin) * out_stride
             if stop - row >= _HIGH:
-                tile_product(_HIGH, _PAIR, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                tile(_HIGH, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
                 row += _HIGH
             elif stop - row >= 2:
-                tile_product(2, _PAIR, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                tile(2, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
                 row += 2
             else:
-                tile_product(1, _PAIR, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                tile(1, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
                 row += 1
-        elif stop - row >= _HIGH:
-            tile_product(_HIGH, 1, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-            row += _HIGH
-        elif stop - row >= 2:
-            tile_product(2, 1, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-            row += 2
-        else:
-            tile_product(1, 1, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-            row += 1
+
+    return strip
+
+
+_rows, _rows_wide = _strip(tile_product, 1), _strip(tile_product, _PAIR)
+_across, _across_wide = _strip(tile_across, 1), _strip(tile_across, _PAIR)
 
 
 @njit
@@ -138,11 +136,11 @@ def _block(left, offsets, begin, stop, count, right, right_at, width, out, panel
     column = 0
     while column + _STEP <= width:
         at = begin * width + column
-        _rows(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width, True)
+        _rows_wide(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
         column += _STEP
     while column + LANES <= width:
         at = begin * width + column
-        _rows(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width, False)
+        _rows(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
         column += LANES
     rest = width - column
     zero, lanes = np.int64(0), np.int64(LANES)
@@ -150,7 +148,7 @@ def _block(left, offsets, begin, stop, count, right, right_at, width, out, panel
         for k in range(count):
             for j in range(rest):
                 panel[k * LANES + j] = right[right_at + k * width + column + j]
-        _rows(left, offsets, begin, stop, count, panel, zero, lanes, tile, zero, lanes, False)
+        _rows(left, offsets, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
         for row in range(stop - begin):
             for j in range(rest):
                 out[(begin + row) * width + column + j] = tile[row * LANES + j]
@@ -194,27 +192,6 @@ def _up_values(p):
         _block(back, offsets, tasks[task, 1], tasks[task, 2], width, turned, np.int64(0), rank, out, panel, tile)
 
 
-@njit
-def _across(left, offsets, begin, high, count, right, right_at, stride, out, out_at, out_stride, vectors_two):
-    """A strip of columns of the slice's gradient for its rows begin..high."""
-    row = begin
-    while row < high:
-        at = out_at + row * out_stride
-        if vectors_two:
-            if high - row >= _HIGH:
-                tile_across(_HIGH, _PAIR, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-                row += _HIGH
-            else:
-                tile_across(1, _PAIR, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-                row += 1
-        elif high - row >= _HIGH:
-            tile_across(_HIGH, 1, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-            row += _HIGH
-        else:
-            tile_across(1, 1, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
-            row += 1
-
-
 def _up_slices(p):
     left, offsets, start, parts, back, rank, width, out, cursor = arguments(p)
     high = (rank + parts - 1) // parts
@@ -227,13 +204,13 @@ def _up_slices(p):
         group, begin = task // parts, task % parts * high
         stop, first, count = min(begin + high, rank), start[group], start[group + 1] - start[group]
         rows = offsets[first : first + count]
-        at, to = first * width, group * rank * width
+        at, to = first * width, (group * rank + begin) * width
         column = 0
         while column + _STEP <= width:
-            _across(left, rows, begin, stop, count, back, at + column, width, out, to + column, width, True)
+            _across_wide(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
             column += _STEP
         while column + LANES <= width:
-            _across(left, rows, begin, stop, count, back, at + column, width, out, to + column, width, False)
+            _across(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
             column += LANES
         rest = width - column
         if rest:
@@ -242,8 +219,8 @@ def _up_slices(p):
             for k in range(count):
                 for j in range(rest):
                     panel[k * LANES + j] = back[at + k * width + column + j]
-            _across(left, rows, begin, stop, count, panel, zero, lanes, tile, zero, lanes, False)
-            for row in range(begin, stop):
+            _across(left, rows, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
+            for row in range(stop - begin):
                 for j in range(rest):
                     out[to + row * width + column + j] = tile[row * LANES + j]
 
