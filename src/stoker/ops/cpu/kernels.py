@@ -379,7 +379,7 @@ def count_ids(offsets, batch, table_start, table_features, others):
 
 
 @jit
-def rises(offsets, count):  # type: ignore[no-untyped-def]
+def rises(offsets, count):
     """Whether offsets rise from 0 to ``count``."""
     if offsets.size == 0 or offsets[0] != 0 or offsets[offsets.size - 1] != count:
         return False
@@ -390,7 +390,7 @@ def rises(offsets, count):  # type: ignore[no-untyped-def]
 
 
 @jit
-def chosen_ends(offsets, columns, features, ends):  # type: ignore[no-untyped-def]
+def chosen_ends(offsets, columns, features, ends):
     """Where the chosen bags begin and end, [B * C + 1]; returns how many ids they have."""
     at, bag = 0, 0
     ends[0] = 0
@@ -404,7 +404,7 @@ def chosen_ends(offsets, columns, features, ends):  # type: ignore[no-untyped-de
 
 
 @jit
-def chosen_values(offsets, columns, features, values, out):  # type: ignore[no-untyped-def]
+def chosen_values(offsets, columns, features, values, out):
     """The values [L] of the chosen bags, one bag after the other."""
     at = np.uint64(0)
     for first in range(0, offsets.size - 1, features):
