@@ -17,7 +17,7 @@ from stoker.placement.planner import least_moved
 from stoker.placement.profile import Profile
 
 ROW = 16 * 4 + 4
-PROFILE = Profile(row_bytes=ROW, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
+PROFILE = Profile(row_bytes=ROW, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
 SIZES = (30_000, 200, 10_000)
 LOOKUPS, STEPS = 256, 300
 TABLES = [TableConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=16) for i, rows in enumerate(SIZES)]

@@ -71,15 +71,11 @@ class Spool:
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
         """A copy of the values [begin, end)."""
         values = np.empty(end - begin, self._dtype)
-        self.read_into(begin, values)
-        return values
-
-    def read_into(self, begin: int, values: npt.NDArray[Any]) -> None:
-        """Fill ``values``, contiguous and of the type, with those from ``begin`` on."""
         with self._lock:
             self._file.seek(begin * self._dtype.itemsize)
             if self._file.readinto(_bytes(values, self._dtype)) != values.nbytes:
                 raise OSError(errno.EIO, "a temporary file is shorter than what was written to it")
+        return values
 
     def write(self, begin: int, values: npt.NDArray[Any]) -> None:
         """Replace the values from ``begin`` on."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
-from stoker.ops.cpu.arena import Arena
+from stoker.ops.cpu.arena import Arena, flat
 
 if TYPE_CHECKING:
     from stoker.ops.codegen.native import Kernel
@@ -46,7 +46,7 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
     _kernels(dim)[0].run(
-        _flat(dense), _flat(embedded), _flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
+        flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
         threads=threads,
     )  # fmt: skip
     return out
@@ -60,8 +60,8 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
     _kernels(dim)[1].run(
-        _flat(dense), _flat(embedded), _flat(grad.to(torch.float32).contiguous()), grad.shape[1], _flat(grad_dense),
-        _flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
+        flat(dense), flat(embedded), flat(grad.to(torch.float32).contiguous()), grad.shape[1], flat(grad_dense),
+        flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
         np.empty((threads, (features + 1) * dim), np.float32), threads=threads,
     )  # fmt: skip
     return grad_dense, grad_embedded.as_strided((batch, features, dim), (dim, stride, 1))
@@ -79,11 +79,6 @@ class _Interaction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dense, embedded = ctx.saved_tensors
         return *_backward(dense, embedded, grad), None
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().reshape(-1).numpy()
-    return array
 
 
 def _fast(embedded: Tensor) -> bool:

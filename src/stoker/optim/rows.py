@@ -167,14 +167,7 @@ class Adam(RowOptimizer):
             raise ConfigError(f"{type(self).__name__}(betas={self.betas}): both must lie in [0, 1).")
 
     def rule(self, tick: int) -> RowRule:
-        beta1, beta2 = self.betas
-        return (
-            super()
-            .rule(tick)
-            ._replace(
-                eps=self.eps, beta1=beta1, beta2=beta2, bias1=1.0 - beta1 ** (tick + 1), bias2=1.0 - beta2 ** (tick + 1)
-            )
-        )
+        return super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,21 +281,15 @@ class LAMB(RowOptimizer):
         check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
-        beta1, beta2 = self.betas
-        return (
-            super()
-            .rule(tick)
-            ._replace(
-                eps=self.eps,
-                beta1=beta1,
-                beta2=beta2,
-                bias1=1.0 - beta1 ** (tick + 1),
-                bias2=1.0 - beta2 ** (tick + 1),
-                min_trust=self.min_trust,
-                max_trust=math.inf if self.max_trust is None else self.max_trust,
-                l2=self.l2,
-            )
-        )
+        most = math.inf if self.max_trust is None else self.max_trust
+        rule = super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
+        return rule._replace(min_trust=self.min_trust, max_trust=most, l2=self.l2)
+
+
+def _moments(betas: tuple[float, float], tick: int) -> dict[str, float]:
+    """The constants of both moments at ``tick``, as fields of a rule."""
+    (beta1, beta2), steps = betas, tick + 1
+    return {"beta1": beta1, "beta2": beta2, "bias1": 1.0 - beta1**steps, "bias2": 1.0 - beta2**steps}
 
 
 #: by kind

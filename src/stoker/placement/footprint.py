@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,7 @@ _KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand 
 _SMALL = 16 * 2**20  # bytes that a cache of any size may take uncounted, as the interpreter does
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beside:
+class Beside(NamedTuple):
     """Bytes of main memory that a cache takes beside its rows."""
 
     page_table: int
@@ -60,7 +59,7 @@ class Beside:
     @property
     def total(self) -> int:
         """All of it, at its peak."""
-        return int(sum(astuple(self)))
+        return sum(self)
 
 
 class Window:

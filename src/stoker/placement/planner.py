@@ -33,8 +33,13 @@ from stoker.tables.config import Cached, Device, HostPipelined, HotCold, Slotted
 from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.stores.log_home import index_bytes
 
+Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
+Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+_CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
+
 _SHARES = 16  # parts in which memory is dealt out to several kinds
-_AS_GOOD = 1.01  # times the least traffic
+_AS_GOOD = 1.01  # times the fewest bytes moved
 _HOME_SHARE = 0.8  # of the available memory
 _INDEX_SHARE = 8  # the index of a log in a file takes at most so small a part of the memory for rows
 
@@ -409,13 +414,6 @@ def _at_least(size: int) -> str:
         if size >= factor:
             return f"{math.ceil(size / factor * 10) / 10:g}{unit}"
     return f"{math.ceil(size / 1024)}KiB"
-
-
-Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
-Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
-CHOICES: tuple[str, ...] = get_args(Choice)
-_CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
-_AS_GOOD = 1.01  # times the least bytes
 
 
 def check_choice(strategy: str) -> None:

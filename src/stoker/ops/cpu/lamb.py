@@ -23,18 +23,13 @@ from stoker.ops.codegen.llvm_rows import (
     row_squares,
 )
 from stoker.ops.codegen.native import Kernel, arguments, thread_index
+from stoker.ops.cpu.arena import flat
 from stoker.ops.lamb import combined
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace, Rounding
 
 _NO_COUNTS = np.zeros(0, dtype=np.int64)
 _BLOCK = 512  # rows handed out at a time
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor; bfloat16 as uint16."""
-    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).reshape(-1).numpy()
-    return array
 
 
 def direct(
@@ -59,7 +54,7 @@ def direct(
         )  # fmt: skip
         limits = (rule.clip_value, rule.clip_norm, rule.cow_ratio, rule.cow_floor, rule.l2)
         direct_kernel(dim, flags).run(
-            _flat(weight), _flat(state["exp_avg"]), _flat(state["exp_avg_sq"]), _flat(out), rows.numpy(), table.numpy(),
+            flat(weight), flat(state["exp_avg"]), flat(state["exp_avg_sq"]), flat(out), rows.numpy(), table.numpy(),
             _NO_COUNTS if counts is None else counts.numpy(), np.array(limits, dtype=np.float32),
             np.array(constants, dtype=np.float32), limbs, np.zeros(1, dtype=np.int64), _BLOCK, threads=threads,
         )  # fmt: skip
@@ -75,7 +70,7 @@ def move(
     limbs = np.zeros((threads, len(ratios), 3), dtype=np.int64)
     if len(rows):
         move_kernel(dim).run(
-            _flat(weight), _flat(directions), rows.numpy(), table.numpy(),
+            flat(weight), flat(directions), rows.numpy(), table.numpy(),
             np.array([rule.lr * ratio for ratio in ratios], dtype=np.float32), space.first_row,
             _NO_COUNTS if rounding.rows is None else rounding.rows.numpy(),
             np.array(rounding.keys or (0,) * len(ratios), dtype=np.int64), limbs, np.zeros(1, dtype=np.int64), _BLOCK,

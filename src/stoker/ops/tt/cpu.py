@@ -19,7 +19,7 @@ from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import fetch_add
 from stoker.ops.codegen.llvm_tiles import LANES, tile_across, tile_product, transpose
 from stoker.ops.codegen.native import Kernel, arguments
-from stoker.ops.cpu.arena import Arena
+from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.tt.shape import Level
 
 # Numba compiles a function again for an argument that is a number in the code: hence np.int64(0) instead of 0 below.
@@ -254,13 +254,8 @@ _PART = 32  # rows of a slice whose gradient a thread sums at a time
 _arena = Arena()
 
 
-def _flat(tensor: Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = tensor.detach().contiguous().view(-1).numpy()
-    return array
-
-
 def _cursor() -> npt.NDArray[np.int64]:
-    return np.zeros(1, dtype=np.int64)
+    return np.zeros(1, np.int64)
 
 
 def split_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -288,7 +283,7 @@ def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
     tasks, offsets = tasks_of(start, width, parent, rank)
     made = _arena.empty(len(offsets), columns)
     down.run(
-        _flat(above), offsets, tasks, digits, _flat(core), rank, columns, _flat(made), _cursor(),
+        flat(above.contiguous()), offsets, tasks, digits, flat(core.contiguous()), rank, columns, flat(made), _cursor(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return made
@@ -302,20 +297,20 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
     digits, start, parent = _arrays(level)
     width, (_, rank, columns) = above.shape[1], core.shape
     threads = torch.get_num_threads()
-    given, grad = _flat(above), _flat(back)
+    given, grad, slices_of = flat(above.contiguous()), flat(back.contiguous()), flat(core.contiguous())
     tasks, offsets = tasks_of(start, width, parent, rank)
     slices = _arena.empty(len(digits), rank, columns)
     parts = -(-rank // _PART)
-    up_slices.run(given, offsets, start * width, parts, grad, rank, columns, _flat(slices), _cursor(), threads=threads)
+    up_slices.run(given, offsets, start * width, parts, grad, rank, columns, flat(slices), _cursor(), threads=threads)
     passed = _arena.empty(len(offsets), rank)
     rows = np.arange(len(offsets)) * columns
-    up_values.run(grad, rows, tasks, digits, _flat(core), rank, columns, _flat(passed), _cursor(), threads=threads)
+    up_values.run(grad, rows, tasks, digits, slices_of, rank, columns, flat(passed), _cursor(), threads=threads)
     assert level.children is not None
     begins = np.zeros(len(level.children) + 1, np.int64)
     np.cumsum(level.children.numpy(), out=begins[1:])
     summed = _arena.empty(len(before.digit), width * rank)
     sum_children.run(
-        _flat(passed), level.by_prefix.numpy(), begins, before.by_prefix.numpy(), width * rank, _flat(summed),
+        flat(passed), level.by_prefix.numpy(), begins, before.by_prefix.numpy(), width * rank, flat(summed),
         _cursor(), threads=threads,
     )  # fmt: skip
     return slices, summed
