@@ -67,7 +67,7 @@ peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks co
 	@$(PY) -m benchmarks.peers build
 
 docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help
-	@$(PY) -m stoker.cli.common.reference > docs/cli.md
+	@$(PY) -m stoker.cli.reference > docs/cli.md
 
 bare:  ## Train with only torch, numpy and safetensors installed
 	@rm -rf .venv-bare

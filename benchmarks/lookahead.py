@@ -19,8 +19,7 @@ from benchmarks.workload import SKEW, kaggle_like
 from stoker import synthetic
 from stoker.dataset.dataset import Dataset
 from stoker.optim import SGD
-from stoker.placement.id_trace import dataset_space, dataset_steps, record
-from stoker.placement.replay import Replay, replay, simulate
+from stoker.placement.replay import Replay, dataset_space, dataset_steps, record, replay, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
 from stoker.prep.prepare import run_prepare
 from stoker.tables import Cached, EmbeddingTables, stage, tables_for

@@ -8,9 +8,8 @@ from worker_tools import argument, versions
 
 import stoker
 from stoker.ops import get_backend
-from stoker.ops.tt.level import Level
 from stoker.ops.tt.lookup import Trie, build_trie, expand, gradients
-from stoker.ops.tt.shape import TTShape
+from stoker.ops.tt.shape import Level, TTShape
 from stoker.optim import SGD
 from stoker.tables.compressed.tensor_train import update_slices
 

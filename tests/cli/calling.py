@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from stoker.base import compiling
+from stoker.base import progress
 from stoker.cli import main
 
-compiling._SOON = math.inf  # what is said on a slow first run is tested in test_compiling.py
+progress._SOON = math.inf  # what is said on a slow first run is tested in test_compiling.py
 
 #: a model that trains in no time
 SIZES = ["--dim", "4", "--bottom", "8", "--top", "8"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.cli import COMMANDS
-from stoker.cli.common.reference import markdown
+from stoker.cli.reference import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 

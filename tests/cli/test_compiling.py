@@ -9,25 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from stoker.base import compiling
+from stoker.base import progress
 from stoker.testing import make_dataset
 
 
 def test_lines_come_after_a_second_and_then_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = 0.0, list[str]()
-    monkeypatch.setattr(compiling, "_SOON", 1.0)
-    monkeypatch.setattr(compiling.time, "monotonic", lambda: 100 + now)
-    with compiling.compiling("nobody listens"):
+    monkeypatch.setattr(progress, "_SOON", 1.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 100 + now)
+    with progress.compiling("nobody listens"):
         pass
-    with compiling.listening(said.append):
+    with progress.listening(said.append):
         for name in ("first", "second", "third", "fourth"):
-            with compiling.compiling(name):
+            with progress.compiling(name):
                 now += 0.3
-                with compiling.compiling(f"inside {name}"):
+                with progress.compiling(f"inside {name}"):
                     now += 0.6
         assert said == ["compiling kernels, once for this machine: 2 done in 1 s, now second"]
         now += 5
-        with compiling.compiling("fifth"):
+        with progress.compiling("fifth"):
             now += 1
     assert said[1:] == [
         "compiling kernels, once for this machine: 8 done in 4 s, now fifth",
@@ -37,7 +37,7 @@ def test_lines_come_after_a_second_and_then_seldom(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_said_of_short_work() -> None:
     said = list[str]()
-    with compiling.listening(said.append), compiling.compiling("quick"):
+    with progress.listening(said.append), progress.compiling("quick"):
         pass
     assert not said
 

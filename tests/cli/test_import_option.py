@@ -17,7 +17,7 @@ from torch import nn
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.models import DLRM, MODELS, import_model
-from stoker.models.imported import class_path
+from stoker.models.registry import class_path
 from stoker.testing import make_dataset
 
 SMALL = ["--dim", 4, "--batch-size", 64, "--backend", "reference", "--no-tensorboard"]

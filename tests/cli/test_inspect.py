@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from stoker.base.errors import DataError, StokerError
-from stoker.cli import inspect as command
+from stoker.cli import app as application
 from stoker.cli import machine
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_counts
@@ -21,8 +21,6 @@ from stoker.testing import make_dataset
 
 @pytest.fixture(scope="module")
 def app() -> typer.Typer:
-    application = typer.Typer()
-    command.register(application)
     return application
 
 

@@ -15,7 +15,7 @@ import pytest
 from calling import SMALL, call, output
 
 from stoker.base.errors import ConfigError, DataError
-from stoker.cli.common.wording import interruption, message_of
+from stoker.cli.options import interruption, message_of
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
@@ -381,7 +381,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
     monkeypatch.setattr("stoker.rewrite.fae.popularity.profile", late)
-    monkeypatch.setattr("stoker.cli.scoring.load_for_scoring", late, raising=False)
+    monkeypatch.setattr("stoker.cli.runs._open", late)
     inside = tmp_path / "file" / "x"
     for command in (
         ["profile", data.path, "--out", inside],

@@ -20,7 +20,7 @@ from stoker.training.step_time import StepTime
 
 ROW = 4 * 4 + 4  # bytes
 PROFILE = Profile(
-    row_bytes=ROW, copy=1e10, fetch=1e6, store=1e6, plan_row=1e-6, plan_miss=1e-6, plan_lookup=1e-8, file_cold=1e4,
+    row_bytes=ROW, fetch=1e6, store=1e6, plan_row=1e-6, plan_miss=1e-6, plan_lookup=1e-8, file_cold=1e4,
     file_warm=1e5, file_store=1e5,
 )  # fmt: skip
 

@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from stoker.base import bars
+from stoker.base import progress
 from stoker.base.errors import StokerError
-from stoker.cli import main
-from stoker.cli.prepare import register
+from stoker.cli import app, main
 from stoker.prep.stages.parts import Journal
 
 SCHEMA = """
@@ -39,9 +37,6 @@ def log(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    app = typer.Typer()
-    register(app)
-    app.callback()(lambda: None)
     return CliRunner().invoke(app, ["prepare", *map(str, arguments)])
 
 
@@ -242,8 +237,8 @@ def test_a_leak_by_rule_is_said_aloud(log: Path) -> None:
 def test_without_a_terminal_progress_is_lines_with_the_time(
     log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(bars, "LINE_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
     add = Journal.add
 
     def slowly(self: Journal, name: str, entry: object) -> object:
@@ -261,14 +256,14 @@ def test_without_a_terminal_progress_is_lines_with_the_time(
     with pytest.raises(SystemExit):
         main([*given, str(log / "quiet"), "--json"])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(bars, "LINE_SECONDS", 30.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 30.0)
     with pytest.raises(SystemExit):
         main([*given, str(log / "short")])
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_shows_bars(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.base import bars
+from stoker.base import progress
 from stoker.dataset.dataset import Dataset
 from stoker.rewrite.fae.popularity import true_hot_rows
 from stoker.testing import make_dataset
@@ -71,7 +71,7 @@ def test_counts_are_the_default(data: Dataset, capsys: pytest.CaptureFixture[str
 def test_slow_work_shows_a_bar(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "140")
     _, _, err = output(capsys, "profile", data.path, "--sample", "50%")

@@ -10,7 +10,7 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.base import bars
+from stoker.base import progress
 from stoker.dataset.dataset import Dataset
 from stoker.testing import make_dataset
 
@@ -64,7 +64,7 @@ def test_device_memory(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Non
 def test_slow_work_shows_a_bar(
     data: Dataset, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
     _, _, err = output(capsys, "replay", data.path, *SMALL)

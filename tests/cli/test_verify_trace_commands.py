@@ -10,14 +10,14 @@ import pytest
 from calling import output
 
 import stoker
-from stoker.base import bars
+from stoker.base import progress
 from stoker.tables.stores.home import MemoryHome
 from stoker.testing import make_dataset
 
 
 @pytest.fixture(autouse=True)
 def _no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 1e9)  # however busy the machine is
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 1e9)  # however busy the machine is
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_trace_prints_stages_and_writes_a_timeline(
 def test_slow_work_shows_a_bar(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # to Rich, a terminal
     monkeypatch.setenv("COLUMNS", "140")
     _, _, err = output(capsys, "verify", run, "--steps", 3)

@@ -23,7 +23,7 @@ from recipe_logs import generated
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, SchemaError
-from stoker.cli.common.wording import message_of
+from stoker.cli.options import message_of
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.recipes.ads import CATEGORICAL, COLUMNS, DENSE, criteo

@@ -21,7 +21,7 @@ import json, sys
 import numpy as np
 from stoker.cli.machine import _kernel_cache
 from stoker.ops.codegen.native import Kernel, arguments, thread_index
-from stoker.ops.cpu.select_kernels import chosen_ends
+from stoker.ops.cpu.kernels import chosen_ends
 
 def double(p):
     values, count = arguments(p)

@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.ops.tt import lookup as tensor_train
 from stoker.ops.tt.lookup import (
     build_trie,
+    decompose,
     digits_of,
     expand,
     gradients,
@@ -23,7 +24,6 @@ from stoker.ops.tt.lookup import (
     rows_by_definition,
 )
 from stoker.ops.tt.shape import TTShape, factorize
-from stoker.ops.tt.svd import decompose
 
 FAR = TTShape((2**21, 2**21, 2**11), (1, 2, 3), (2, 1))  # 2**53 rows
 
@@ -488,7 +488,7 @@ def test_a_table_that_does_not_fit() -> None:
 
 
 def test_rows_with_numbers_of_their_own_are_found_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.ops.tt.svd._COLUMNS", 100)
+    monkeypatch.setattr("stoker.ops.tt.lookup._COLUMNS", 100)
     shape = TTShape((20_001, 1), (1, 6), (3,))
     cores = [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k, size in enumerate(shape.core_shapes)]
     weight = dense_of(cores, shape, 20_000)
@@ -499,6 +499,6 @@ def test_rows_with_numbers_of_their_own_are_found_however_many_they_are(monkeypa
 
 
 def test_a_cut_too_large_for_eigenvectors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.ops.tt.svd._LARGEST", 5)
+    monkeypatch.setattr("stoker.ops.tt.lookup._LARGEST", 5)
     with pytest.raises(ConfigError, match="cuts the table into 6 rows"):
         decompose(torch.zeros(9, 4), TTShape((3, 3), (2, 2), (4,)))

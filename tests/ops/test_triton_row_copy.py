@@ -25,7 +25,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from stoker.ops.gpu.row_copy import copy_rows_kernel
+from stoker.ops.gpu.kernels import copy_rows_kernel
 for kind in ("*i16", "*i32"):
     for dim, rows, block in ((64, 32, 64), (1, 2048, 1), (300, 8, 256)):
         names = {"source": kind, "rows": "*i64", "target": kind, "places": "*i64", "count": "i32"}
@@ -63,7 +63,7 @@ if not INTERPRETED:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "count"), [(None, 70), (1, 5), (3, 1), (64, 100), (300, 9), (4, 0)])
 def test_rows_are_copied_to_the_bit(dtype, dim, count):
-    from stoker.ops.gpu.row_copy import copy_rows
+    from stoker.ops.gpu.kernels import copy_rows
 
     device = torch.device("cpu" if INTERPRETED else "cuda")
     random = np.random.default_rng(0)

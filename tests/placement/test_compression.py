@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 import stoker
 from stoker import TableConfig, TensorTrain
 from stoker.base.errors import ConfigError
-from stoker.placement.compression import rows_to_compress
 from stoker.placement.placement import row_bytes
+from stoker.placement.planner import rows_to_compress
 from stoker.placement.profile import Profile
 from stoker.tables.compressed.tensor_train import stored_tables
 
 STATE = stoker.RowWiseAdagrad(lr=0.1).state
 PROFILE = Profile(
-    row_bytes=68, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8, file_cold=1e5,
+    row_bytes=68, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8, file_cold=1e5,
     file_warm=1e6, file_store=1e6,
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from stoker.tables.slots.slotted import make_residency
 
 ROW = 16 * 4 + 4  # bytes: 16 float32 columns and row-wise Adagrad's scalar
 PROFILE = Profile(
-    row_bytes=ROW, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8, file_cold=1e5,
+    row_bytes=ROW, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8, file_cold=1e5,
     file_warm=1e6, file_store=1e6,
 )  # fmt: skip
 OPTIMIZER = RowWiseAdagrad(lr=0.1)

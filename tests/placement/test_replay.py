@@ -19,8 +19,7 @@ import stoker
 from stoker.base import spool
 from stoker.base.errors import ConfigError, DataError, DependencyError
 from stoker.dataset.dataset import Dataset
-from stoker.placement.id_trace import IdTrace, record
-from stoker.placement.replay import row_size, simulate
+from stoker.placement.replay import IdTrace, record, row_size, simulate
 from stoker.placement.replay_reference import CacheStrategy, Counts, Row, replay_reference
 from stoker.tables.slots.slotted import make_residency
 from stoker.testing import make_dataset

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 import stoker
 from stoker import Cached, Device, HotCold, RowWiseAdagrad, TableConfig
 from stoker.base.errors import ConfigError
-from stoker.placement.expected import uses_of
-from stoker.placement.hot_cold import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy
+from stoker.placement.expected import HotBatches, choose_hot, expect_hot_cold, parted, phases, roomy, uses_of
+from stoker.placement.planner import least_moved
 from stoker.placement.profile import Profile
-from stoker.placement.weigh import least_moved
 
 ROW = 16 * 4 + 4
-PROFILE = Profile(row_bytes=ROW, copy=1e10, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
+PROFILE = Profile(row_bytes=ROW, fetch=1e7, store=2e7, plan_row=1e-7, plan_miss=2e-7, plan_lookup=1e-8)
 SIZES = (30_000, 200, 10_000)
 LOOKUPS, STEPS = 256, 300
 TABLES = [TableConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=16) for i, rows in enumerate(SIZES)]

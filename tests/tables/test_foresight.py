@@ -25,8 +25,7 @@ from stoker.base.errors import ConfigError, HomeError
 from stoker.base.spool import Spool
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.reading.gather import NumpyGather
-from stoker.placement.id_trace import dataset_space, dataset_steps, record
-from stoker.placement.replay import simulate
+from stoker.placement.replay import dataset_space, dataset_steps, record, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
 from stoker.tables.slots import foresight as foresight_module
 from stoker.tables.slots.foresight import Foresight, Recording

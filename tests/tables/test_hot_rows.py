@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from stoker import Batch, Cached, Device, EmbeddingTables, HostPipelined, HotCold, TableConfig, optim, stage
 from stoker.base.errors import ConfigError
 from stoker.ops import Bags, distinct
-from stoker.ops.distinct import distinct_rows, split_rows
-from stoker.ops.fixed_rows import FixedRows
+from stoker.ops.distinct import FixedRows, distinct_rows, split_rows
 from stoker.ops.space import make_space
 from stoker.tables.slots.residency import SlotPlan
 from stoker.tables.slots.slotted import SlottedRows, TooFewSlots

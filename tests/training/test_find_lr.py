@@ -13,7 +13,8 @@ from small_runs import HALF, ROWS, SMALL
 
 import stoker
 from stoker.base.errors import ConfigError
-from stoker.cli.tools.find_lr import curve
+from stoker.cli.train import _WITHOUT, curve
+from stoker.cli.train import find_lr as command
 from stoker.cli.train import train as train_command
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
@@ -196,7 +197,5 @@ def test_plain_values(finding: Finding) -> None:
 def test_its_options_are_those_of_train() -> None:
     import inspect
 
-    from stoker.cli.tools.find_lr import _WITHOUT, _with_options_of_train
-
-    mine, theirs = (set(inspect.signature(each).parameters) for each in (_with_options_of_train(), train_command))
+    mine, theirs = (set(inspect.signature(each).parameters) for each in (command, train_command))
     assert theirs - mine == _WITHOUT - {"dataset", "batch_size"}

@@ -13,7 +13,7 @@ from small_runs import ROWS, SMALL, assert_same_run, checkpoint_files, records
 
 import stoker
 from stoker.base.errors import CheckpointError, ConfigError
-from stoker.cli.common.options import own_numbers
+from stoker.cli.options import own_numbers
 from stoker.placement.placement import row_bytes
 from stoker.tables import Cached, TensorTrain
 from stoker.testing import make_dataset

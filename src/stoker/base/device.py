@@ -6,38 +6,21 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
 from stoker.base.errors import ConfigError
-
-__all__ = [
-    "available_memory",
-    "check_threads",
-    "cpu_count",
-    "cpu_model",
-    "device_memory",
-    "give_back_memory",
-    "has_bf16_products",
-    "huge_pages",
-    "keep_freed_memory",
-    "kept_memory",
-    "peak_memory",
-    "resident_memory",
-    "resolve_device",
-    "return_freed_memory",
-    "simd_flags",
-    "total_memory",
-]
 
 _FEW_THREADS = 16  # allowed on any machine
 _keeps = False  # whether glibc keeps freed memory now
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
-_SIMD = (
+_MEMINFO = Path("/proc/meminfo")
+_SIMD = [
     "sse4_2",
     "avx",
     "avx2",
@@ -50,7 +33,7 @@ _SIMD = (
     "bf16",
     "asimd",
     "sve",
-)
+]
 
 
 def resolve_device(name: str | torch.device | None = None) -> torch.device:
@@ -131,14 +114,16 @@ def _quotas() -> Iterator[int]:
 
 def total_memory() -> int | None:
     """Bytes of main memory, or of the container's share."""
-    return _least(_meminfo("MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max"))
+    return _least(
+        _field(Path("/proc/meminfo"), "MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max")
+    )
 
 
 def available_memory() -> int | None:
     """Bytes that can still be taken without swapping."""
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     rest = None if limit is None or used is None else max(0, limit - used)
-    return _least(_meminfo("MemAvailable") or _sysconf("SC_AVPHYS_PAGES"), rest)
+    return _least(_field(_MEMINFO, "MemAvailable") or _sysconf("SC_AVPHYS_PAGES"), rest)
 
 
 def resident_memory() -> int | None:
@@ -161,19 +146,19 @@ def peak_memory() -> int | None:
 
 def cpu_model() -> str:
     """The processor's name."""
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith(("model name", "Model")):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
 
 
 def simd_flags() -> tuple[str, ...]:
     """Vector instruction sets that matter here, such as ``avx2``; empty where the system does not tell."""
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith(("flags", "Features")):
-            flags = set(line.partition(":")[2].split())
-            return tuple(name for name in _SIMD if name in flags)
-    return ()
+    flags = _cpuinfo("flags", "Features").split()
+    return tuple(name for name in _SIMD if name in flags)
+
+
+def _cpuinfo(*names: str) -> str:
+    """Return what Linux says under one of these names of the first processor; empty where it says nothing."""
+    lines = (_read(Path("/proc/cpuinfo")) or "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def has_bf16_products() -> bool:
@@ -207,10 +192,6 @@ def _field(path: Path, name: str) -> int | None:
     return None
 
 
-def _meminfo(name: str) -> int | None:
-    return _field(Path("/proc/meminfo"), name)
-
-
 def _sysconf(name: str) -> int | None:
     try:
         return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
@@ -223,12 +204,10 @@ def _least(*values: int | None) -> int | None:
 
 
 def give_back_memory() -> None:
-    """Ask glibc to return to the kernel what was freed, between two stages of work that need memory for different
-    things: a preparation kept half of its peak so. Elsewhere than on glibc this does nothing."""
-    import ctypes
-
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    """Ask glibc to return freed memory to the kernel, between two stages of work that need memory for different things:
+    a preparation kept half of its peak so. Elsewhere than on glibc this does nothing."""
+    if trim := _libc("malloc_trim"):
+        trim(0)
 
 
 def keep_freed_memory() -> bool:
@@ -239,21 +218,21 @@ def keep_freed_memory() -> bool:
     Elsewhere than on glibc this does nothing.
     """
     global _keeps
-    _keeps = _keep(2**28, 2**30, 2**26)
+    _keeps = _set_limits(2**28, 2**30, 2**26)
     return _keeps
 
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
     """Keep freed memory (:func:`keep_freed_memory`) within; afterwards only if it was kept before."""
-    if _keeps:
-        yield
-        return
-    keep_freed_memory()
+    before = _keeps
+    if not before:
+        keep_freed_memory()
     try:
         yield
     finally:
-        return_freed_memory()
+        if not before:
+            return_freed_memory()
 
 
 def return_freed_memory() -> None:
@@ -268,7 +247,7 @@ def return_freed_memory() -> None:
     global _keeps
     if _keeps:
         limits = (("MMAP_THRESHOLD", 2**22), ("TRIM_THRESHOLD", 2**23), ("TOP_PAD", 2**17))
-        _keeps = not _keep(*(_malloc_limit(name, default) for name, default in limits))
+        _keeps = not _set_limits(*(_malloc_limit(name, default) for name, default in limits))
 
 
 def _malloc_limit(name: str, default: int) -> int:
@@ -280,15 +259,20 @@ def _malloc_limit(name: str, default: int) -> int:
         return default
 
 
-def _keep(map_above: int, trim_above: int, top: int) -> bool:
+def _set_limits(map_above: int, trim_above: int, top: int) -> bool:
     """Set from how many bytes on a block is mapped by itself, how many free ones are returned, and how many are asked
     for beyond what is needed; whether the C library did."""
+    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
+    given = ((mmap_threshold, map_above), (trim_threshold, trim_above), (top_pad, top))
+    mallopt = _libc("mallopt")
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in given)
+
+
+def _libc(name: str) -> Any:
+    """Return a function of the C library; None where it has no such function."""
     import ctypes
 
-    mmap_threshold, trim_threshold, top_pad = -3, -1, -2  # malloc.h
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
-        return False
-    given = ((mmap_threshold, map_above), (trim_threshold, trim_above), (top_pad, top))
-    return all(mallopt(option, value) == 1 for option, value in given)
+        return None

@@ -14,8 +14,6 @@ from stoker.base.errors import ConfigError, DependencyError
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["check_engine", "collect", "full_disk", "reason_of"]
-
 ENGINES = ("streaming", "gpu")
 
 

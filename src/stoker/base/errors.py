@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DependencyError",
-    "HomeError",
-    "SchemaError",
-    "StokerError",
-]
-
 
 class StokerError(ValueError):
     """Base of every error that a user can mend. The command line prints it without a traceback.

@@ -14,19 +14,6 @@ from typing import BinaryIO
 
 from stoker.base.errors import ConfigError, DataError
 
-__all__ = [
-    "PASSING",
-    "atomic_file",
-    "check_target",
-    "file_identity",
-    "hash_file",
-    "link_or_copy",
-    "passes",
-    "refuse_url",
-    "sync_folder",
-    "url_of",
-]
-
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+(?:::[a-zA-Z][a-zA-Z0-9+.-]+)*):/(?=[^/]|/)")
 PASSING: set[Path] = set()  # directories that go with this process
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["ordered_map"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 _AHEAD = 32  # jobs given to an executor that does not tell how many workers it has

@@ -11,8 +11,6 @@ from stoker.base.files import atomic_file
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["blank", "check_plot", "write_png"]
-
 
 def check_plot(path: Path) -> None:
     """Refuse a picture that :func:`write_png` cannot write, before anything is measured.

@@ -17,28 +17,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stoker.base.bars import Bars
 from stoker.base.errors import DataError, DependencyError, StokerError
-from stoker.base.files import hash_file, url_of
-
-__all__ = [
-    "cache_folder",
-    "expand_url",
-    "fetch_file",
-    "fetch_run",
-    "fetch_sealed",
-    "is_empty",
-    "local_run",
-    "output_folder",
-    "published",
-    "rename_in",
-    "upload_run",
-    "url_of",
-]
+from stoker.base.files import hash_file
+from stoker.base.files import url_of as url_of
+from stoker.base.progress import Bars
 
 _THREADS = 8  # files copied at once
 _CHANGES = (
@@ -67,7 +54,7 @@ def expand_url(url: str) -> list[str]:
     pattern = "*[" if scheme in ("http", "https") else "*?["  # ? begins the query of a web address
     if not any(letter in url for letter in pattern):
         return [url]
-    with _Files(url) as remote:
+    with _files(url) as remote:
         found = [name for name, info in remote.fs.glob(remote.root, detail=True).items() if info["type"] == "file"]
         if not found:
             raise DataError(f"there is no file {url!r}. Check the URL or the pattern.")
@@ -80,7 +67,7 @@ def fetch_file(url: str) -> Path:
     Raises:
         DataError: no such file, no right to read it, no room. DependencyError: a package is missing.
     """
-    with _Files(url) as remote:
+    with _files(url) as remote:
         info = remote.fs.info(remote.root)
         if info.get("type") == "directory":
             raise DataError(f"{url} is a directory. Name its files, for example '{url.rstrip('/')}/*'.")
@@ -105,7 +92,7 @@ def fetch_sealed(url: str, folder: Path | None = None) -> Path:
         DataError: no manifest, a file that is missing or damaged, no right to read. DependencyError: a package is
             missing.
     """
-    with _Files(url) as remote:
+    with _files(url) as remote:
         text = remote.read(_MANIFEST)
         if text is None:
             raise DataError(
@@ -140,7 +127,7 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
         DataError: neither a run nor a checkpoint is there.
     """
     run, _, step = url.rstrip("/").rpartition("/checkpoints/")
-    with _Files(run or url) as remote:
+    with _files(run or url) as remote:
         if not run and remote.read(_MANIFEST) is not None:
             return fetch_sealed(url)
         folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
@@ -188,7 +175,7 @@ def published(out: str | os.PathLike[str], *, overwrite: bool = False) -> Iterat
     if url is None:
         yield Path(out)
         return
-    with _Files(url) as remote:
+    with _files(url) as remote:
         names = remote.names()
         if names and _MANIFEST not in names and _MARK not in names:
             raise DataError(f"{url} is not empty and no dataset ({', '.join(sorted(names)[:3])}). Choose another URL.")
@@ -229,7 +216,7 @@ def rename_in(error: BaseException, names: Mapping[str, str]) -> None:
 
 def is_empty(url: str) -> bool:
     """Return whether there is no file below a URL."""
-    with _Files(url) as remote:
+    with _files(url) as remote:
         return not remote.names()
 
 
@@ -239,7 +226,7 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
     Raises:
         DataError: the URL cannot be written.
     """
-    with _Files(url, quiet=quiet) as remote:
+    with _files(url, quiet=quiet) as remote:
         names = remote.names()
         there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
         mine = {
@@ -263,7 +250,7 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
 def _upload_sealed(folder: Path, url: str, *, quiet: bool = False) -> None:
     """Upload a folder with a manifest; nothing where the same manifest is there."""
     text = (folder / _MANIFEST).read_bytes()
-    with _Files(url, quiet=quiet) as remote:
+    with _files(url, quiet=quiet) as remote:
         names = remote.names()
         if _MANIFEST in names:
             if _MARK not in names and remote.read(_MANIFEST) == text:
@@ -291,37 +278,28 @@ def _sealed_files(url: str, text: bytes) -> dict[str, tuple[int, str]]:
     return files
 
 
+@contextmanager
+def _files(url: str, *, quiet: bool = False) -> Iterator[_Files]:
+    """The files below a URL; failures of fsspec within become errors that name the URL."""
+    url = url.rstrip("/")
+    try:
+        yield _Files(url, quiet)
+    except StokerError:
+        raise
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # of a web server
+            raise _failure(url, cause) from error
+        raise DataError(f"there is nothing at {url}. Check the URL.") from error
+    except Exception as error:
+        raise _failure(url, error) from error
+
+
 class _Files:
-    """The files below a URL; a context manager, which turns failures of fsspec into errors that name the URL."""
-
-    def __init__(self, url: str, *, quiet: bool = False) -> None:
-        self.url = url.rstrip("/")
-        self._quiet = quiet  # show no progress
-        with self._explained():
-            self.fs, self.root = _file_system(self.url)
-            self.fs.invalidate_cache()
-
-    def __enter__(self) -> _Files:
-        self._context = self._explained()
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except StokerError:
-            raise
-        except FileNotFoundError as error:
-            cause = error.__cause__
-            if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):  # of a web server
-                raise _failure(self.url, cause) from error
-            raise DataError(f"there is nothing at {self.url}. Check the URL.") from error
-        except Exception as error:
-            raise _failure(self.url, error) from error
+    def __init__(self, url: str, quiet: bool) -> None:
+        self.url, self._quiet = url, quiet  # quiet: show no progress
+        self.fs, self.root = _file_system(url)
+        self.fs.invalidate_cache()
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -347,12 +325,12 @@ class _Files:
         """Copy files (name below the URL, local path, size, sha256 or None); each appears when it is whole."""
         files = list(files)
 
-        def copy(file: tuple[str, Path, int | None, str | None], count: Callable[[int], None]) -> None:
+        def copy(file: tuple[str, Path, int | None, str | None], counter: Any) -> None:
             name, target, size, digest = file
             beside = target.with_name(target.name + ".tmp")
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self.fs.get_file(self._path(name), str(beside), callback=_counter(count))
+                self.fs.get_file(self._path(name), str(beside), callback=counter)
                 found = beside.stat().st_size if digest is None else hash_file(beside)
                 if found != (size if digest is None else (size, digest)) and size is not None:
                     raise DataError(
@@ -377,29 +355,31 @@ class _Files:
         if self.url.startswith(("http:", "https:")):
             raise NotImplementedError
 
-        def copy(file: tuple[str, Path], count: Callable[[int], None]) -> None:
+        def copy(file: tuple[str, Path], counter: Any) -> None:
             name, source = file
             if self.fs.protocol[0] in _MAKES_FOLDERS or self.fs.protocol in _MAKES_FOLDERS:
                 self.fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-            self.fs.put_file(str(source), self._path(name), callback=_counter(count))
+            self.fs.put_file(str(source), self._path(name), callback=counter)
 
         self._copy(copy, files, f"uploading {_basename(self.url)}", sum(path.stat().st_size for _, path in files))
 
-    def _copy(
-        self, copy: Callable[[Any, Callable[[int], None]], None], files: list[Any], what: str, total: int
-    ) -> None:
+    def _copy(self, copy: Callable[[Any, Any], None], files: list[Any], what: str, total: int) -> None:
+        """Call ``copy`` with each file and a callback of fsspec that counts bytes, on several threads."""
+        from fsspec.callbacks import Callback
+
         done, lock, stopped = 0, threading.Lock(), threading.Event()
-        with Bars(quiet=self._quiet or not _has_rich()) as bars, ThreadPoolExecutor(_THREADS) as pool:
+        with Bars(quiet=self._quiet or find_spec("rich") is None) as bars, ThreadPoolExecutor(_THREADS) as pool:
 
-            def count(size: int) -> None:
-                nonlocal done
-                if stopped.is_set():
-                    raise ConnectionAbortedError("another file failed")
-                with lock:
-                    done += size
-                    bars(what, min(done, total), total, "bytes")
+            class Counter(Callback):  # type: ignore[misc]
+                def relative_update(self, inc: int = 1) -> None:
+                    nonlocal done
+                    if stopped.is_set():
+                        raise ConnectionAbortedError("another file failed")
+                    with lock:
+                        done += inc
+                        bars(what, min(done, total), total, "bytes")
 
-            copies = [pool.submit(copy, file, count) for file in files]
+            copies = [pool.submit(copy, file, Counter()) for file in files]
             try:
                 for each in copies:
                     each.result()
@@ -471,26 +451,6 @@ def _failure(url: str, error: Exception) -> Exception:
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
-
-
-def _counter(count: Callable[[int], None]) -> Any:
-    from fsspec.callbacks import Callback
-
-    class Counter(Callback):  # type: ignore[misc]
-        """Passes on how many bytes were copied."""
-
-        def relative_update(self, inc: int = 1) -> None:
-            count(inc)
-
-    return Counter()
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @contextmanager

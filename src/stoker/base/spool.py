@@ -12,13 +12,10 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["CHUNK", "Spool", "spans", "stretches"]
 
 CHUNK = 2**20  # values worked on together
 
@@ -58,9 +55,7 @@ class Spool:
     def __enter__(self) -> Spool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,15 +71,11 @@ class Spool:
     def read(self, begin: int, end: int) -> npt.NDArray[Any]:
         """A copy of the values [begin, end)."""
         values = np.empty(end - begin, self._dtype)
-        self.read_into(begin, values)
-        return values
-
-    def read_into(self, begin: int, values: npt.NDArray[Any]) -> None:
-        """Fill ``values``, contiguous and of the type, with those from ``begin`` on."""
         with self._lock:
             self._file.seek(begin * self._dtype.itemsize)
             if self._file.readinto(_bytes(values, self._dtype)) != values.nbytes:
                 raise OSError(errno.EIO, "a temporary file is shorter than what was written to it")
+        return values
 
     def write(self, begin: int, values: npt.NDArray[Any]) -> None:
         """Replace the values from ``begin`` on."""

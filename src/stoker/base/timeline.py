@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-__all__ = ["Recorder", "Span", "span", "spanned"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,9 +61,7 @@ class Recorder:
         _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _active
         _active = None
 

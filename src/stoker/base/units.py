@@ -10,18 +10,6 @@ from decimal import Decimal
 
 from stoker.base.errors import ConfigError
 
-__all__ = [
-    "format_count",
-    "format_duration",
-    "format_size",
-    "listed",
-    "parse_count",
-    "parse_share",
-    "parse_size",
-    "plural",
-    "quoted",
-]
-
 _BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL = {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
 _NUMBER = re.compile(r"\s*((?:[0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")

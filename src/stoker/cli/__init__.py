@@ -12,36 +12,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from stoker.base.compiling import listening
+from stoker.base.errors import DependencyError, StokerError
+from stoker.base.progress import listening
+from stoker.cli.options import interruption, message_of, say
 
-__all__ = ["COMMANDS", "app", "main"]
-
-#: command -> module whose ``register(app)`` defines it, in the order of the help.
+#: command -> the function that it is, in the order of the help.
 COMMANDS = {
-    "init": "stoker.cli.init",
-    "schema": "stoker.cli.schema",
-    "prepare": "stoker.cli.prepare",
-    "synthetic": "stoker.cli.synthetic",
-    "train": "stoker.cli.train",
-    "find-lr": "stoker.cli.tools.find_lr",
-    "evaluate": "stoker.cli.scoring",
-    "predict": "stoker.cli.scoring",
-    "plan": "stoker.cli.plan",
-    "profile": "stoker.cli.profile",
-    "classify": "stoker.cli.classify",
-    "reorder": "stoker.cli.reorder",
-    "replay": "stoker.cli.replay",
-    "verify": "stoker.cli.tools.verify",
-    "trace": "stoker.cli.tools.trace",
-    "compare": "stoker.cli.tools.compare",
-    "inspect": "stoker.cli.inspect",
-    "doctor": "stoker.cli.inspect",
+    "init": "stoker.cli.prepare:init",
+    "schema": "stoker.cli.prepare:schema",
+    "prepare": "stoker.cli.prepare:prepare",
+    "synthetic": "stoker.cli.prepare:synthetic",
+    "train": "stoker.cli.train:train",
+    "find-lr": "stoker.cli.train:find_lr",
+    "evaluate": "stoker.cli.runs:evaluate",
+    "predict": "stoker.cli.runs:predict",
+    "plan": "stoker.cli.place:plan",
+    "profile": "stoker.cli.rewrite:profile",
+    "classify": "stoker.cli.rewrite:classify",
+    "reorder": "stoker.cli.rewrite:reorder",
+    "replay": "stoker.cli.place:replay",
+    "verify": "stoker.cli.runs:verify",
+    "trace": "stoker.cli.runs:trace",
+    "compare": "stoker.cli.runs:compare",
+    "inspect": "stoker.cli.inspect:inspect",
+    "doctor": "stoker.cli.inspect:doctor",
 }
+_HELP_ALONE = ("init", "prepare")  # show their help when they are called without arguments
 
 
 class _LazyGroup(TyperGroup):
@@ -53,14 +54,14 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         if cmd_name not in COMMANDS:
             return None
-        part = typer.Typer()
-        part.callback()(_nothing)  # with a callback it stays a group, even of one command
+        module, _, function = COMMANDS[cmd_name].partition(":")
+        part = typer.Typer(add_completion=False)
         try:
-            importlib.import_module(COMMANDS[cmd_name]).register(part)
+            command = getattr(importlib.import_module(module), function)
+            part.command(cmd_name, no_args_is_help=cmd_name in _HELP_ALONE)(command)
         except ImportError as error:
-            _register_missing(part, cmd_name, error)
-        group: Any = typer.main.get_command(part)
-        return group.commands.get(cmd_name)
+            _register_missing(part, cmd_name, (error.name or str(error)).split(".")[0])
+        return typer.main.get_command(part)
 
     # typer would end at a Ctrl-C without a word.
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
@@ -80,16 +81,10 @@ class _Stopped(Exception):
     """Ctrl-C, on its way to :func:`main`."""
 
 
-def _nothing() -> None: ...
-
-
-def _register_missing(app: typer.Typer, name: str, error: ImportError) -> None:
+def _register_missing(app: typer.Typer, name: str, package: str) -> None:
     """A command whose module cannot be imported: it says so when it is called."""
-    package = (error.name or str(error)).split(".")[0]
 
     def refuse() -> None:
-        from stoker.base.errors import DependencyError
-
         raise DependencyError(f"stoker {name} needs {package}, which is not installed. Run: pip install {package}")
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -137,15 +132,13 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     if "" in arguments:
         _fail("an argument is empty (''). Give it a value, or leave it out.", 2)
-    with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: _say(line, "dim")):
+    with _noting_interrupts() as interrupts, _plain_warnings(), listening(lambda line: say(line, "dim", error=True)):
         try:
             app(arguments, prog_name="stoker")
         except (Exception, KeyboardInterrupt) as error:
-            from stoker.cli.common.wording import interruption
-
             stop = interruption(error)
             if stop or interrupts:
-                _say(str(stop or "") or "interrupted", "yellow")
+                say(str(stop or "") or "interrupted", "yellow", error=True)
                 raise SystemExit(getattr(stop, "exit_code", 128 + signal.SIGINT)) from None
             if debug:
                 raise
@@ -157,20 +150,13 @@ def _plain_warnings() -> Iterator[None]:
     """Say warnings of ours in words, without the line of code that gave them."""
     show, ours = warnings.showwarning, str(Path(__file__).parents[1])
 
-    def say(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def plain(message: Warning | str, category: type[Warning], filename: str, *more: Any, **others: Any) -> None:
         if issubclass(category, UserWarning) and filename.startswith(ours + os.sep):
-            _say(f"warning: {message}", "yellow")
+            say(f"warning: {message}", "yellow", error=True)
         else:
-            show(message, category, filename, lineno, file, line)
+            show(message, category, filename, *more, **others)
 
-    warnings.showwarning = say
+    warnings.showwarning = plain
     try:
         yield
     finally:
@@ -208,9 +194,6 @@ def _options(arguments: list[str]) -> dict[str, str]:
 
 
 def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
-    from stoker.base.errors import StokerError
-    from stoker.cli.common.wording import message_of
-
     if isinstance(error, StokerError):
         _fail(message_of(error, options), 2)
     if isinstance(error, OSError):
@@ -229,12 +212,5 @@ def _explain(error: BaseException, options: dict[str, str]) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    _say(f"error: {message}", "red")
+    say(f"error: {message}", "red", error=True)
     raise SystemExit(code)
-
-
-def _say(message: str, style: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True).print(Text(message, style=style), soft_wrap=True)

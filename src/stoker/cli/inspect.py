@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from stoker.base.errors import CheckpointError, DataError
 from stoker.base.remote import local_run
 from stoker.base.units import format_count, format_size, plural
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
-    app.command(name="inspect")(inspect)
-    app.command(name="doctor")(doctor)
+from stoker.cli.options import OneObject, say, show_table
 
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A dataset, a checkpoint, or a run directory; or its URL.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Re-hash every file and check every id.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verify: bool = typer.Option(False, "--verify", help="Re-hash every file and check every id."),
+    as_json: OneObject = False,
 ) -> None:
     """Show what a dataset, a checkpoint or a run holds.
 
@@ -52,16 +41,15 @@ def inspect(
     else:
         found = _describe_checkpoint(path, verify=verify)
     if as_json:
-        typer.echo(json.dumps(found, indent=1, allow_nan=False))
-        return
-    from rich.console import Console
-
-    (_show_dataset if kind == "dataset" else _show_checkpoint)(Console(), found)
+        print(json.dumps(found, indent=1, allow_nan=False))
+    elif kind == "dataset":
+        _show_dataset(found)
+    else:
+        _show_checkpoint(found)
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    measure: Annotated[bool, typer.Option(help="Measure memory bandwidth, about a second.")] = True,
+    as_json: OneObject = False, measure: bool = typer.Option(True, help="Measure memory bandwidth, about a second.")
 ) -> None:
     """Show what this machine has, which kernels will run and what is missing. Exit code 0: training can run.
 
@@ -73,11 +61,9 @@ def doctor(
 
     found = examine(measure=measure)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1))
     else:
-        from rich.console import Console
-
-        _show_machine(Console(), found)
+        _show_machine(found)
     if not found["ok"]:
         raise typer.Exit(1)
 
@@ -171,14 +157,8 @@ def _describe_run(path: Path) -> list[dict[str, Any]]:
         latest = extra.get("progress", {}).get("latest")
         values = latest["valid"] if latest is not None and latest["step"] == step else {}
         metric = deciding(values, extra.get("settings", {}).get("metric", "auc"))
-        listed.append(
-            {
-                **entry,
-                "bytes": sum(int(file["bytes"]) for file in manifest["files"].values()),
-                "metric": metric,
-                "value": values.get(metric),
-            }
-        )
+        size = sum(int(file["bytes"]) for file in manifest["files"].values())
+        listed.append({**entry, "bytes": size, "metric": metric, "value": values.get(metric)})
     return listed
 
 
@@ -196,24 +176,13 @@ def _recipe(recipe: str | dict[str, str] | None) -> str:
     return f"{recipe['name']}, a schema of your own" if own else f"{recipe['name']}, preset {recipe['preset']}"
 
 
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _line(name: str, value: object) -> None:
+    say(f"{name:<16} {value}")
 
 
-def _line(console: Console, name: str, value: object) -> None:
-    console.print(f"{name:<16} {value}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _verified(console: Console, found: dict[str, Any]) -> None:
+def _verified(found: dict[str, Any]) -> None:
     if "verified_files" in found:
-        console.print(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", style="green")
+        say(f"verified: checksums are right, {plural(found['verified_files'], 'file')}", "green")
 
 
 def _listed(names: list[str]) -> str:
@@ -222,140 +191,105 @@ def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _show_dataset(console: Console, found: dict[str, Any]) -> None:
-    _line(console, "dataset", found["path"])
-    _line(console, "recipe", _recipe(found["recipe"]))
+def _show_dataset(found: dict[str, Any]) -> None:
+    _line("dataset", found["path"])
+    _line("recipe", _recipe(found["recipe"]))
     parts = found["hot_cold"]
     if parts and parts["stoker_version"]:
         words = f"stoker classify, Stoker {parts['stoker_version']}, by profile {parts['profile_hash'][:16]}"
-        _line(console, "made by", words)
-        _line(console, "from", parts["source"])
+        _line("made by", words)
+        _line("from", parts["source"])
     if order := found["reordered"]:
         words = f"stoker reorder, Stoker {order['stoker_version']}, {order['settings']['method']}, "
-        _line(console, "reordered", f"{words}{_listed(list(order['tables']))}, order {order['hash'][:16]}")
-    _line(console, "prepared by" if parts else "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
-    _line(console, "size", f"{format_size(found['bytes'])}, format {found['format_version']}")
-    _line(console, "schema", found["schema_hash"][:16])
+        _line("reordered", f"{words}{_listed(list(order['tables']))}, order {order['hash'][:16]}")
+    _line("prepared by" if parts else "made by", f"{found['created_by']}, Stoker {found['stoker_version']}")
+    _line("size", f"{format_size(found['bytes'])}, format {found['format_version']}")
+    _line("schema", found["schema_hash"][:16])
     if found["quarantined"]:
-        _line(console, "bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
+        _line("bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
     for file, line in found["broken_files"].items():
-        _line(console, "cut short", f"{file} breaks off at line {line:,}; what came after it is not here")
-    _table(
-        console,
-        "Splits",
-        ["split", "rows", "positives", "share", "shards", "size"],
+        _line("cut short", f"{file} breaks off at line {line:,}; what came after it is not here")
+    splits = [
         [
-            [
-                name,
-                f"{split['rows']:,}",
-                f"{split['positives']:,}",
-                _percent(split["share"]),
-                f"{split['shards']:,}",
-                format_size(split["bytes"]),
-            ]
-            for name, split in found["splits"].items()
-        ],
-    )
+            name, f"{split['rows']:,}", f"{split['positives']:,}", _percent(split["share"]), f"{split['shards']:,}",
+            format_size(split["bytes"]),
+        ]
+        for name, split in found["splits"].items()
+    ]  # fmt: skip
+    show_table("Splits", ["split", "rows", "positives", "share", "shards", "size"], splits)
     for name, split in found["splits"].items():
         if "labelled" in split:
             words = f"{split['rows'] - split['labelled']:,} rows of {name}: for stoker predict, not for training"
-            _line(console, "no label", words)
+            _line("no label", words)
     if timed := {name: split["time"] for name, split in found["splits"].items() if "time" in split}:
         rows = [[name, str(time["first"]), str(time["last"])] for name, time in timed.items()]
-        _table(console, "Times of the rows", ["split", "first", "last"], rows)
+        show_table("Times of the rows", ["split", "first", "last"], rows)
     if found["keep"]:
-        _line(console, "kept columns", ", ".join(f"{name} ({kind})" for name, kind in found["keep"].items()))
+        _line("kept columns", ", ".join(f"{name} ({kind})" for name, kind in found["keep"].items()))
     if groups := found["groups"]:
-        _show_groups(console, groups, found["splits"])
+        _show_groups(groups, found["splits"])
     if parts:
         hot, cold = parts["hot"], parts["cold"]
         share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
-        words = (
-            f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold; profile {parts['profile_hash'][:16]}"
-        )
-        _line(console, "classified", words)
-    _table(
-        console,
+        counted = f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold"
+        _line("classified", f"{counted}; profile {parts['profile_hash'][:16]}")
+    tables = [
+        [
+            table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),
+            f"{table['rows']:,}", format_count(table["accesses"]),
+            *(_percent(table[key]) for key in ("oov_share", "hot_1_percent", "hot_10_percent")),
+            format_count(table["top_counts"][0]) if table["top_counts"] else "-",
+        ]
+        for table in found["tables"]
+    ]  # fmt: skip
+    show_table(
         "Tables: training accesses, and the share that unknown values and the most popular rows take",
         ["table", "rows", "accesses", "unknown", "top 1 %", "top 10 %", "largest"],
-        [
-            [
-                table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),
-                f"{table['rows']:,}",
-                format_count(table["accesses"]),
-                _percent(table["oov_share"]),
-                _percent(table["hot_1_percent"]),
-                _percent(table["hot_10_percent"]),
-                format_count(table["top_counts"][0]) if table["top_counts"] else "-",
-            ]
-            for table in found["tables"]
-        ],
+        tables,
     )
     if found["dense"]:
-        _table(
-            console,
-            f"Dense columns, from {found['dense'][0]['rows']:,} training rows",
-            ["column", "min", "mean", "max", "std", "zeros"],
-            [
-                [
-                    column["column"],
-                    *(f"{column[key]:.4g}" for key in ("min", "mean", "max", "std")),
-                    _percent(column["zeros"]),
-                ]
-                for column in found["dense"]
-            ],
-        )
-    _verified(console, found)
+        keys = ("min", "mean", "max", "std")
+        columns = [
+            [column["column"], *(f"{column[key]:.4g}" for key in keys), _percent(column["zeros"])]
+            for column in found["dense"]
+        ]
+        title = f"Dense columns, from {found['dense'][0]['rows']:,} training rows"
+        show_table(title, ["column", *keys, "zeros"], columns)
+    _verified(found)
 
 
-def _show_groups(console: Console, groups: dict[str, Any], splits: dict[str, Any]) -> None:
+def _show_groups(groups: dict[str, Any], splits: dict[str, Any]) -> None:
     cut = f"; {groups['cut']:,} have rows in several splits" if groups["cut"] else ", each whole in one split"
-    _table(
-        console,
-        f"Groups by {groups['column']}: {groups['count']:,}{cut}",
-        ["split", "groups", "rows on average", "at most", "with a positive"],
-        [
-            [
-                name,
-                f"{of['count']:,}",
-                f"{of['mean']:.1f}",
-                f"{of['largest']:,}",
-                _percent(of["with_positive"] / of["count"]),
-            ]
-            for name, split in splits.items()
-            if (of := split.get("groups"))
-        ],
-    )
+    rows = []
+    for name, split in splits.items():
+        if of := split.get("groups"):
+            share = _percent(of["with_positive"] / of["count"])
+            rows.append([name, f"{of['count']:,}", f"{of['mean']:.1f}", f"{of['largest']:,}", share])
+    headings = ["split", "groups", "rows on average", "at most", "with a positive"]
+    show_table(f"Groups by {groups['column']}: {groups['count']:,}{cut}", headings, rows)
 
 
-def _show_checkpoint(console: Console, found: dict[str, Any]) -> None:
+def _show_checkpoint(found: dict[str, Any]) -> None:
     if "run" in found:
-        _show_run(console, found)
-    _line(console, "checkpoint", found["path"])
-    _line(console, "step", f"{found['step']:,}")
-    _line(console, "model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
-    _line(console, "optimizers", _optimizers(found))
+        _show_run(found)
+    _line("checkpoint", found["path"])
+    _line("step", f"{found['step']:,}")
+    _line("model", " ".join(f"{key}={value}" for key, value in found["model"].items()))
+    _line("optimizers", _optimizers(found))
     if found.get("extra_state"):
-        _line(console, "extra state", ", ".join(found["extra_state"]))
+        _line("extra state", ", ".join(found["extra_state"]))
     if found["stream"] and ("scheduler" in found["stream"] or "epoch" in found["stream"]):
-        _line(console, "data position", _position(found["stream"]))
-    _line(console, "size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
-    _table(
-        console,
-        "Tables",
-        ["table", "rows", "dim", "type", "size with state"],
+        _line("data position", _position(found["stream"]))
+    _line("size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
+    tables = [
         [
-            [
-                ".".join(filter(None, (table.get("module"), table["name"]))),
-                f"{table['num_embeddings']:,}",
-                str(table["embedding_dim"]),
-                str(table["dtype"]),
-                format_size(table["bytes"]),
-            ]
-            for table in found["tables"]
-        ],
-    )
-    _verified(console, found)
+            ".".join(filter(None, (table.get("module"), table["name"]))), f"{table['num_embeddings']:,}",
+            str(table["embedding_dim"]), str(table["dtype"]), format_size(table["bytes"]),
+        ]
+        for table in found["tables"]
+    ]  # fmt: skip
+    show_table("Tables", ["table", "rows", "dim", "type", "size with state"], tables)
+    _verified(found)
 
 
 def _optimizers(found: dict[str, Any]) -> str:
@@ -374,65 +308,43 @@ def _position(stream: dict[str, Any]) -> str:
     return f"epoch {stream['scheduler']['epoch']}, {done}, at R({stream['scheduler']['rate']:g})"
 
 
-def _show_run(console: Console, found: dict[str, Any]) -> None:
-    _line(console, "run", found["run"])
+def _show_run(found: dict[str, Any]) -> None:
+    _line("run", found["run"])
     rows = []
     for entry in found["checkpoints"]:
         marks = [name for name in ("best", "last") if entry[name]] + ["shown below"] * (entry["path"] == found["path"])
-        value = entry.get("value")
-        rows.append(
-            [
-                f"{entry['step']:,}",
-                "unreadable" if "error" in entry else format_size(entry["bytes"]),
-                "-" if value is None else f"{entry['metric']} {value:.4f}",
-                ", ".join(marks),
-            ]
-        )
-    _table(console, "Checkpoints", ["step", "size", "validation", ""], rows)
+        size = "unreadable" if "error" in entry else format_size(entry["bytes"])
+        score = "-" if entry.get("value") is None else f"{entry['metric']} {entry['value']:.4f}"
+        rows.append([f"{entry['step']:,}", size, score, ", ".join(marks)])
+    show_table("Checkpoints", ["step", "size", "validation", ""], rows)
 
 
-def _show_machine(console: Console, found: dict[str, Any]) -> None:
+def _show_machine(found: dict[str, Any]) -> None:
     system = found["system"]
-    _line(console, "system", f"{system['platform']}, Python {system['python']}")
-    _line(
-        console,
-        "processor",
-        f"{system['cpu']}, {system['cores']} cores, {' '.join(system['simd']) or 'SIMD unknown'}",
-    )
+    _line("system", f"{system['platform']}, Python {system['python']}")
+    _line("processor", f"{system['cpu']}, {system['cores']} cores, {' '.join(system['simd']) or 'SIMD unknown'}")
     memory = [format_size(system[key]) if system[key] else "unknown" for key in ("memory", "memory_available")]
-    _line(
-        console,
-        "memory",
-        f"{memory[0]}, {memory[1]} available, huge pages {system['huge_pages'] or 'unknown'}",
-    )
-    _line(console, "disk here", f"{format_size(system['folder']['free'])} free")
+    _line("memory", f"{memory[0]}, {memory[1]} available, huge pages {system['huge_pages'] or 'unknown'}")
+    _line("disk here", f"{format_size(system['folder']['free'])} free")
     for gpu in found["gpus"]:
-        _line(
-            console,
-            "GPU",
-            f"{gpu['name']}, {format_size(gpu['memory'])}, {format_size(gpu['memory_free'])} free",
-        )
+        _line("GPU", f"{gpu['name']}, {format_size(gpu['memory'])}, {format_size(gpu['memory_free'])} free")
     if not found["gpus"]:
-        _line(console, "GPU", "none")
+        _line("GPU", "none")
     versions = [f"{name} {version}" for name, version in found["packages"].items() if version]
-    _line(console, "packages", ", ".join(versions))
+    _line("packages", ", ".join(versions))
     for kind, backend in found["backends"].items():
-        _line(console, f"tables on {kind}", f"{backend['name']}: {backend['why']}")
+        _line(f"tables on {kind}", f"{backend['name']}: {backend['why']}")
     if (kept := found["kernel_cache"]) is not None:
-        _line(console, "kernel cache", ", ".join(filter(None, (kept["path"], kept["why"]))))
-    _line(console, "torch.compile", found["compiler"]["path"] if found["compiler"]["usable"] else "no")
+        _line("kernel cache", ", ".join(filter(None, (kept["path"], kept["why"]))))
+    _line("torch.compile", found["compiler"]["path"] if found["compiler"]["usable"] else "no")
     threads = ", ".join(f"{name} {value}" for name, value in found["threads"].items() if value is not None)
-    _line(console, "threads", threads)
+    _line("threads", threads)
     if found["bandwidth"]:
         copy, gather = found["bandwidth"]["copy"], found["bandwidth"]["gather_64_byte_rows"]
-        _line(
-            console,
-            "memory rates",
-            f"copy {copy / 1e9:.1f} GB/s, random 64-byte rows {gather / 1e9:.1f} GB/s",
-        )
+        _line("memory rates", f"copy {copy / 1e9:.1f} GB/s, random 64-byte rows {gather / 1e9:.1f} GB/s")
     for text in found["advice"]:
-        console.print(f"could be better: {text}", style="yellow", markup=False)
+        say(f"could be better: {text}", "yellow")
     for text in found["problems"]:
-        console.print(f"problem: {text}", style="red", markup=False)
+        say(f"problem: {text}", "red")
     if found["ok"]:
-        console.print("training can run here", style="green")
+        say("training can run here", "green")

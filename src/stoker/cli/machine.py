@@ -22,8 +22,6 @@ import torch
 from stoker.base import device as machine
 from stoker.base.units import format_size
 
-__all__ = ["examine"]
-
 # Package -> what is lost without it; the first three are not optional.
 _PACKAGES = {
     "torch": "",
@@ -141,11 +139,7 @@ def _backend(kind: str) -> dict[str, Any]:
 
         name = get_backend("auto", torch.device(kind)).name
     except Exception as error:
-        return {
-            "name": None,
-            "why": "",
-            "error": f"no embedding kernels for {kind}: {type(error).__name__}: {error}",
-        }
+        return {"name": None, "why": "", "error": f"no embedding kernels for {kind}: {type(error).__name__}: {error}"}
     why = {
         "reference": f"plain PyTorch, since {'triton' if kind == 'cuda' else 'numba'} is not installed",
         "cpu": "Numba kernels for the CPU",

@@ -1,63 +1,28 @@
-"""``stoker prepare``: raw click logs in, a dataset directory out."""
+"""Commands that make datasets: ``stoker init``, ``schema``, ``prepare`` and ``synthetic``."""
 
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.base import remote
-from stoker.base.bars import Bars
 from stoker.base.errors import ConfigError
+from stoker.base.files import atomic_file, refuse_url
+from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
-from stoker.cli.common.wording import with_options
+from stoker.cli.options import say, show_table, with_options
 
 if TYPE_CHECKING:
+    from stoker.prep.draft import Draft
     from stoker.prep.prepare import PrepareReport, Progress
     from stoker.prep.recipe import Recipe
     from stoker.prep.schema import Schema
 
-__all__ = ["register"]
-
-_HELP = """Prepare raw click logs for training.
-
-RECIPE is the name of a known log (stoker prepare --list shows them) or
-your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
-JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
-order of their numbers, day_2 before day_10; other files are read as given.
-
-An interrupted run goes on where it stopped when the same command is given
-again; after a finished one there is nothing to do. Bad lines are set aside in
-OUT/quarantine.jsonl with file, line and reason, and summed up at the end.
-More than 1 % of them stop the run, or the share that --max-bad names. A label
-that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
-share of lines may be damaged. A compressed file that breaks off is named in
-the summary; with --max-bad or --strict it stops the run.
-
-FILES, --like and --out may be URLs, such as s3://, gs://, https:// or hf://
-(docs/remote.md). Inputs are downloaded to a cache first; a dataset is made
-there and then uploaded.
-
-With --like, rows may lack a label: a field that is empty, or the whole column,
-in all files. They are for stoker predict. Features that look at rows before go
-on from the dataset, so the new rows must follow; --history ignore begins anew,
-as for the same rows once more.
-
---split takes random:0.8,0.1 (shares of train and valid; the rest is test),
-time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
-leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
-
-\b
-stoker prepare criteo 'day_*.gz' --out data/criteo
-stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
-stoker prepare shop.toml 'logs/*.parquet' --out data/shop
-stoker prepare globo clicks.parquet --reorder --out data/globo
-stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
-stoker prepare shop.toml log.csv --split time:0.8,0.1 --keep user --out data/shop
-stoker prepare --like data/shop new.csv --out data/new
-"""
 _STAGES = {
     "read": "reading", "derive": "deriving rows", "features": "working out features", "encode": "encoding rows",
     "fit": "counting", "write": "writing",
@@ -65,55 +30,165 @@ _STAGES = {
 }  # fmt: skip
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the application."""
-    app.command(name="prepare", help=_HELP, no_args_is_help=True)(prepare)
+def init(
+    log: Annotated[list[str], typer.Argument(help="Raw files or patterns of your log.")],
+    out: Path = typer.Option(Path("schema.toml"), "--out", "-o", help="Schema file to write, .toml."),
+    rows: int = typer.Option(100_000, help="Rows to look at, in all files together.", min=1),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a file that is there."),
+) -> None:
+    """Draft a schema for a log of your own.
+
+    Looks at the first rows of delimited text, JSON lines (text may be .gz or
+    .zst) or Parquet, and writes a schema with comments: the format, the type
+    of each column, the label, the time, a split. What is uncertain has a
+    comment that begins with "unsure:". Read the file before you prepare.
+
+    \b
+    stoker init log.csv
+    stoker init 'logs/*.parquet' --out shop.toml --rows 1000000
+    """
+    refuse_url(out, "a schema")
+    if out.suffix != ".toml":
+        raise ConfigError(f"--out {out} does not end in .toml, and the draft is written in TOML. Use {out.stem}.toml.")
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory. Name a file, for example {out / 'schema.toml'}.")
+    if out.exists() and not overwrite:
+        raise ConfigError(f"{out} is there already. Add --overwrite to replace it, or choose another --out.")
+    from stoker.prep.draft import draft_log
+
+    names = " ".join(map(quoted, log))
+    command = f"stoker prepare {quoted(out)} {names} --out data"
+    draft = draft_log(log, rows=rows, command=command)
+    with atomic_file(out) as file:
+        file.write(draft.text.encode())
+    _show_draft(draft, out, command)
+
+
+def _show_draft(draft: Draft, out: Path, command: str) -> None:
+    from rich.text import Text
+
+    rows = []
+    for column in draft.columns:
+        missing = f"{column.missing:.1%}" if column.missing else "-"
+        example = Text(column.example, overflow="ellipsis", no_wrap=True)
+        rows.append([column.name, draft.role(column), f"{column.distinct:,}", missing, example])
+    headings = ["column", "kind", "values", "missing", "example"]
+    show_table(f"{plural(draft.rows, 'row')} looked at", headings, rows, left=(0, 1, 4), whole=(4,))
+    doubts = f" {plural(draft.unsure, 'comment')} in it begin with 'unsure:'." if draft.unsure else ""
+    say(f"wrote {out}.{doubts}")
+    if draft.label is None:
+        say(f"no column looks like a label: fill in [label] of {out}, then:")
+    elif not draft.features:
+        say(f"no column looks like a feature: add one to {out}, then:")
+    else:
+        say("read it, then:")
+    say(f"  {command}")
+
+
+def schema(
+    recipe: Annotated[str, typer.Argument(help="Recipe name; stoker prepare --list shows them.")],
+    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
+) -> None:
+    """Print the schema of a recipe as TOML.
+
+    Save it, change it, and prepare with the file in place of the recipe. Keys
+    that are left out have their defaults. Where a recipe also derives rows in
+    Python, the first lines say what the file does not hold.
+
+    \b
+    stoker schema criteo > my_criteo.toml
+    stoker schema criteo --preset nvt
+    stoker prepare my_criteo.toml 'day_*.gz' --out data/criteo
+    """
+    from stoker.prep import recipes
+    from stoker.prep.draft import schema_toml
+
+    found = recipes.get(recipe, preset)
+    lines = [f"# Schema of the recipe {found.name}, preset {found.preset_name}. Left out: keys with their defaults."]
+    if found.derive is not None:
+        lines += [
+            "# The recipe derives its rows from the raw files in Python, which a schema file cannot express.",
+            "# This file describes the derived rows. To prepare the raw files, use the recipe itself:",
+            f"#   {found.example or found.command}",
+        ]
+    print("\n".join(lines) + "\n\n" + schema_toml(found.schema()), end="")
 
 
 def prepare(
     recipe: Annotated[str | None, typer.Argument(help="Recipe name, or a schema file.")] = None,
     files: Annotated[list[str] | None, typer.Argument(help="Raw files or patterns.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to make.")] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option("--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."),
-    ] = None,
-    history: Annotated[
-        str,
-        typer.Option(help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."),
-    ] = "auto",
-    preset: Annotated[str | None, typer.Option(help="Preset of the recipe; the first one if left out.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first bad line.")] = False,
-    max_bad: Annotated[
-        str | None, typer.Option(help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)")
-    ] = None,
-    min_count: Annotated[
-        int | None,
-        typer.Option(help="Training occurrences a value needs to get an id, for all columns.", min=1),
-    ] = None,
-    feature: Annotated[
-        list[str] | None,
-        typer.Option("--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."),
-    ] = None,
-    keep: Annotated[
-        list[str] | None, typer.Option("--keep", help="Raw column that stoker predict writes, too. Repeatable.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on where an interrupted run stopped.")] = True,
-    reorder: Annotated[
-        bool, typer.Option("--reorder", help="Make ids that are used together neighbours, as stoker reorder does.")
-    ] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads; one per core if left out.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their presets.")] = False,
+    out: Path | None = typer.Option(None, "--out", "-o", help="Directory to make."),
+    like: Path | None = typer.Option(
+        None, "--like", help="A prepared dataset: use its schema, vocabularies and fitted features; no RECIPE."
+    ),
+    history: str = typer.Option(
+        "auto", help="With --like, window features go on from the dataset (auto) or know new rows only (ignore)."
+    ),
+    preset: str | None = typer.Option(None, help="Preset of the recipe; the first one if left out."),
+    strict: bool = typer.Option(False, "--strict", help="Stop at the first bad line."),
+    max_bad: str | None = typer.Option(
+        None, help="Share of bad lines allowed, e.g. 0.1%. (default: 1%, from 10 bad lines on)"
+    ),
+    min_count: int | None = typer.Option(
+        None, help="Training occurrences a value needs to get an id, for all columns.", min=1
+    ),
+    feature: list[str] | None = typer.Option(
+        None, "--feature", help="One feature more, with columns: 'mean_target by=city,item'. Repeatable."
+    ),
+    split: str | None = typer.Option(
+        None, help="Split rule instead of the recipe's: random:0.8,0.1, time:0.9, hash:user:0.8,0.1, ..."
+    ),
+    keep: list[str] | None = typer.Option(
+        None, "--keep", help="Raw column that stoker predict writes, too. Repeatable."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a dataset that is there."),
+    resume: bool = typer.Option(True, help="Go on where an interrupted run stopped."),
+    reorder: bool = typer.Option(
+        False, "--reorder", help="Make ids that are used together neighbours, as stoker reorder does."
+    ),
+    threads: int | None = typer.Option(None, help="Threads; one per core if left out.", min=1),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+    list_recipes: bool = typer.Option(False, "--list", help="List the recipes and their presets."),
 ) -> None:
-    """The command; its help is ``_HELP``."""
+    """Prepare raw click logs for training.
+
+    RECIPE is the name of a known log (stoker prepare --list shows them) or
+    your own schema file (.toml, .yaml). FILES are delimited text, Parquet or
+    JSON lines; text may be .gz or .zst. Quoted patterns are expanded in the
+    order of their numbers, day_2 before day_10; other files are read as given.
+
+    An interrupted run goes on where it stopped when the same command is given
+    again; after a finished one there is nothing to do. Bad lines are set aside in
+    OUT/quarantine.jsonl with file, line and reason, and summed up at the end.
+    More than 1 % of them stop the run, or the share that --max-bad names. A label
+    that is a number but neither 0 nor 1 stops the run, unless --max-bad says what
+    share of lines may be damaged. A compressed file that breaks off is named in
+    the summary; with --max-bad or --strict it stops the run.
+
+    FILES, --like and --out may be URLs, such as s3://, gs://, https:// or hf://
+    (docs/remote.md). Inputs are downloaded to a cache first; a dataset is made
+    there and then uploaded.
+
+    With --like, rows may lack a label: a field that is empty, or the whole column,
+    in all files. They are for stoker predict. Features that look at rows before go
+    on from the dataset, so the new rows must follow; --history ignore begins anew,
+    as for the same rows once more.
+
+    --split takes random:0.8,0.1 (shares of train and valid; the rest is test),
+    time:0.8,0.1, hash:COLUMN:0.8,0.1, last_touch:COLUMN:0.8,0.1,
+    leave_last_out:COLUMN, runs:7 and column:COLUMN (which holds train, valid, ...).
+
+    \b
+    stoker prepare criteo 'day_*.gz' --out data/criteo
+    stoker prepare criteo train.txt --preset nvt --max-bad 0.1% --out data/c
+    stoker prepare shop.toml 'logs/*.parquet' --out data/shop
+    stoker prepare globo clicks.parquet --reorder --out data/globo
+    stoker prepare shop.toml log.csv --feature 'mean_target by=city,item' --out data/rates
+    stoker prepare shop.toml log.csv --split time:0.8,0.1 --keep user --out data/shop
+    stoker prepare --like data/shop new.csv --out data/new
+    """
     if list_recipes:
-        _list(as_json)
+        _list_recipes(as_json)
         return
     if like is not None and recipe is not None:
         if Path(recipe).suffix.lower() in (".toml", ".yaml", ".yml") or (not Path(recipe).exists() and _known(recipe)):
@@ -153,9 +228,9 @@ def prepare(
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
     if as_json:
-        typer.echo(json.dumps({**vars(report), "path": remote.url_of(out) or str(report.path)}))
+        print(json.dumps({**vars(report), "path": remote.url_of(out) or str(report.path)}))
     else:
-        _show(report, remote.url_of(out) or str(report.path))
+        _show_report(report, remote.url_of(out) or str(report.path))
 
 
 def _known(recipe: str) -> bool:
@@ -185,29 +260,16 @@ def _changed(
     return replace(found, presets={found.preset_name: lambda: schema}, preset=found.preset_name), None
 
 
-def _show(report: PrepareReport, path: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    splits = Table(title=f"Dataset {path}", title_justify="left")
-    splits.add_column("split")
-    splits.add_column("rows", justify="right")
-    splits.add_column("positive", justify="right")
-    splits.add_column("share", justify="right")
-    for name, rows in report.rows.items():
+def _show_report(report: PrepareReport, path: str) -> None:
+    splits = []
+    for name, count in report.rows.items():
         positive = report.positives[name]
         share = f"{positive / report.labelled[name]:.2%}" if report.labelled[name] else "-"
-        splits.add_row(name, f"{rows:,}", f"{positive:,}", share)
-    console.print(splits)
+        splits.append([name, f"{count:,}", f"{positive:,}", share])
+    show_table(f"Dataset {path}", ["split", "rows", "positive", "share"], splits)
     if report.tables:
-        tables = Table(title="Tables", title_justify="left")
-        tables.add_column("table")
-        tables.add_column("rows", justify="right")
-        tables.add_column("held-out ids unknown", justify="right")
-        for name, entry in report.tables.items():
-            tables.add_row(name, f"{int(entry['rows']):,}", f"{entry['unknown']:.2%}")
-        console.print(tables)
+        tables = [[name, f"{int(one['rows']):,}", f"{one['unknown']:.2%}"] for name, one in report.tables.items()]
+        show_table("Tables", ["table", "rows", "held-out ids unknown"], tables)
     rows = sum(report.rows.values())
     rate = format_count(rows / report.seconds) if report.seconds else "-"
     parts = [
@@ -220,38 +282,87 @@ def _show(report: PrepareReport, path: str) -> None:
         parts.append(f"{plural(report.dropped, 'row')} left out by split, sampling or oov rule")
     if report.already:
         parts = ["already prepared from the same files and settings: nothing was done. --overwrite prepares it anew"]
-    console.print("; ".join(parts))
+    say("; ".join(parts))
     if report.bad:
         share, place = f"{report.bad / max(report.lines, 1):.3%}", f"{path}/quarantine.jsonl"
-        told = [(f"{plural(report.bad, 'bad line')} ({share}) set aside in {place}", "bold yellow")]
-        told += [(f"  {count:,} x {reason}", "yellow") for reason, count in report.reasons.items()]
-        for text, style in [*told, *((f"  {remedy}", "cyan") for remedy in report.remedies)]:
-            console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        say(f"{plural(report.bad, 'bad line')} ({share}) set aside in {place}", "bold yellow")
+        for reason, count in report.reasons.items():
+            say(f"  {count:,} x {reason}", "yellow")
+        for remedy in report.remedies:
+            say(f"  {remedy}", "cyan")
     else:
-        console.print("no bad lines")
+        say("no bad lines")
     if absent := sum(report.rows.values()) - sum(report.labelled.values()):
-        hint = f"{plural(absent, 'row')} without label: stoker predict RUN --data {quoted(path)} --out scores.parquet"
-        console.print(hint, markup=False, highlight=False, soft_wrap=True)
+        say(f"{plural(absent, 'row')} without label: stoker predict RUN --data {quoted(path)} --out scores.parquet")
     if groups := report.groups:
-        console.print(f"{plural(groups['count'], 'group')} by column {groups['column']}", highlight=False)
+        say(f"{plural(groups['count'], 'group')} by column {groups['column']}")
     for text in report.warnings:
-        console.print(f"warning: {text}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        say(f"warning: {text}", "bold red")
 
 
-def _list(as_json: bool) -> None:
+def _list_recipes(as_json: bool) -> None:
     from stoker.prep import recipes
 
     found = [recipes.get(name) for name in recipes.names()]
     if as_json:
-        listed = [{"name": r.name, "description": r.description, "presets": list(r.presets)} for r in found]
-        typer.echo(json.dumps(listed))
+        print(json.dumps([{"name": r.name, "description": r.description, "presets": list(r.presets)} for r in found]))
         return
-    from rich.console import Console
-    from rich.table import Table
+    rows = [[recipe.name, ", ".join(recipe.presets), recipe.description] for recipe in found]
+    show_table("Recipes", ["recipe", "presets", "what it reads"], rows, left=range(3))
 
-    table = Table(title="Recipes", title_justify="left")
-    for heading in ("recipe", "presets", "what it reads"):
-        table.add_column(heading)
-    for recipe in found:
-        table.add_row(recipe.name, ", ".join(recipe.presets), recipe.description)
-    Console().print(table)
+
+def synthetic(
+    recipe: Annotated[str, typer.Argument(help="Whose format: criteo, avazu, taobao, trivago, movielens, ...")],
+    rows: Annotated[str, typer.Option(help="Log lines, such as 10M; ratings or impressions for some.")],
+    out: Annotated[Path, typer.Option(help="File (.gz and .zst compress), or directory for several files.")],
+    seed: int = typer.Option(0, help="Another seed, other rows; 0 or more."),
+    universe: int | None = typer.Option(None, help="Seed of ids and hidden weights; default: --seed."),
+    alpha: float = typer.Option(1.05, help="Exponent of Zipf's law for ids, without --curve; 0 to 10."),
+    curve: str | None = typer.Option(
+        None, help="Measured skew: globo-articles, book-crossing-books, or a curve's JSON file."
+    ),
+    drift: float = typer.Option(0.0, help="Share of the frequency ranks that change hands over the log, 0 to 1."),
+    bad: str = typer.Option("0", help="Share of lines to spoil, such as 0.1%."),
+    scale: float = typer.Option(1.0, help="Factor on the number of distinct ids, up to 100."),
+    base_rate: float | None = typer.Option(None, help="Share of positives; default: that of the real log."),
+    signal: float = typer.Option(1.3, help="Spread of the true logit, 0 to 5; 0 plants nothing."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a log that is there."),
+    metadata: Path | None = typer.Option(
+        None, help="trivago: also write the items' properties here, as item_metadata.csv."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the planted truth as JSON."),
+) -> None:
+    """Write a generated log with a planted truth.
+
+    The best reachable AUC and log loss are printed and written to OUT.truth.json. Figures from such logs must
+    be called synthetic.
+
+    \b
+    stoker synthetic criteo --rows 10M --out day_0.tsv.gz
+    stoker synthetic criteo --rows 1M --out drift.tsv --curve globo-articles --drift 0.3 --bad 0.1%
+    stoker synthetic movielens --rows 100k --out data/ml --seed 7
+    stoker synthetic criteo --rows 10M --out day_1.tsv.gz --seed 1 --universe 0
+    stoker synthetic trivago --rows 100k --out train.csv --metadata item_metadata.csv
+    """
+    if str(out) == "-":
+        raise ConfigError("--out - names no file, and a log is not written to standard output. Name a file for it.")
+    from stoker.synthetic import write
+
+    start = time.perf_counter()
+    truth = write(
+        recipe, rows, out, seed=seed, universe=universe, alpha=alpha, curve=curve, drift=drift, bad=bad, scale=scale,
+        base_rate=base_rate, signal=signal, overwrite=overwrite, metadata=metadata,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    if as_json:
+        print(json.dumps(asdict(truth)))
+        return
+    spoiled = f", {truth.bad:,} of them spoiled" if truth.bad else ""
+    say(
+        f"{out}: {plural(truth.rows, 'row')} of {truth.recipe}{spoiled}, in {format_duration(seconds)} "
+        f"({format_count(truth.rows / max(seconds, 1e-9))} rows/s)"
+    )
+    say(
+        f"planted truth ({truth.task}): base rate {truth.base_rate:.4f}, best AUC {truth.best_auc:.4f}, "
+        f"best log loss {truth.best_log_loss:.4f}"
+    )

@@ -7,8 +7,7 @@ from stoker.models.dcn import DCN
 from stoker.models.deepfm import DeepFM
 from stoker.models.din import DIN
 from stoker.models.dlrm import DLRM
-from stoker.models.imported import import_model
-from stoker.models.registry import MODELS
+from stoker.models.registry import MODELS, import_model
 from stoker.models.sequence import SequenceModel
 from stoker.models.tabular import Tabular
 from stoker.models.tbsm import TBSM

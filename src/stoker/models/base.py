@@ -23,8 +23,6 @@ from stoker.optim import RowOptimizer, RowWiseAdagrad
 from stoker.tables import EmbeddingTables, Strategy, TableConfig, TensorTrain, tables_for
 from stoker.tables.config import check_strategies
 
-__all__ = ["ModelSettings", "RecModel"]
-
 _ROWS = RowWiseAdagrad(lr=0.05)
 
 

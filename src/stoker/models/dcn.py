@@ -17,8 +17,6 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, linear, normal
 
-__all__ = ["DCN"]
-
 
 class Cross(nn.Module):
     """One cross layer: ``x0 * (W x + b) + x`` (Eq. 1), with ``W = U V^T`` of low rank where asked (Eq. 2)."""

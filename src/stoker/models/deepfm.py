@@ -16,8 +16,6 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 from stoker.models.layers import MLP, dense_generator, normal
 
-__all__ = ["DeepFM"]
-
 
 class DeepFM(RecModel):
     """Factorisation machine and MLP over shared embeddings; their logits are summed (Eq. 1 to 4).

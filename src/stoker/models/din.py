@@ -17,8 +17,6 @@ from stoker.models.base import ModelSettings
 from stoker.models.layers import Dice, PReLU, dense_generator, linear, parts
 from stoker.models.sequence import SequenceModel
 
-__all__ = ["DIN"]
-
 _ACTIVATIONS: dict[str, type[PReLU] | type[Dice]] = {"prelu": PReLU, "dice": Dice}
 
 

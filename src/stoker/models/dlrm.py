@@ -17,8 +17,6 @@ from stoker.models.layers import MLP, dense_generator, normal
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.mlp import ALIGN
 
-__all__ = ["DLRM"]
-
 
 class DLRM(RecModel):
     """Bottom MLP over the dense columns, pairwise dot products with the pooled rows, top MLP over both.

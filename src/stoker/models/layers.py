@@ -16,8 +16,6 @@ from stoker.base.errors import ConfigError
 from stoker.ops.mlp import mlp
 from stoker.ops.reference import derive_key
 
-__all__ = ["MLP", "BatchNorm", "Dice", "PReLU", "dense_generator", "linear", "normal", "parts"]
-
 
 def dense_generator(seed: int, purpose: str) -> torch.Generator:
     """A generator for the dense parameters of one part of a model, unrelated to any other part's."""

@@ -17,8 +17,6 @@ from stoker.dataset.batch import Batch
 from stoker.dataset.spec import FeatureSpec
 from stoker.models.base import ModelSettings, RecModel
 
-__all__ = ["SequenceModel"]
-
 
 class SequenceModel(RecModel):
     """A click model that sees the steps of a history beside the target, with a vector for each step.

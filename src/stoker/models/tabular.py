@@ -22,8 +22,6 @@ from stoker.models.layers import BatchNorm, dense_generator, parts
 from stoker.ops.mlp import ALIGN, mlp
 from stoker.ops.reference import derive_key
 
-__all__ = ["Tabular", "fastai_columns"]
-
 
 def fastai_columns(rows: int, most: int = 600) -> int:
     """Columns of an embedding table with so many rows: min(600, round(1.6 rows^0.56)) (fastai's ``emb_sz_rule``)."""

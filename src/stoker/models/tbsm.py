@@ -20,8 +20,6 @@ from stoker.models.sequence import SequenceModel
 from stoker.ops.interaction import dot_interaction
 from stoker.ops.mlp import mlp
 
-__all__ = ["TBSM"]
-
 _LEAST = 1e-4  # length below which a tower's output is not scaled to 1: the gradient of that grows as 1 / length
 
 

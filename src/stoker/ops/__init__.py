@@ -11,20 +11,10 @@ import torch
 
 from stoker.base.errors import ConfigError, DependencyError
 from stoker.ops.backend import Backend, ReferenceBackend
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
-__all__ = [
-    "AddressSpace",
-    "Backend",
-    "BackendName",
-    "Bags",
-    "ReferenceBackend",
-    "Rounding",
-    "RowRule",
-    "get_backend",
-]
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 

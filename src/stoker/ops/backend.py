@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.ops import lamb, reference
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace
-
-__all__ = ["Backend", "ReferenceBackend"]
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
 
 class Backend(ABC):
@@ -35,15 +32,9 @@ class Backend(ABC):
 
     @abstractmethod
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Sum the gradients [B, F, D] of each distinct row in order of occurrence and update it once, in place."""
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
@@ -55,32 +46,18 @@ class Backend(ABC):
             out[begin:stop] = values.to(out.dtype)
 
     def lamb_direct(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor,
-        table: Tensor,
-        tables: int,
-        grad: Tensor | None,
-        rule: RowRule,
-        counts: Tensor | None,
-    ) -> tuple[Tensor, list[int]]:
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
+        rule: RowRule, counts: Tensor | None,
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
         """:func:`stoker.ops.lamb.direct`, and the sum of squares of the directions of each of T tables; ``grad`` may be
         used up."""
         directions = lamb.direct(weight, state, rows, grad, rule, counts)
         return directions, lamb.squares(directions, table, tables)
 
     def lamb_move(
-        self,
-        weight: Tensor,
-        rows: Tensor,
-        table: Tensor,
-        directions: Tensor,
-        ratios: list[float],
-        rule: RowRule,
-        rounding: Rounding,
-        space: AddressSpace,
-    ) -> list[int]:
+        self, weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+        rounding: Rounding, space: AddressSpace,
+    ) -> list[int]:  # fmt: skip
         """:func:`stoker.ops.lamb.move`."""
 
         def random(some: Tensor) -> Tensor:
@@ -110,15 +87,9 @@ class ReferenceBackend(Backend):
         return pooled.view(-1, len(space.features), weight.shape[1])
 
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         dim = weight.shape[1]
         rows = reference.addresses(bags.ids, space.bases.to(weight.device), bags.offsets)
         distinct, total = reference.distinct_gradients(

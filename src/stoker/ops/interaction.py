@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
-from stoker.ops.cpu.arena import Arena
+from stoker.ops.cpu.arena import Arena, flat
 
 if TYPE_CHECKING:
     from stoker.ops.codegen.native import Kernel
-
-__all__ = ["dot_interaction"]
 
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _BLOCK = 32  # examples handed out at a time
@@ -29,7 +27,7 @@ _arena = Arena()
 
 @cache
 def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.cpu.interaction_kernels import backward_kernel, forward_kernel
+    from stoker.ops.cpu.kernels import backward_kernel, forward_kernel
 
     return forward_kernel(dim), backward_kernel(dim)
 
@@ -48,18 +46,9 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
     _kernels(dim)[0].run(
-        _flat(dense),
-        _flat(embedded),
-        _flat(out),
-        width,
-        features,
-        batch,
-        cursor,
-        _BLOCK,
-        rows,
-        columns,
+        flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
         threads=threads,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -71,20 +60,10 @@ def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Te
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
     _kernels(dim)[1].run(
-        _flat(dense),
-        _flat(embedded),
-        _flat(grad.to(torch.float32).contiguous()),
-        grad.shape[1],
-        _flat(grad_dense),
-        _flat(grad_embedded),
-        stride,
-        features,
-        batch,
-        np.zeros(1, dtype=np.int64),
-        _BLOCK,
-        np.empty((threads, (features + 1) * dim), np.float32),
-        threads=threads,
-    )
+        flat(dense), flat(embedded), flat(grad.to(torch.float32).contiguous()), grad.shape[1], flat(grad_dense),
+        flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
+        np.empty((threads, (features + 1) * dim), np.float32), threads=threads,
+    )  # fmt: skip
     return grad_dense, grad_embedded.as_strided((batch, features, dim), (dim, stride, 1))
 
 
@@ -100,11 +79,6 @@ class _Interaction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dense, embedded = ctx.saved_tensors
         return *_backward(dense, embedded, grad), None
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().reshape(-1).numpy()
-    return array
 
 
 def _fast(embedded: Tensor) -> bool:

@@ -21,13 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stoker.ops.bags import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.ops.reference import addresses, bag_lengths, clipped, exact_sqrt, f32, row_norm_squared, stored
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace
-
-__all__ = ["ROWS", "Touched", "combined", "direct", "move", "squares", "touched", "trust_ratios"]
+from stoker.ops.space import AddressSpace, Bags
 
 _LIMB = 40  # bits of each fraction
 _MOST = 2.0**40  # a row's squared norm counts at most so much; not-a-number and infinity count as this
@@ -163,14 +160,9 @@ def direct(
 
 
 def move(
-    weight: Tensor,
-    rows: Tensor,
-    table: Tensor,
-    directions: Tensor,
-    ratios: Sequence[float],
-    rule: RowRule,
+    weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: Sequence[float], rule: RowRule,
     random: Callable[[Tensor], Tensor],
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Step along the ``directions`` [U, D], and return by how much the sum of squares of each of T tables has grown.
 
     Args:

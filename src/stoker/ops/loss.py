@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["binary_cross_entropy"]
-
 
 class _Loss(torch.autograd.Function):
     @staticmethod

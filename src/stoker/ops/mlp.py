@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ["ALIGN", "mlp"]
-
 #: Inputs are best a multiple of this many columns: a chain of 367 takes a fifth more time than one of 368.
 ALIGN = 16
 _SMALL = 2**14  # elements of a weight whose gradient MKL makes, rows by rows

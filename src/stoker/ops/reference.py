@@ -13,26 +13,6 @@ from torch import Tensor
 
 from stoker.ops.rule import RowRule
 
-__all__ = [
-    "add_in_order",
-    "addresses",
-    "bag_lengths",
-    "clipped",
-    "counter_bits",
-    "derive_key",
-    "distinct_gradients",
-    "dot_interaction",
-    "exact_sqrt",
-    "f32",
-    "init_rows",
-    "lookup",
-    "per_sample_weight_gradient",
-    "row_norm_squared",
-    "stochastic_round",
-    "stored",
-    "update_rows",
-]
-
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64

@@ -8,18 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["CODES", "STATE", "Constants", "RowRule"]
-
 #: kind of a rule that compiled kernels know -> names of its state tensors, in the order in which kernels take them
 STATE: dict[str, tuple[str, ...]] = {
-    "sgd": (),
-    "adagrad": ("sum",),
-    "rowwise_adagrad": ("sum",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "momentum": ("momentum_buffer",),
-    "nesterov": ("momentum_buffer",),
-    "ftrl": ("sum", "linear"),
-}
+    "sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq"),
+    "momentum": ("momentum_buffer",), "nesterov": ("momentum_buffer",), "ftrl": ("sum", "linear"),
+}  # fmt: skip
 #: kind -> the number by which kernels are specialised
 CODES = {kind: code for code, kind in enumerate(STATE)}
 
@@ -77,21 +70,9 @@ class RowRule(NamedTuple):
 @lru_cache(maxsize=64)  # most rules are those of the step before
 def _constants(rule: RowRule, dim: int) -> Constants:
     values = Constants(
-        lr=rule.lr / rule.bias1 if rule.kind == "adam" else rule.lr,
-        eps=rule.eps,
-        share=1.0 / dim,
-        beta1=rule.beta1,
-        rest1=1.0 - rule.beta1,
-        beta2=rule.beta2,
-        rest2=1.0 - rule.beta2,
-        unbias=1.0 / math.sqrt(rule.bias2),
-        keep=rule.keep,
-        l1=rule.l1,
-        l2=rule.l2,
-        clip_value=rule.clip_value,
-        clip_norm=rule.clip_norm,
-        decay=rule.weight_decay,
-        cow_ratio=rule.cow_ratio,
-        cow_floor=rule.cow_floor,
-    )
+        lr=rule.lr / rule.bias1 if rule.kind == "adam" else rule.lr, eps=rule.eps, share=1.0 / dim, beta1=rule.beta1,
+        rest1=1.0 - rule.beta1, beta2=rule.beta2, rest2=1.0 - rule.beta2, unbias=1.0 / math.sqrt(rule.bias2),
+        keep=rule.keep, l1=rule.l1, l2=rule.l2, clip_value=rule.clip_value, clip_norm=rule.clip_norm,
+        decay=rule.weight_decay, cow_ratio=rule.cow_ratio, cow_floor=rule.cow_floor,
+    )  # fmt: skip
     return Constants(*np.array(values, np.float32).tolist())

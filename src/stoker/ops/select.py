@@ -12,15 +12,13 @@ from torch import Tensor
 
 from stoker.ops.reference import bag_lengths
 
-__all__ = ["columns_of", "keep_ids", "offsets_fit", "select_bags"]
-
 _HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 
 
 def offsets_fit(offsets: Tensor, count: int) -> bool:
     """Whether ``offsets`` [n] rise from 0 to ``count``, so that every bag lies within that many ids."""
     if _HAVE_NUMBA and offsets.device.type == "cpu":
-        from stoker.ops.cpu.select_kernels import rises
+        from stoker.ops.cpu.kernels import rises
 
         return bool(rises(offsets.contiguous().numpy(), count))
     wrong = (offsets[0] != 0) | (offsets[-1] != count) | (bag_lengths(offsets) < 0).any()
@@ -66,7 +64,7 @@ def select_bags(
     by_hand = weights is None or (weights.dtype in (torch.float32, torch.float64) and not weights.requires_grad)
     if not _HAVE_NUMBA or ids.device.type != "cpu" or not by_hand:
         return _by_mask(columns, features, ids, offsets, weights)
-    from stoker.ops.cpu.select_kernels import chosen_ends, chosen_values
+    from stoker.ops.cpu.kernels import chosen_ends, chosen_values
 
     place, chosen, source = offsets.numpy(), columns.numpy(), ids.numpy()
     ends = torch.empty((len(place) - 1) // features * len(chosen) + 1, dtype=torch.int64)

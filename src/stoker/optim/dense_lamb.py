@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
-from stoker.optim.lamb_options import check_lamb
-
-__all__ = ["DenseLAMB"]
+from stoker.optim.rows import check_lamb
 
 
 class DenseLAMB(torch.optim.Optimizer):

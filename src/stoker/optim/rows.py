@@ -12,21 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from stoker.base.errors import ConfigError
 from stoker.ops.rule import RowRule
-from stoker.optim.lamb_options import check_lamb
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
-
-__all__ = [
-    "FTRL",
-    "LAMB",
-    "ROW_OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "MomentumSGD",
-    "RowOptimizer",
-    "RowWiseAdagrad",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,18 +167,7 @@ class Adam(RowOptimizer):
             raise ConfigError(f"{type(self).__name__}(betas={self.betas}): both must lie in [0, 1).")
 
     def rule(self, tick: int) -> RowRule:
-        beta1, beta2 = self.betas
-        return (
-            super()
-            .rule(tick)
-            ._replace(
-                eps=self.eps,
-                beta1=beta1,
-                beta2=beta2,
-                bias1=1.0 - beta1 ** (tick + 1),
-                bias2=1.0 - beta2 ** (tick + 1),
-            )
-        )
+        return super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,24 +281,33 @@ class LAMB(RowOptimizer):
         check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
-        beta1, beta2 = self.betas
-        return (
-            super()
-            .rule(tick)
-            ._replace(
-                eps=self.eps,
-                beta1=beta1,
-                beta2=beta2,
-                bias1=1.0 - beta1 ** (tick + 1),
-                bias2=1.0 - beta2 ** (tick + 1),
-                min_trust=self.min_trust,
-                max_trust=math.inf if self.max_trust is None else self.max_trust,
-                l2=self.l2,
-            )
-        )
+        most = math.inf if self.max_trust is None else self.max_trust
+        rule = super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
+        return rule._replace(min_trust=self.min_trust, max_trust=most, l2=self.l2)
+
+
+def _moments(betas: tuple[float, float], tick: int) -> dict[str, float]:
+    """The constants of both moments at ``tick``, as fields of a rule."""
+    (beta1, beta2), steps = betas, tick + 1
+    return {"beta1": beta1, "beta2": beta2, "bias1": 1.0 - beta1**steps, "bias2": 1.0 - beta2**steps}
 
 
 #: by kind
 ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     each.kind: each for each in (SGD, MomentumSGD, Adagrad, RowWiseAdagrad, Adam, AdamW, FTRL, LAMB)
 }
+
+
+def check_lamb(name: str, betas: tuple[float, float], eps: float, min_trust: float, max_trust: float | None) -> None:
+    """Raise ConfigError for options out of their range."""
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(f"{name}(betas={betas}): both must lie in [0, 1).")
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise ConfigError(f"{name}(eps={eps}) must be finite and not negative.")
+    if not (
+        0.0 <= min_trust < math.inf and (max_trust is None or (0.0 < max_trust < math.inf and min_trust <= max_trust))
+    ):
+        raise ConfigError(
+            f"{name}(min_trust={min_trust}, max_trust={max_trust}): they bound the trust ratio, so "
+            "0 <= min_trust <= max_trust, and max_trust > 0 (None: no bound)."
+        )

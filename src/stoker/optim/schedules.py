@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Constant", "CosineDecay", "OneCycle", "PolynomialDecay", "Schedule", "StepDecay"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):

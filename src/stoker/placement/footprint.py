@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import ENOUGH
-
-__all__ = ["HOT_MARK", "Beside", "Footprint", "Window"]
 
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
@@ -48,8 +46,7 @@ _KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand 
 _SMALL = 16 * 2**20  # bytes that a cache of any size may take uncounted, as the interpreter does
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beside:
+class Beside(NamedTuple):
     """Bytes of main memory that a cache takes beside its rows."""
 
     page_table: int
@@ -62,7 +59,7 @@ class Beside:
     @property
     def total(self) -> int:
         """All of it, at its peak."""
-        return int(sum(astuple(self)))
+        return sum(self)
 
 
 class Window:

@@ -14,9 +14,8 @@ import torch
 from stoker.base.device import available_memory
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_size
-from stoker.placement.expected import Traffic, Uses, expect
+from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
-from stoker.placement.hot_cold import HotBatches, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.profile import Profile, measure_profile
 from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.config import DTYPES, Cached, Device, HotCold, Slotted, Strategy, TableConfig, TensorTrain
@@ -25,8 +24,6 @@ from stoker.tables.stores.log_home import index_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-__all__ = ["Group", "Placement", "Workload", "row_bytes"]
 
 _MIB = 2**20
 

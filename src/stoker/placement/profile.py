@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.file_home import FileHome
 from stoker.tables.stores.home import has_numba
-
-__all__ = ["Profile", "measure_profile"]
 
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
 _PLAIN_HOME = 2 * 2**20  # where plain Python plans
@@ -44,7 +42,6 @@ class Profile:
     """Costs of this machine, for rows of one size."""
 
     row_bytes: int  # weights and optimizer state
-    copy: float  # bytes/s of one large copy in memory
     fetch: float  # rows/s from random places of a home in memory to slots
     store: float  # rows/s back
     plan_row: float  # seconds to plan for one distinct row in its slot
@@ -112,14 +109,9 @@ def measure_profile(
 
 @lru_cache(maxsize=16)
 def _measure(
-    dim: int,
-    dtype: str,
-    state: tuple[tuple[str, str], ...],
-    device: str,
-    directory: str | None,
-    file: bool,
+    dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool,
     writes: Literal["append", "in-place"] | None,
-) -> Profile:
+) -> Profile:  # fmt: skip
     row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
     room = (available_memory() or 2 * 2**30) // 8
     quick = has_numba()
@@ -141,19 +133,12 @@ def _measure(
         finally:
             storage.close()
     return Profile(
-        row_bytes=row_bytes, copy=_copying(), fetch=fetch, store=store, **planning,
+        row_bytes=row_bytes, fetch=fetch, store=store, **planning,
         file_cold=cold, file_warm=warm, file_store=written,
     )  # fmt: skip
 
 
-def _storage(
-    rows: int,
-    dim: int,
-    dtype: str,
-    state: dict[str, str],
-    device: str,
-    strategy: Cached,
-) -> SlottedRows:
+def _storage(rows: int, dim: int, dtype: str, state: dict[str, str], device: str, strategy: Cached) -> SlottedRows:
     table = TableConfig(name="profile", num_embeddings=min(max(rows, 512), _MOST_ROWS), embedding_dim=dim, dtype=dtype)  # type: ignore[arg-type]
     space = make_space([table.name], [table.num_embeddings], [table.features], table.features)
     strategy = replace(strategy, slots=table.num_embeddings // 8)
@@ -207,8 +192,7 @@ def _moving(storage: SlottedRows, lookups: int) -> tuple[dict[str, float], float
     return costs, cold.fetched / max(cold.fetching, 1e-9), cold.written / max(cold.storing, 1e-9)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """The quickest of several batches: seconds and rows."""
 
     planning: float
@@ -235,9 +219,8 @@ def _steps(storage: SlottedRows, batches: list[np.ndarray]) -> _Step:
         _wait(storage)
         seconds = time.perf_counter() - begin
         moving = stats.fetch_seconds + stats.write_seconds
-        seen.append(
-            (seconds - moving, stats.fetch_seconds, stats.write_seconds, stats.rows, stats.fetched, stats.written)
-        )
+        times = seconds - moving, stats.fetch_seconds, stats.write_seconds
+        seen.append((*times, stats.rows, stats.fetched, stats.written))
     queue.close()
     figures = np.array(seen, np.float64)
     return _Step(*figures[:, :3].min(axis=0).tolist(), *figures[:, 3:].mean(axis=0).tolist())
@@ -269,16 +252,7 @@ def _reading(storage: SlottedRows, rows: int) -> tuple[float, float, float]:
     return cold, warm, written
 
 
-def _timed(move: object, rows: np.ndarray, side: Rows) -> float:
+def _timed(move: Callable[..., Any], rows: np.ndarray, side: Rows) -> float:
     begin = time.perf_counter()
-    move(rows, side)  # type: ignore[operator]
+    move(rows, side)
     return time.perf_counter() - begin
-
-
-def _copying() -> float:
-    """Bytes/s of a large copy."""
-    source, target = torch.ones(2, 2**23), torch.empty(2, 2**23)
-    target.copy_(source)
-    begin = time.perf_counter()
-    target.copy_(source)
-    return source.nbytes / (time.perf_counter() - begin)

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from stoker.ops.codegen.jit import jit
 
-__all__ = ["AHEAD", "LFU", "LRU", "cached", "count_uses", "link", "pipelined"]
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -48,14 +46,7 @@ def count_uses(rows: Int32, begin: int, end: int, uses: Int64) -> None:
 
 @jit
 def _use(
-    rows: Int32,
-    counts: Int32,
-    begin: int,
-    end: int,
-    step: int,
-    last_use: Int32,
-    resident: Flags,
-    totals: Int64,
+    rows: Int32, counts: Int32, begin: int, end: int, step: int, last_use: Int32, resident: Flags, totals: Int64
 ) -> int:
     """Count hits and misses of a step and note the use; returns the misses."""
     missing = 0
@@ -74,19 +65,9 @@ def _use(
 
 @jit
 def pipelined(
-    rows: Int32,
-    counts: Int32,
-    offsets: Int64,
-    first: int,
-    last: int,
-    in_flight: int,
-    slots: int,
-    hot: Flags,
-    last_use: Int32,
-    resident: Flags,
-    state: Int64,
-    totals: Int64,
-) -> None:
+    rows: Int32, counts: Int32, offsets: Int64, first: int, last: int, in_flight: int, slots: int, hot: Flags,
+    last_use: Int32, resident: Flags, state: Int64, totals: Int64,
+) -> None:  # fmt: skip
     """No cache: a row leaves when no batch in flight uses it, unless it is ``hot`` [K].
 
     ``state`` [4]: rows in flight that are not hot, the most so far, and the first step with more than ``slots`` (-1)
@@ -171,24 +152,10 @@ def _push(heap: Int64, size: int, key: int, entry: Int64, kind: int, rows: Int32
 
 @jit
 def cached(
-    kind: int,
-    rows: Int32,
-    counts: Int32,
-    following: Int64,
-    offsets: Int64,
-    first: int,
-    last: int,
-    window: int,
-    in_flight: int,
-    slots: int,
-    last_use: Int32,
-    resident: Flags,
-    rank: Int64,
-    entry: Int64,
-    heap: Int64,
-    state: Int64,
+    kind: int, rows: Int32, counts: Int32, following: Int64, offsets: Int64, first: int, last: int, window: int,
+    in_flight: int, slots: int, last_use: Int32, resident: Flags, rank: Int64, entry: Int64, heap: Int64, state: Int64,
     totals: Int64,
-) -> None:
+) -> None:  # fmt: skip
     """A row leaves when its slot is needed; ``kind`` and ``window`` say which: batches known ahead (T or more: all).
 
     ``state`` [2]: rows resident, entries of the heap. ``rank`` [K]: the step of the last use (``LRU``), the uses

@@ -19,8 +19,6 @@ from typing import Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
 
-__all__ = ["CacheStrategy", "Counts", "Row", "replay_reference"]
-
 Row = tuple[int, int]  # (id within its table, position of the table): the greater is the rarer, and leaves first
 Kind = Literal["lru", "lfu", "lookahead", "belady", "hot-cold", "host-pipelined"]
 _PLAIN: tuple[Kind, ...] = ("lru", "lfu", "belady", "hot-cold", "host-pipelined")

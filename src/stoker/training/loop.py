@@ -17,7 +17,7 @@ from stoker.base.timeline import span
 from stoker.base.units import format_size
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
-from stoker.models.imported import class_path
+from stoker.models.registry import class_path
 from stoker.optim import Constant, Schedule
 from stoker.tables import Stage
 from stoker.training.auto_batch import BatchChoice, choose_batch_size

@@ -25,7 +25,7 @@ from stoker.dataset.reading.reader import BatchStream, EpochRest
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
-from stoker.placement.hot_cold import HotBatches
+from stoker.placement.expected import HotBatches
 from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
 from stoker.tables import Device, Stage, TableConfig, TensorTrain, stage

@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 import numba
 from numba.core import config, event
 
-from stoker.base.compiling import compiling
-
-__all__ = ["TEMPORARY", "cache_directory", "cached", "jit"]
+from stoker.base.progress import compiling
 
 TEMPORARY = "stoker-kernels-"  # and the user's number: the directory of the last resort
 T = TypeVar("T")

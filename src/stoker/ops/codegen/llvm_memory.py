@@ -10,8 +10,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["fetch_add", "prefetch", "prefetch_bytes", "prefetch_lines", "prefetch_row", "row_move"]
-
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()
 _LINE = 64  # bytes of a cache line

@@ -8,36 +8,14 @@ operation is plain IEEE, so results equal :mod:`stoker.ops.reference` to the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from stoker.ops.codegen.llvm_steps import STEPS
-from stoker.ops.codegen.llvm_vec import Vec, splat, vector_sqrt
 from stoker.ops.rule import CODES, STATE, Constants
-
-__all__ = [
-    "CLIP_NORM",
-    "CLIP_VALUE",
-    "COW",
-    "DECAY",
-    "L2",
-    "MOVE",
-    "row_accumulate",
-    "row_condition",
-    "row_copy",
-    "row_dot",
-    "row_init",
-    "row_lamb",
-    "row_rowwise_adagrad",
-    "row_scale",
-    "row_sgd",
-    "row_squares",
-    "row_step",
-]
 
 # Flags of row_condition.
 CLIP_VALUE, CLIP_NORM, DECAY, COW = 1, 2, 4, 8
@@ -47,6 +25,111 @@ L2 = 32  # of lamb's kernel: DECAY for row_condition, which DECAY is not there
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WIDEST = 64  # elements handled as one vector
 _LANES = 16  # of the fixed summation tree (reference.row_norm_squared)
+
+
+class Vec:
+    """A vector value with the arithmetic of IEEE float32."""
+
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
+        self.b, self.value = builder, value
+
+    @property
+    def width(self) -> int:
+        return int(self.value.type.count)
+
+    def _lift(self, other: Vec | ir.Value | float) -> ir.Value:
+        other = ir.Constant(_F32, other) if isinstance(other, float) else other
+        return other.value if isinstance(other, Vec) else splat(self.b, other, self.width)
+
+    def __add__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fadd(self.value, self._lift(other)))
+
+    def __sub__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fsub(self.value, self._lift(other)))
+
+    def __mul__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fmul(self.value, self._lift(other)))
+
+    def __truediv__(self, other: Any) -> Vec:
+        return Vec(self.b, self.b.fdiv(self.value, self._lift(other)))
+
+    def sqrt(self) -> Vec:
+        return Vec(self.b, vector_sqrt(self.b, self.value))
+
+    def compare(self, relation: str, other: Any) -> ir.Value:
+        """Compare each element; not-a-number compares as false."""
+        return self.b.fcmp_ordered(relation, self.value, self._lift(other))
+
+    def where(self, condition: ir.Value, other: Vec) -> Vec:
+        """These elements where ``condition`` holds, those of ``other`` elsewhere."""
+        return Vec(self.b, self.b.select(condition, self.value, other.value))
+
+    def clamp(self, limit: ir.Value) -> Vec:
+        high = splat(self.b, limit, self.width)
+        low = self.b.fneg(high)
+        value = self.b.select(self.b.fcmp_ordered(">", self.value, high), high, self.value)
+        return Vec(self.b, self.b.select(self.b.fcmp_ordered("<", value, low), low, value))
+
+    def lanes(self, start: int, count: int, padded: int) -> ir.Value:
+        """Elements start..start+count, then zeros up to ``padded``."""
+        mask = [start + i if i < count else self.width for i in range(padded)]
+        zero = ir.Constant(self.value.type, None)
+        return self.b.shuffle_vector(self.value, zero, ir.Constant(ir.VectorType(_I32, padded), mask))
+
+
+def splat(b: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
+    kind = ir.VectorType(scalar.type, width)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, width), [0] * width))
+
+
+def vector_sqrt(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
+    kind = ir.FunctionType(value.type, [value.type])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.sqrt.{suffix}"), [value])
+
+
+# The steps of the rules that treat every element of a row alike, as stoker.ops.reference.update_rows does them, in the
+# same order: from the constants by name (stoker.ops.rule.Constants), the row, its gradient and its state tensors to the
+# new row and states.
+_Constants = Callable[[str], Any]
+
+
+def _adagrad(c: _Constants, w: Vec, g: Vec, total: Vec) -> tuple[Vec, ...]:
+    total = total + g * g
+    return w - (g * c("lr")) / (total.sqrt() + c("eps")), total
+
+
+def _adam(c: _Constants, w: Vec, g: Vec, mean: Vec, square: Vec) -> tuple[Vec, ...]:
+    mean = mean * c("beta1") + g * c("rest1")
+    square = square * c("beta2") + (g * g) * c("rest2")
+    return w * c("keep") - (mean * c("lr")) / (square.sqrt() * c("unbias") + c("eps")), mean, square
+
+
+def _momentum(c: _Constants, w: Vec, g: Vec, buffer: Vec) -> tuple[Vec, ...]:
+    buffer = buffer * c("beta1") + g
+    return w - buffer * c("lr"), buffer
+
+
+def _nesterov(c: _Constants, w: Vec, g: Vec, buffer: Vec) -> tuple[Vec, ...]:
+    buffer = buffer * c("beta1") + g
+    return w - (g + buffer * c("beta1")) * c("lr"), buffer
+
+
+def _ftrl(c: _Constants, w: Vec, g: Vec, before: Vec, linear: Vec) -> tuple[Vec, ...]:
+    total = before + g * g
+    root = total.sqrt()
+    fresh = (w * c("eps")).where(linear.compare("==", 0.0), linear)
+    linear = fresh.where(before.compare("==", 0.0), linear) + (root - before.sqrt()) * w - g * c("lr")
+    above, below = linear - c("l1"), linear + c("l1")
+    shrunk = above.where(above.compare(">", 0.0), below.where(below.compare("<", 0.0), linear * 0.0))
+    scale = root + c("eps") + c("l2")
+    return w.where(scale.compare("==", 0.0), shrunk / scale), total, linear
+
+
+_STEPS: dict[str, Callable[..., tuple[Vec, ...]]] = {
+    "adagrad": _adagrad, "adam": _adam, "momentum": _momentum, "nesterov": _nesterov, "ftrl": _ftrl,
+}  # fmt: skip
 
 
 def _chunks(dim: int) -> Iterator[tuple[int, int]]:
@@ -330,7 +413,7 @@ def row_step(typingctx, dim, rule, row, row_at, state, state2, grad, grad_at, co
 
         for start, width in _chunks(kinds[0].literal_value):
             parts = (part.load(start, width) for part in (row, grad, *states))
-            value, *moved = STEPS[kind](constant, *parts)
+            value, *moved = _STEPS[kind](constant, *parts)
             for target, part in zip(states, moved, strict=True):
                 target.store(start, part)
             row.store(start, value, args[9], args[10])
@@ -388,14 +471,7 @@ def row_squares(typingctx, dim, row, row_at):
         width = _LANES
         while width > 1:
             width //= 2
-            low, high = (
-                b.shuffle_vector(
-                    total,
-                    ir.Constant(total.type, None),
-                    ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width))),
-                )
-                for first in (0, width)
-            )
+            low, high = (Vec(b, total).lanes(first, width, width) for first in (0, width))
             total = b.fadd(low, high)
         return b.extract_element(total, ir.Constant(_I32, 0))
 

@@ -31,11 +31,9 @@ from numba.core.imputils import impl_ret_borrowed
 from numba.core.options import DefaultOptions
 from numba.extending import intrinsic
 
-from stoker.base.compiling import compiling
+from stoker.base.progress import compiling
 from stoker.ops.codegen.jit import cached, jit
 from stoker.ops.codegen.threads import team
-
-__all__ = ["Kernel", "arguments", "call", "thread_index"]
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _BYTE = ir.IntType(8).as_pointer()

@@ -7,39 +7,18 @@ helper that wakes late costs nothing but its share.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Lock
 from typing import Any
-
-__all__ = ["Team", "team"]
-
-
-class _Helper(threading.Thread):
-    def __init__(self, index: int) -> None:
-        super().__init__(name=f"stoker-kernel-{index}", daemon=True)
-        self.jobs: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], list[Any], threading.Lock]] = SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            function, arguments, result, done = self.jobs.get()
-            try:
-                result.append(function(*arguments))
-            except BaseException as error:
-                result.append(error)
-            finally:
-                del function, arguments
-                done.release()
 
 
 class Team:
     """``size`` threads: the caller and ``size - 1`` helpers, which live as long as the process."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._helpers = [_Helper(i) for i in range(size - 1)]
-        self._busy = threading.Lock()
+        self._helpers = ThreadPoolExecutor(max(1, size - 1), thread_name_prefix="stoker-kernel")
+        self._busy = Lock()
 
     def run(self, function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Call ``function`` once with each of at most ``size`` argument tuples, at the same time.
@@ -51,23 +30,12 @@ class Team:
             # Another thread has the helpers: do all the work here. The shared cursor makes that the same work.
             return [function(*args) for args in arguments]
         try:
-            pending = []
-            for helper, args in zip(self._helpers, arguments[1:], strict=False):
-                done = threading.Lock()
-                done.acquire()
-                result: list[Any] = []
-                helper.jobs.put((function, args, result, done))
-                pending.append((result, done))
+            helped = [self._helpers.submit(function, *args) for args in arguments[1:]]
             try:
-                results = [function(*arguments[0])]
+                first = function(*arguments[0])
             finally:
-                for _, done in pending:
-                    done.acquire()
-            for result, _ in pending:
-                if isinstance(result[0], BaseException):
-                    raise result[0]
-                results.append(result[0])
-            return results
+                wait(helped)
+            return [first, *(each.result() for each in helped)]
         finally:
             self._busy.release()
 

@@ -7,6 +7,7 @@ holding on to it is safe.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 
@@ -14,9 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Arena"]
-
 _KEEP = 8  # idle buffers kept of each size
+
+
+def flat(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the CPU as a flat array; bfloat16 as uint16."""
+    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
+    return array.reshape(-1)
 
 
 class Arena:
@@ -28,9 +33,7 @@ class Arena:
 
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor of ``shape``."""
-        size = 1
-        for extent in shape:
-            size *= extent
+        size = math.prod(shape)
         rounded = max(1024, 1 << (size - 1).bit_length()) if size < 2**20 else -(-size // 2**18) * 2**18
         idle = self._idle.setdefault(rounded, deque(maxlen=_KEEP))
         try:

@@ -10,29 +10,18 @@ import torch
 from torch import Tensor
 
 from stoker.ops.backend import Backend
-from stoker.ops.bags import Bags, Rounding
 from stoker.ops.codegen.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY
 from stoker.ops.cpu import kernels
 from stoker.ops.cpu import lamb as lamb_cpu
-from stoker.ops.cpu.arena import Arena
+from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.lamb import ROWS
 from stoker.ops.rule import CODES, STATE, RowRule
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace
-
-__all__ = ["CpuBackend"]
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _NO_FLOATS = np.zeros(1, dtype=np.float32)
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 _NO_OFFSETS = np.zeros(1, dtype=np.int64)
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: np.ndarray = tensor.detach().numpy()
-    return array.reshape(-1)
 
 
 def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
@@ -41,7 +30,7 @@ def _strided(grad: Tensor) -> tuple[np.ndarray, int, int]:
     if grad.stride(2) != 1 and dim > 1:
         grad = grad.contiguous()
     if grad.is_contiguous():
-        return _flat(grad), features * dim, dim
+        return flat(grad), features * dim, dim
     extent = (batch - 1) * grad.stride(0) + (features - 1) * grad.stride(1) + dim
     return grad.detach().as_strided((extent,), (1,)).numpy(), grad.stride(0), grad.stride(1)
 
@@ -129,7 +118,7 @@ class CpuBackend(Backend):
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         cursor = np.zeros(1, dtype=np.int64)
-        kernels.init_kernel.run(_flat(out), key, start * out.shape[1], np.float32(scale), cursor, 65536)
+        kernels.init_kernel.run(flat(out), key, start * out.shape[1], np.float32(scale), cursor, 65536)
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         layout = self._layout(space)
@@ -139,30 +128,24 @@ class CpuBackend(Backend):
         if batch == 0:
             return out
         kernel = kernels.lookup_kernel(dim, bags.offsets is not None, bags.weights is not None, bags.mean)
-        scale = _NO_FLOATS if bags.weights is None else _flat(bags.weights.to(torch.float32).contiguous())
+        scale = _NO_FLOATS if bags.weights is None else flat(bags.weights.to(torch.float32).contiguous())
         cursor = np.zeros(1, dtype=np.int64)
         error = np.zeros(1, dtype=np.int64)
-        common = (layout.bases, layout.limits, scale, _flat(out), error, cursor)
+        common = (layout.bases, layout.limits, scale, flat(out), error, cursor)
         ids = bags.ids.contiguous().numpy()
         if bags.offsets is None:
-            kernel.run(_flat(weight), ids, *common, _block(batch, 1 + 256 // count))
+            kernel.run(flat(weight), ids, *common, _block(batch, 1 + 256 // count))
         else:
             offsets = bags.offsets.contiguous().numpy()
-            kernel.run(_flat(weight), ids, offsets, *common, _block(batch * count, 256))
+            kernel.run(flat(weight), ids, offsets, *common, _block(batch * count, 256))
         if error[0]:
             _refuse(space, bags)
         return out
 
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         layout = self._layout(space)
         dim, count = weight.shape[1], len(space.features)
         batch = bags.batch_size(count)
@@ -196,45 +179,19 @@ class CpuBackend(Backend):
             keys, slots, places, buffers, counts = self._scratch.arrays
             first = state[names[0]] if names else None
             updating = (
-                _flat(weight),
-                _NO_FLOATS if first is None else _flat(first),
-                _flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS,
-                layout.first_row,
-                constants,
+                flat(weight), _NO_FLOATS if first is None else flat(first),
+                flat(state[names[1]]) if len(names) > 1 else _NO_FLOATS, layout.first_row, constants,
                 np.array(rounding.keys, dtype=np.int64) if rounding.keys else layout.no_keys,
-                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(),
-                keys,
-                places,
-                buffers,
-                counts,
-            )
+                _NO_ROWS if rounding.rows is None else rounding.rows.numpy(), keys, places, buffers, counts,
+            )  # fmt: skip
             sums.run(
-                bags.ids.contiguous().reshape(-1).numpy(),
-                offsets,
-                _flat(bags.weights.to(torch.float32).contiguous()) if bags.weights is not None else _NO_FLOATS,
-                *_strided(grad.to(torch.float32)),
-                layout.start,
-                layout.features,
-                layout.first_row,
-                layout.rows,
-                items,
-                parts,
-                occurrences,
-                weight.data_ptr(),
-                weight.itemsize,
-                0 if first is None else first.data_ptr(),
-                0 if first is None else first.itemsize * first.numel() // len(first),
-                keys,
-                slots,
-                places,
-                buffers,
-                counts,
-                error,
-                np.zeros(1, dtype=np.int64),
-                apply.entry(*updating),
-                following=updating,
-                threads=threads,
-            )
+                bags.ids.contiguous().reshape(-1).numpy(), offsets,
+                flat(bags.weights.to(torch.float32).contiguous()) if bags.weights is not None else _NO_FLOATS,
+                *_strided(grad.to(torch.float32)), layout.start, layout.features, layout.first_row, layout.rows, items,
+                parts, occurrences, weight.data_ptr(), weight.itemsize, 0 if first is None else first.data_ptr(),
+                0 if first is None else first.itemsize * first.numel() // len(first), keys, slots, places, buffers,
+                counts, error, np.zeros(1, dtype=np.int64), apply.entry(*updating), following=updating, threads=threads,
+            )  # fmt: skip
         if error[0]:
             raise RuntimeError(
                 "ids or offsets were overwritten between a lookup and its update: they now lie outside their tables or "
@@ -243,31 +200,17 @@ class CpuBackend(Backend):
             )
 
     def lamb_direct(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        rows: Tensor,
-        table: Tensor,
-        tables: int,
-        grad: Tensor | None,
-        rule: RowRule,
-        counts: Tensor | None,
-    ) -> tuple[Tensor, list[int]]:
+        self, weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
+        rule: RowRule, counts: Tensor | None,
+    ) -> tuple[Tensor, list[int]]:  # fmt: skip
         if len(rows) > ROWS:
             return super().lamb_direct(weight, state, rows, table, tables, grad, rule, counts)
         return lamb_cpu.direct(weight, state, rows, table, tables, grad, rule, counts)
 
     def lamb_move(
-        self,
-        weight: Tensor,
-        rows: Tensor,
-        table: Tensor,
-        directions: Tensor,
-        ratios: list[float],
-        rule: RowRule,
-        rounding: Rounding,
-        space: AddressSpace,
-    ) -> list[int]:
+        self, weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+        rounding: Rounding, space: AddressSpace,
+    ) -> list[int]:  # fmt: skip
         if len(rows) > ROWS:
             return super().lamb_move(weight, rows, table, directions, ratios, rule, rounding, space)
         return lamb_cpu.move(weight, rows, table, directions, ratios, rule, rounding, space)
@@ -279,17 +222,9 @@ class CpuBackend(Backend):
         out, error = torch.empty(count, dtype=torch.float32), np.zeros(1, dtype=np.int64)
         if count:
             kernels.weight_gradient_kernel(weight.shape[1]).run(
-                _flat(weight),
-                bags.ids.reshape(-1).contiguous().numpy(),
-                offsets,
-                layout.bases,
-                layout.limits,
-                _flat(grad.to(torch.float32).contiguous()),
-                out.numpy(),
-                error,
-                np.zeros(1, dtype=np.int64),
-                256,
-            )
+                flat(weight), bags.ids.reshape(-1).contiguous().numpy(), offsets, layout.bases, layout.limits,
+                flat(grad.to(torch.float32).contiguous()), out.numpy(), error, np.zeros(1, dtype=np.int64), 256,
+            )  # fmt: skip
         if error[0]:
             _refuse(space, bags)
         return out

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from stoker.ops.codegen.jit import jit
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_lines, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
     COW,
@@ -25,16 +26,9 @@ from stoker.ops.codegen.llvm_rows import (
     row_sgd,
     row_step,
 )
+from stoker.ops.codegen.llvm_tiles import LANES, dots, transpose, weighted_rows
 from stoker.ops.codegen.native import Kernel, arguments, call, thread_index
 from stoker.ops.rule import CODES, Constants
-
-__all__ = [
-    "apply_kernel",
-    "init_kernel",
-    "lookup_kernel",
-    "sum_kernel",
-    "weight_gradient_kernel",
-]
 
 _SGD, _ROWWISE_ADAGRAD = CODES["sgd"], CODES["rowwise_adagrad"]
 _LR, _EPS, _SHARE, _CLIP_VALUE, _CLIP_NORM, _DECAY, _COW_RATIO, _COW_FLOOR = map(
@@ -164,32 +158,10 @@ def sum_kernel(dim: int, jagged: bool, weighted: bool, mean: bool, counted: bool
 
     def sums(p):
         (
-            ids,
-            offsets,
-            scale,
-            grad,
-            example_stride,
-            feature_stride,
-            table_start,
-            table_features,
-            first_row,
-            table_rows,
-            items,
-            parts,
-            occurrences,
-            weight_at,
-            itemsize,
-            state_at,
-            state_row,
-            all_keys,
-            all_slots,
-            all_places,
-            all_buffers,
-            all_counts,
-            error,
-            cursor,
-            apply,
-        ) = arguments(p)
+            ids, offsets, scale, grad, example_stride, feature_stride, table_start, table_features, first_row,
+            table_rows, items, parts, occurrences, weight_at, itemsize, state_at, state_row, all_keys, all_slots,
+            all_places, all_buffers, all_counts, error, cursor, apply,
+        ) = arguments(p)  # fmt: skip
         me = thread_index(p)
         keys, slots, places, buffer = all_keys[me], all_slots[me], all_places[me], all_buffers[me]
         counts = all_counts[me]
@@ -275,18 +247,9 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
 
     def apply(p, me, table, count):
         (
-            weight,
-            state,
-            state2,
-            first_row,
-            constants,
-            rounding,
-            row_in_slot,
-            all_keys,
-            all_places,
-            all_buffers,
+            weight, state, state2, first_row, constants, rounding, row_in_slot, all_keys, all_places, all_buffers,
             all_counts,
-        ) = arguments(p)
+        ) = arguments(p)  # fmt: skip
         keys, places, buffer, counts = all_keys[me], all_places[me], all_buffers[me], all_counts[me]
         first = first_row[table]
         salt = rounding[table]
@@ -303,19 +266,9 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
                 if flags & COW:
                     occurs = np.int64(counts[u])
                 row_condition(
-                    dim,
-                    flags,
-                    buffer,
-                    g,
-                    weight,
-                    at,
-                    constants[_CLIP_VALUE],
-                    constants[_CLIP_NORM],
-                    constants[_DECAY],
-                    occurs,
-                    constants[_COW_RATIO],
-                    constants[_COW_FLOOR],
-                )
+                    dim, flags, buffer, g, weight, at, constants[_CLIP_VALUE], constants[_CLIP_NORM], constants[_DECAY],
+                    occurs, constants[_COW_RATIO], constants[_COW_FLOOR],
+                )  # fmt: skip
             if rule == _SGD:
                 row_sgd(dim, weight, at, buffer, g, constants[_LR], salt, local * dim)
             elif rule == _ROWWISE_ADAGRAD:
@@ -325,3 +278,210 @@ def apply_kernel(dim: int, rule: int, flags: int) -> Kernel:
                 row_step(dim, rule, weight, at, state, state2, buffer, g, constants, salt, local * dim)
 
     return Kernel(apply, called=True)
+
+
+@jit
+def place_rows(ids, offsets, jagged, table_of, table_rows, fixed, first_place, seen, mark, inverse, others):
+    """What has a place of its own, in the order of the batch: id k below ``fixed`` [T] gets ``inverse`` -1 - place.
+
+    Places count from ``first_place`` [T] on and are marked in ``seen``. ``others`` [T] counts the other ids of each
+    table. Returns how many distinct places there were, or -1 for a bad id.
+    """
+    features = table_of.size
+    batch = (offsets.size - 1 if jagged else ids.size) // features
+    # By feature: without a lookup between an id and its place this takes a fifth of the time.
+    limits, lows, places = np.empty((3, features), np.int64)
+    for f in range(features):
+        limits[f], lows[f], places[f] = table_rows[table_of[f]], fixed[table_of[f]], first_place[table_of[f]]
+    number = np.int32(mark)
+    placed = 0
+    for b in range(batch):
+        for f in range(features):
+            bag = b * features + f
+            begin, end = bag, bag + 1
+            if jagged:
+                begin, end = offsets[bag], offsets[bag + 1]
+            for k in range(begin, end):
+                row = np.int64(ids[k])
+                if row < 0 or row >= limits[f]:
+                    return -1
+                if row < lows[f]:
+                    place = np.uint64(places[f] + row)
+                    inverse[k] = -1 - np.int64(place)
+                    placed += seen[place] != number
+                    seen[place] = number
+                else:
+                    others[table_of[f]] += 1
+    return placed
+
+
+@jit
+def number_rows(
+    ids, offsets, jagged, table_start, table_features, first_row, table_rows, fixed, others, keys, numbers, rows,
+    inverse,
+):  # fmt: skip
+    """Distinct addresses into ``rows``, each id's number into ``inverse``; returns how many, or -1 for a bad id.
+
+    The ids below ``fixed`` [T] of each table are left out; ``others`` [T] ids of it are not among them. ``keys`` is all
+    -1 on entry and, but for a bad id, on return.
+    """
+    features = table_features.size
+    batch = (offsets.size - 1 if jagged else ids.size) // features
+    found = 0
+    for table in range(table_rows.size):
+        if others[table] == 0:
+            continue
+        bits = np.int64(4)
+        while (np.int64(1) << bits) < 2 * others[table]:
+            bits += 1
+        mask = (np.int64(1) << bits) - 1
+        shift = np.uint64(64 - bits)
+        limit, first, low = table_rows[table], first_row[table], fixed[table]
+        direct = limit <= mask
+        begin_found = found
+        for b in range(batch):
+            for f in range(table_start[table], table_start[table + 1]):
+                bag = b * features + table_features[f]
+                begin, end = bag, bag + 1
+                if jagged:
+                    begin, end = offsets[bag], offsets[bag + 1]
+                for k in range(begin, end):
+                    row = np.int64(ids[k])
+                    if row < 0 or row >= limit:
+                        return -1
+                    if row < low:
+                        continue
+                    h = row if direct else np.int64((np.uint64(row) * np.uint64(11400714819323198485)) >> shift)
+                    while keys[h] != row and keys[h] >= 0:
+                        h = (h + 1) & mask
+                    if keys[h] < 0:
+                        keys[h] = row
+                        numbers[h] = found
+                        rows[found] = h  # until the table is done: where to empty the hash
+                        found += 1
+                    inverse[k] = numbers[h]
+        for i in range(begin_found, found):
+            h = rows[i]
+            rows[i] = first + keys[h]
+            keys[h] = -1
+    return found
+
+
+@jit
+def count_ids(offsets, batch, table_start, table_features, others):
+    """Into ``others`` [T] the ids of each table in a batch of several ids a bag."""
+    features = table_features.size
+    for table in range(others.size):
+        for b in range(batch):
+            for f in range(table_start[table], table_start[table + 1]):
+                bag = b * features + table_features[f]
+                others[table] += offsets[bag + 1] - offsets[bag]
+
+
+@jit
+def rises(offsets, count):
+    """Whether offsets rise from 0 to ``count``."""
+    if offsets.size == 0 or offsets[0] != 0 or offsets[offsets.size - 1] != count:
+        return False
+    falls = False
+    for k in range(1, offsets.size):
+        falls |= offsets[k] < offsets[k - 1]
+    return not falls
+
+
+@jit
+def chosen_ends(offsets, columns, features, ends):
+    """Where the chosen bags begin and end, [B * C + 1]; returns how many ids they have."""
+    at, bag = 0, 0
+    ends[0] = 0
+    for first in range(0, offsets.size - 1, features):
+        for c in range(columns.size):
+            place = np.uint64(first + columns[c])
+            at += offsets[place + np.uint64(1)] - offsets[place]
+            bag += 1
+            ends[bag] = at
+    return at
+
+
+@jit
+def chosen_values(offsets, columns, features, values, out):
+    """The values [L] of the chosen bags, one bag after the other."""
+    at = np.uint64(0)
+    for first in range(0, offsets.size - 1, features):
+        for c in range(columns.size):
+            place = np.uint64(first + columns[c])
+            for k in range(offsets[place], offsets[place + np.uint64(1)]):
+                out[at] = values[np.uint64(k)]
+                at += np.uint64(1)
+
+
+@lru_cache(maxsize=64)
+def forward_kernel(dim: int) -> Kernel:
+    """Kernel of [B, D] and [B, F, D] to [B, width]: the vectors are turned, so that one row meets 16 others at once."""
+
+    def forward(p):
+        dense, embedded, out, width, features, batch, cursor, block, all_rows, all_columns = arguments(p)
+        me = thread_index(p)
+        rows, columns = all_rows[me], all_columns[me]
+        vectors = features + 1
+        stride = (vectors + LANES - 1) // LANES * LANES
+        products = np.empty(LANES, np.float32)
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= batch:
+                return
+            for b in range(start, min(start + block, batch)):
+                row_copy(dim, rows, 0, dense, b * dim)
+                row_copy(dim, out, b * width, dense, b * dim)
+                for f in range(features):
+                    row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
+                for v in range(0, stride, LANES):
+                    for d in range(0, dim - LANES + 1, LANES):
+                        transpose(rows, v * dim + d, dim, columns, d * stride + v, stride)
+                for d in range(dim // LANES * LANES, dim):
+                    for v in range(vectors):
+                        columns[d * stride + v] = rows[v * dim + d]
+                at = b * width + dim
+                for v in range(1, vectors):
+                    for begin in range(0, v, LANES):
+                        if begin + LANES <= v:
+                            dots(dim, rows, v * dim, columns, begin, stride, out, at + begin)
+                        else:
+                            dots(dim, rows, v * dim, columns, begin, stride, products, 0)
+                            for k in range(v - begin):
+                                out[at + begin + k] = products[k]
+                    at += v
+                out[at : (b + 1) * width] = 0.0
+
+    return Kernel(forward, allocates=True)
+
+
+@lru_cache(maxsize=64)
+def backward_kernel(dim: int) -> Kernel:
+    """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
+
+    def backward(p):
+        dense, embedded, grad, width, grad_dense, grad_embedded, stride, features, batch, cursor, block, all_rows = (
+            arguments(p)
+        )
+        rows = all_rows[thread_index(p)]
+        vectors = features + 1
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= batch:
+                return
+            for b in range(start, min(start + block, batch)):
+                row_copy(dim, rows, 0, dense, b * dim)
+                for f in range(features):
+                    row_copy(dim, rows, (f + 1) * dim, embedded, (b * features + f) * dim)
+                triangle = b * width + dim
+                row_copy(dim, grad_dense, b * dim, grad, b * width)
+                weighted_rows(dim, 0, grad_dense, b * dim, rows, dim, features, grad, triangle, 1, 1)
+                for v in range(1, vectors):
+                    to = (v - 1) * stride + b * dim
+                    across = triangle + v * (v - 1) // 2
+                    down = triangle + v * (v + 1) // 2 + v
+                    weighted_rows(dim, 1, grad_embedded, to, rows, 0, v, grad, across, 1, 0)
+                    weighted_rows(dim, 0, grad_embedded, to, rows, (v + 1) * dim, vectors - 1 - v, grad, down, v + 1, 1)
+
+    return Kernel(backward)

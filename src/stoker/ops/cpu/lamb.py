@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.ops.bags import Rounding
-from stoker.ops.codegen.llvm_rows import CLIP_NORM, CLIP_VALUE, COW, DECAY, L2, MOVE
-from stoker.ops.cpu import lamb_kernels as kernels
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch
+from stoker.ops.codegen.llvm_rows import (
+    CLIP_NORM,
+    CLIP_VALUE,
+    COW,
+    DECAY,
+    L2,
+    MOVE,
+    row_condition,
+    row_lamb,
+    row_sgd,
+    row_squares,
+)
+from stoker.ops.codegen.native import Kernel, arguments, thread_index
+from stoker.ops.cpu.arena import flat
 from stoker.ops.lamb import combined
 from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace
-
-__all__ = ["direct", "move"]
+from stoker.ops.space import AddressSpace, Rounding
 
 _NO_COUNTS = np.zeros(0, dtype=np.int64)
 _BLOCK = 512  # rows handed out at a time
 
 
-def _flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor; bfloat16 as uint16."""
-    array: np.ndarray = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).reshape(-1).numpy()
-    return array
-
-
 def direct(
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    table: Tensor,
-    tables: int,
-    grad: Tensor | None,
-    rule: RowRule,
-    counts: Tensor | None,
-) -> tuple[Tensor, list[int]]:
+    weight: Tensor, state: dict[str, Tensor], rows: Tensor, table: Tensor, tables: int, grad: Tensor | None,
+    rule: RowRule, counts: Tensor | None,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
     """The directions, in the place of ``grad``, and the sum of squares of those of each table."""
     dim, threads = weight.shape[1], torch.get_num_threads()
     flags = DECAY if rule.weight_decay else 0
@@ -54,50 +53,107 @@ def direct(
             rule.eps, rule.weight_decay,
         )  # fmt: skip
         limits = (rule.clip_value, rule.clip_norm, rule.cow_ratio, rule.cow_floor, rule.l2)
-        kernels.direct_kernel(dim, flags).run(
-            _flat(weight),
-            _flat(state["exp_avg"]),
-            _flat(state["exp_avg_sq"]),
-            _flat(out),
-            rows.numpy(),
-            table.numpy(),
-            _NO_COUNTS if counts is None else counts.numpy(),
-            np.array(limits, dtype=np.float32),
-            np.array(constants, dtype=np.float32),
-            limbs,
-            np.zeros(1, dtype=np.int64),
-            _BLOCK,
-            threads=threads,
-        )
+        direct_kernel(dim, flags).run(
+            flat(weight), flat(state["exp_avg"]), flat(state["exp_avg_sq"]), flat(out), rows.numpy(), table.numpy(),
+            _NO_COUNTS if counts is None else counts.numpy(), np.array(limits, dtype=np.float32),
+            np.array(constants, dtype=np.float32), limbs, np.zeros(1, dtype=np.int64), _BLOCK, threads=threads,
+        )  # fmt: skip
     return out, combined(limbs)
 
 
 def move(
-    weight: Tensor,
-    rows: Tensor,
-    table: Tensor,
-    directions: Tensor,
-    ratios: list[float],
-    rule: RowRule,
-    rounding: Rounding,
-    space: AddressSpace,
-) -> list[int]:
+    weight: Tensor, rows: Tensor, table: Tensor, directions: Tensor, ratios: list[float], rule: RowRule,
+    rounding: Rounding, space: AddressSpace,
+) -> list[int]:  # fmt: skip
     """Step along the directions; by how much the sum of squares of each table has grown."""
     dim, threads = weight.shape[1], torch.get_num_threads()
     limbs = np.zeros((threads, len(ratios), 3), dtype=np.int64)
     if len(rows):
-        kernels.move_kernel(dim).run(
-            _flat(weight),
-            _flat(directions),
-            rows.numpy(),
-            table.numpy(),
-            np.array([rule.lr * ratio for ratio in ratios], dtype=np.float32),
-            space.first_row,
+        move_kernel(dim).run(
+            flat(weight), flat(directions), rows.numpy(), table.numpy(),
+            np.array([rule.lr * ratio for ratio in ratios], dtype=np.float32), space.first_row,
             _NO_COUNTS if rounding.rows is None else rounding.rows.numpy(),
-            np.array(rounding.keys or (0,) * len(ratios), dtype=np.int64),
-            limbs,
-            np.zeros(1, dtype=np.int64),
-            _BLOCK,
+            np.array(rounding.keys or (0,) * len(ratios), dtype=np.int64), limbs, np.zeros(1, dtype=np.int64), _BLOCK,
             threads=threads,
-        )
+        )  # fmt: skip
     return combined(limbs)
+
+
+_LINE = 16  # float32 elements in a cache line
+_AHEAD = 12  # rows to ask for before they are needed
+_MOST = 2.0**40  # stoker.ops.lamb
+_LIMB = 2.0**40
+
+
+@lru_cache(maxsize=64)
+def direct_kernel(dim: int, flags: int) -> Kernel:
+    """Kernel that turns gradients [U, D] into directions, and adds up their squares."""
+    clipping = flags & (CLIP_VALUE | CLIP_NORM | COW) | (DECAY if flags & L2 else 0)
+
+    def direct(p):
+        weight, mean, square, out, rows, table, counts, limits, constants, limbs, cursor, block = arguments(p)
+        mine = limbs[thread_index(p)]
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= len(rows):
+                return
+            for u in range(start, min(start + block, len(rows))):
+                if u + _AHEAD < len(rows):
+                    ahead = rows[u + _AHEAD] * dim
+                    for line in range(0, dim, _LINE):
+                        prefetch(mean, ahead + line)
+                        prefetch(square, ahead + line)
+                at = rows[u] * dim
+                if clipping:
+                    occurs = np.int64(0)
+                    if clipping & COW:
+                        occurs = counts[u]
+                    row_condition(
+                        dim, clipping, out, u * dim, weight, at, limits[0], limits[1], limits[4], occurs, limits[2],
+                        limits[3],
+                    )  # fmt: skip
+                row_lamb(dim, flags, weight, at, mean, square, out, u * dim, constants)
+                rest = row_squares(dim, out, u * dim)
+                if not rest <= _MOST:
+                    rest = _MOST
+                for limb in range(3):
+                    whole = np.floor(rest)
+                    mine[table[u], limb] += np.int64(whole)
+                    rest = (rest - whole) * _LIMB
+
+    return Kernel(direct)
+
+
+@lru_cache(maxsize=64)
+def move_kernel(dim: int) -> Kernel:
+    """Kernel that steps along directions [U, D], and adds up by how much the rows' squares grow."""
+
+    def move(p):
+        weight, directions, rows, table, scales, first_row, row_in_slot, keys, limbs, cursor, block = arguments(p)
+        mine = limbs[thread_index(p)]
+        while True:
+            start = fetch_add(cursor, block)
+            if start >= len(rows):
+                return
+            for u in range(start, min(start + block, len(rows))):
+                if u + _AHEAD < len(rows):
+                    for line in range(0, dim, _LINE):
+                        prefetch(weight, rows[u + _AHEAD] * dim + line)
+                row = rows[u]
+                of = table[u]
+                at = row * dim
+                local = row - first_row[of]
+                if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
+                    local = row_in_slot[row]
+                for sign in (-1, 1):
+                    if sign > 0:
+                        row_sgd(dim, weight, at, directions, u * dim, scales[of], keys[of], local * dim)
+                    rest = row_squares(dim, weight, at)
+                    if not rest <= _MOST:
+                        rest = _MOST
+                    for limb in range(3):
+                        whole = np.floor(rest)
+                        mine[of, limb] += sign * np.int64(whole)
+                        rest = (rest - whole) * _LIMB
+
+    return Kernel(move)

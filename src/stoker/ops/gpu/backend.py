@@ -7,7 +7,9 @@ is how they are tested where there is no GPU.
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,15 +20,11 @@ from torch import Tensor
 
 from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
-from stoker.ops.bags import Bags, Rounding
-from stoker.ops.gpu import kernels as reading
-from stoker.ops.gpu import update as writing
-from stoker.ops.gpu.watch import IdWatch
+from stoker.ops.gpu import kernels
+from stoker.ops.gpu.kernels import NO_ERROR
 from stoker.ops.reference import bag_lengths
 from stoker.ops.rule import CODES, STATE, RowRule
-from stoker.ops.space import AddressSpace
-
-__all__ = ["TritonBackend", "interpreted"]
+from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _TILE = 1024  # elements of a tile: 8 a thread
 _LONG = 64  # a row with more occurrences than this is summed by programs of its own
@@ -35,7 +33,7 @@ _EXACT = {"enable_fp_fusion": False}  # multiply, round, add, round: as the refe
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs here, as when TRITON_INTERPRET=1 was set before Triton's import."""
-    return not isinstance(reading.lookup_kernel, triton.runtime.JITFunction)
+    return not isinstance(kernels.lookup_kernel, triton.runtime.JITFunction)
 
 
 def _check_interpreter(triton_version: str, numpy_version: str) -> None:
@@ -130,47 +128,22 @@ class TritonBackend(Backend):
         }
         with _on(device):
             if bags.offsets is None:
-                reading.lookup_kernel[grid](
-                    _bits(weight),
-                    ids,
-                    place.bases,
-                    place.limits,
-                    _or(scales, out),
-                    out,
-                    watch.word,
-                    total,
-                    **constants,
-                    **_EXACT,
-                )
+                kernels.lookup_kernel[grid](
+                    _bits(weight), ids, place.bases, place.limits, _or(scales, out), out, watch.word, total,
+                    **constants, **_EXACT,
+                )  # fmt: skip
             else:
-                reading.lookup_bags_kernel[grid](
-                    _bits(weight),
-                    ids,
-                    bags.offsets.contiguous(),
-                    place.bases,
-                    place.limits,
-                    _or(scales, out),
-                    out,
-                    watch.word,
-                    total,
-                    MEAN=bags.mean,
-                    UNROLL=4,
-                    **constants,
-                    **_EXACT,
-                )
+                kernels.lookup_bags_kernel[grid](
+                    _bits(weight), ids, bags.offsets.contiguous(), place.bases, place.limits, _or(scales, out), out,
+                    watch.word, total, MEAN=bags.mean, UNROLL=4, **constants, **_EXACT,
+                )  # fmt: skip
             watch.post(space, bags)
         return out
 
     def update(
-        self,
-        weight: Tensor,
-        state: dict[str, Tensor],
-        space: AddressSpace,
-        bags: Bags,
-        grad: Tensor,
-        rule: RowRule,
+        self, weight: Tensor, state: dict[str, Tensor], space: AddressSpace, bags: Bags, grad: Tensor, rule: RowRule,
         rounding: Rounding,
-    ) -> None:
+    ) -> None:  # fmt: skip
         device, dim, features = weight.device, weight.shape[1], len(space.features)
         watch, place = self._watch(device), self._place(space, device)
         watch.poll()
@@ -189,59 +162,21 @@ class TritonBackend(Backend):
             if count > _LONG:
                 windows, width = triton.cdiv(count, _LONG), min(32, _power(dim))
                 totals = torch.empty(windows, dim, dtype=torch.float32, device=device)
-                writing.sum_long_kernel[windows, triton.cdiv(dim, width)](
-                    found.segments,
-                    found.starts,
-                    found.sources,
-                    scales,
-                    grad,
-                    totals,
-                    watch.word,
-                    count,
-                    D=dim,
-                    SCALED=found.scales is not None,
-                    LONG=_LONG,
-                    BLOCK=width,
-                    UNROLL=32,
-                    num_warps=1,
-                    **_EXACT,
-                )
-            writing.update_kernel[triton.cdiv(count, tile),](
-                _bits(weight),
-                _or(states[0] if states else None, grad),
-                _or(states[1] if len(states) > 1 else None, grad),
-                found.rows,
-                found.segments,
-                found.starts,
-                found.sources,
-                scales,
-                grad,
-                totals,
-                watch.word,
-                place.table_of,
-                place.first_row,
-                _send(rounding.keys, device) if bf16 else place.first_row,
-                _or(rounding.rows, place.first_row),
-                count,
-                space.num_rows,
-                *(0.0 if value == math.inf else value for value in rule.constants(dim)),
-                F=features,
-                D=dim,
-                RULE=CODES[rule.kind],
-                BF16=bf16,
-                SLOTTED=rounding.rows is not None,
-                SCALED=found.scales is not None,
-                CLIP_VALUE=rule.clip_value != math.inf,
-                CLIP_NORM=rule.clip_norm != math.inf,
-                DECAY=rule.weight_decay != 0,
-                COW=rule.cow_ratio != math.inf,
-                LONG=_LONG,
-                ROWS=tile,
-                BLOCK=block,
-                UNROLL=4,
-                num_warps=4 if block <= 2048 else 8,
-                **_EXACT,
-            )
+                kernels.sum_long_kernel[windows, triton.cdiv(dim, width)](
+                    found.segments, found.starts, found.sources, scales, grad, totals, watch.word, count, D=dim,
+                    SCALED=found.scales is not None, LONG=_LONG, BLOCK=width, UNROLL=32, num_warps=1, **_EXACT,
+                )  # fmt: skip
+            kernels.update_kernel[triton.cdiv(count, tile),](
+                _bits(weight), _or(states[0] if states else None, grad),
+                _or(states[1] if len(states) > 1 else None, grad), found.rows, found.segments, found.starts,
+                found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
+                _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
+                space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
+                D=dim, RULE=CODES[rule.kind], BF16=bf16, SLOTTED=rounding.rows is not None,
+                SCALED=found.scales is not None, CLIP_VALUE=rule.clip_value != math.inf,
+                CLIP_NORM=rule.clip_norm != math.inf, DECAY=rule.weight_decay != 0, COW=rule.cow_ratio != math.inf,
+                LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,
+            )  # fmt: skip
             watch.post(space, bags)
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
@@ -252,16 +187,10 @@ class TritonBackend(Backend):
             super().init_rows(out, key, start, scale)
             return
         with _on(out.device):
-            reading.init_kernel[triton.cdiv(count, _TILE),](
-                _bits(out),
-                key,
-                start * dim,
-                count,
-                float(np.float32(scale)),
-                BF16=out.dtype == torch.bfloat16,
-                SIZE=_TILE,
-                **_EXACT,
-            )
+            kernels.init_kernel[triton.cdiv(count, _TILE),](
+                _bits(out), key, start * dim, count, float(np.float32(scale)), BF16=out.dtype == torch.bfloat16,
+                SIZE=_TILE, **_EXACT,
+            )  # fmt: skip
 
     def weight_gradient(self, weight: Tensor, space: AddressSpace, bags: Bags, grad: Tensor) -> Tensor:
         """Gradient of the per-sample weights [L]: dot products in a fixed order, but not the reference's."""
@@ -276,21 +205,10 @@ class TritonBackend(Backend):
         with _on(device):
             bag_of = _bag_of(bags)
             rows = self._addresses(space, bags, bag_of, watch, device)
-            reading.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight),
-                rows,
-                _or(bag_of, rows),
-                grad.to(torch.float32).contiguous(),
-                out,
-                count,
-                space.num_rows,
-                D=dim,
-                BF16=weight.dtype == torch.bfloat16,
-                JAGGED=bag_of is not None,
-                SIZE=tile,
-                BLOCK=block,
-                **_EXACT,
-            )
+            kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
+                _bits(weight), rows, _or(bag_of, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
+                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag_of is not None, SIZE=tile, BLOCK=block, **_EXACT,
+            )  # fmt: skip
         return out
 
     def _watch(self, device: torch.device) -> IdWatch:
@@ -314,20 +232,10 @@ class TritonBackend(Backend):
         dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()
-        reading.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids,
-            _or(bag_of, ids),
-            place.bases,
-            place.limits,
-            rows,
-            watch.word,
-            count,
-            space.num_rows,
-            F=len(space.features),
-            JAGGED=bag_of is not None,
-            SIZE=_TILE,
-            **_EXACT,
-        )
+        kernels.addresses_kernel[triton.cdiv(count, _TILE),](
+            ids, _or(bag_of, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
+            F=len(space.features), JAGGED=bag_of is not None, SIZE=_TILE, **_EXACT,
+        )  # fmt: skip
         return rows
 
     def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
@@ -338,9 +246,9 @@ class TritonBackend(Backend):
         heads = torch.empty(count, dtype=torch.int64, device=device)
         starts = torch.empty(count + 1, dtype=torch.int64, device=device)
         grid = (triton.cdiv(count, _TILE),)
-        writing.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
+        kernels.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
         segments = torch.cumsum(heads, 0)
-        writing.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
+        kernels.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
         scales = None
         if bags.weights is not None:
             scales = bags.weights.reshape(-1).to(torch.float32)[order]
@@ -384,3 +292,78 @@ def _send(values: tuple[int, ...], device: torch.device) -> Tensor:
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tables'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_UNREAD = 8  # calls the host may run ahead of the device before it waits for a copy
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    copied: torch.cuda.Event | None
+    copy: Tensor
+    space: AddressSpace
+    bags: Bags
+
+    def there(self) -> bool:
+        return self.copied is None or self.copied.query()
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class IdWatch:
+    """The error word of one device.
+
+    Args:
+        device: where the tables lie.
+        lazy: report at a later call rather than wait for the device in each; the default on CUDA.
+    """
+
+    def __init__(self, device: torch.device, *, lazy: bool | None = None) -> None:
+        self.word = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
+        self.lazy = device.type == "cuda" if lazy is None else lazy
+        self._reports: deque[_Report] = deque()
+
+    def post(self, space: AddressSpace, bags: Bags) -> None:
+        """After a kernel that checked ``bags``: have its finding copied to the host."""
+        if not self.lazy:
+            if int(self.word) != NO_ERROR:
+                self._raise(int(self.word), space, bags)
+            return
+        copied: Any = None
+        if self.word.device.type == "cuda":
+            copy = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            copy.copy_(self.word, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        else:
+            copy = self.word.clone()
+        self._reports.append(_Report(copied, copy, space, bags))
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Raise what has been found.
+
+        Args:
+            wait: for the device to finish all calls so far, so that nothing is left to find.
+
+        Raises:
+            IndexError: an id of an earlier call lay outside its table.
+        """
+        while self._reports:
+            report = self._reports[0]
+            if not wait and len(self._reports) <= _UNREAD and not report.there():
+                return
+            self._reports.popleft().wait()
+            if int(report.copy) != NO_ERROR:
+                self._raise(int(report.copy), report.space, report.bags)
+
+    def _raise(self, position: int, space: AddressSpace, bags: Bags) -> None:
+        self._reports.clear()
+        self.word.fill_(NO_ERROR)
+        space.check(bags.ids, bags.offsets)
+        raise IndexError(
+            f"an earlier batch had an id outside its table at position {position:,} of its ids, and the ids "
+            "have been overwritten since. Keep a batch unchanged until the next one, or map unseen values to "
+            "id 0."
+        )

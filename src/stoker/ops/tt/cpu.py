@@ -1,40 +1,272 @@
-"""Tensor-train products on the CPU by Numba kernels; within rounding of the plain form, the same for any threads."""
+"""Numba kernels of tensor-train tables (see :mod:`stoker.ops.tt.lookup`): tries and grouped products.
+
+A batch has hundreds of products of tens of rows; a library call each costs more than the products themselves. Here a
+level is one kernel. Every element is summed by one thread in a fixed order, so results do not depend on threads.
+
+Legend: P nodes of a level, M columns so far, K = r_{k-1} values of a row, W = m_k * r_k columns of a slice.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import binding
+from numba import njit
 from torch import Tensor
 
-from stoker.ops.cpu.arena import Arena
-from stoker.ops.tt import kernels
-from stoker.ops.tt.level import Level
+from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.llvm_memory import fetch_add
+from stoker.ops.codegen.llvm_tiles import LANES, tile_across, tile_product, transpose
+from stoker.ops.codegen.native import Kernel, arguments
+from stoker.ops.cpu.arena import Arena, flat
+from stoker.ops.tt.shape import Level
 
-__all__ = ["back_through", "node_values", "order_nodes", "split_keys"]
+# Numba compiles a function again for an argument that is a number in the code: hence np.int64(0) instead of 0 below.
+BLOCK = 64  # rows of a product that a thread takes at a time
+_WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
+_HIGH = 8 if _WIDE else 4  # rows of a tile: as many sums as the registers hold
+_PAIR = 2 if _WIDE else 1
+_STEP = LANES * _PAIR
+
+
+@jit
+def split_level(keys, count):
+    """The last digits of ascending ``keys`` [P], and the nodes above.
+
+    Returns digits [P], for each key its node above [P], the nodes' keys [Q] and how many children each has [Q].
+    """
+    size = len(keys)
+    digits, inverse = np.empty(size, np.int64), np.empty(size, np.int64)
+    above, children = np.empty(size, np.int64), np.empty(size, np.int64)
+    found = -1
+    for i in range(size):
+        key = keys[i] // count
+        digits[i] = keys[i] - key * count
+        if found < 0 or above[found] != key:
+            found += 1
+            above[found] = key
+            children[found] = 0
+        children[found] += 1
+        inverse[i] = found
+    return digits, inverse, above[: found + 1].copy(), children[: found + 1].copy()
+
+
+@jit
+def order_level(digits, radix):
+    """A stable sort of the nodes [P] by digit: digits in order, the order, its inverse, distinct digits and starts."""
+    size = len(digits)
+    order = np.empty(size, np.int64)
+    if radix <= 16 * size + 1024:
+        place = np.zeros(radix + 1, np.int64)
+        for digit in digits:
+            place[digit + 1] += 1
+        for digit in range(radix):
+            place[digit + 1] += place[digit]
+        for i in range(size):
+            order[place[digits[i]]] = i
+            place[digits[i]] += 1
+    else:
+        order[:] = np.argsort(digits, kind="mergesort")
+    ordered, by_prefix = np.empty(size, np.int64), np.empty(size, np.int64)
+    distinct, start = np.empty(size, np.int64), np.empty(size + 1, np.int64)
+    found = 0
+    for i in range(size):
+        ordered[i] = digits[order[i]]
+        by_prefix[order[i]] = i
+        if found == 0 or distinct[found - 1] != ordered[i]:
+            distinct[found], start[found] = ordered[i], i
+            found += 1
+    start[found] = size
+    return ordered, order, by_prefix, distinct[:found].copy(), start[: found + 1].copy()
+
+
+@jit
+def tasks_of(start, width, parent, rank):
+    """Blocks of at most BLOCK rows with one slice, [T, 3] (number of the digit, first row, last), each row's offset.
+
+    Rows are the M = ``width`` rows of every node; the offset [P * M] is that of its K = ``rank`` values in the level
+    before.
+    """
+    count = 0
+    for group in range(len(start) - 1):
+        count += ((start[group + 1] - start[group]) * width + BLOCK - 1) // BLOCK
+    tasks = np.empty((count, 3), np.int64)
+    at = 0
+    for group in range(len(start) - 1):
+        for begin in range(start[group] * width, start[group + 1] * width, BLOCK):
+            tasks[at, 0], tasks[at, 1] = group, begin
+            tasks[at, 2] = min(begin + BLOCK, start[group + 1] * width)
+            at += 1
+    offsets = np.empty(len(parent) * width, np.int64)
+    for node in range(len(parent)):
+        for row in range(width):
+            offsets[node * width + row] = (parent[node] * width + row) * rank
+    return tasks, offsets
+
+
+def _strip(tile, vectors):
+    """A kernel for rows begin..stop of a strip of ``vectors`` * LANES columns; ``out_at`` is that of row ``begin``."""
+
+    @njit
+    def strip(left, offsets, begin, stop, count, right, right_at, stride, out, out_at, out_stride):
+        row = begin
+        while row < stop:
+            at = out_at + (row - begin) * out_stride
+            if stop - row >= _HIGH:
+                tile(_HIGH, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                row += _HIGH
+            elif stop - row >= 2:
+                tile(2, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                row += 2
+            else:
+                tile(1, vectors, left, offsets, row, count, right, right_at, stride, out, at, out_stride)
+                row += 1
+
+    return strip
+
+
+_rows, _rows_wide = _strip(tile_product, 1), _strip(tile_product, _PAIR)
+_across, _across_wide = _strip(tile_across, 1), _strip(tile_across, _PAIR)
+
+
+@njit
+def _block(left, offsets, begin, stop, count, right, right_at, width, out, panel, tile):
+    """``out[row] = left[row] @ right`` for rows begin..stop of ``width`` columns; panel and tile are scratch."""
+    column = 0
+    while column + _STEP <= width:
+        at = begin * width + column
+        _rows_wide(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
+        column += _STEP
+    while column + LANES <= width:
+        at = begin * width + column
+        _rows(left, offsets, begin, stop, count, right, right_at + column, width, out, at, width)
+        column += LANES
+    rest = width - column
+    zero, lanes = np.int64(0), np.int64(LANES)
+    if rest:  # through a panel of LANES columns, so that nothing is read or written beyond the matrix
+        for k in range(count):
+            for j in range(rest):
+                panel[k * LANES + j] = right[right_at + k * width + column + j]
+        _rows(left, offsets, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
+        for row in range(stop - begin):
+            for j in range(rest):
+                out[(begin + row) * width + column + j] = tile[row * LANES + j]
+
+
+@njit
+def _turn(matrix, at, rows, columns, out):
+    """``out[columns, rows]``, the transpose of the matrix [rows, columns] that begins at ``at``."""
+    whole_rows, whole_columns = rows // LANES * LANES, columns // LANES * LANES
+    for i in range(0, whole_rows, LANES):
+        for j in range(0, whole_columns, LANES):
+            transpose(matrix, at + i * columns + j, columns, out, j * rows + i, rows)
+    for i in range(rows):
+        for j in range(whole_columns if i < whole_rows else 0, columns):
+            out[j * rows + i] = matrix[at + i * columns + j]
+
+
+def _down(p):
+    left, offsets, tasks, digits, core, rank, width, out, cursor = arguments(p)
+    panel, tile = np.zeros(rank * LANES, np.float32), np.empty(BLOCK * LANES, np.float32)
+    while True:
+        task = fetch_add(cursor, 1)
+        if task >= len(tasks):
+            return
+        at = digits[tasks[task, 0]] * rank * width
+        _block(left, offsets, tasks[task, 1], tasks[task, 2], rank, core, at, width, out, panel, tile)
+
+
+def _up_values(p):
+    back, offsets, tasks, digits, core, rank, width, out, cursor = arguments(p)
+    panel, tile = np.zeros(width * LANES, np.float32), np.empty(BLOCK * LANES, np.float32)
+    turned = np.empty(rank * width, np.float32)
+    last = -1
+    while True:
+        task = fetch_add(cursor, 1)
+        if task >= len(tasks):
+            return
+        if tasks[task, 0] != last:
+            last = tasks[task, 0]
+            _turn(core, digits[last] * rank * width, rank, width, turned)
+        _block(back, offsets, tasks[task, 1], tasks[task, 2], width, turned, np.int64(0), rank, out, panel, tile)
+
+
+def _up_slices(p):
+    left, offsets, start, parts, back, rank, width, out, cursor = arguments(p)
+    high = (rank + parts - 1) // parts
+    zero, lanes = np.int64(0), np.int64(LANES)
+    tile, panel = np.empty(rank * LANES, np.float32), np.zeros(LANES, np.float32)
+    while True:
+        task = fetch_add(cursor, 1)
+        if task >= (len(start) - 1) * parts:
+            return
+        group, begin = task // parts, task % parts * high
+        stop, first, count = min(begin + high, rank), start[group], start[group + 1] - start[group]
+        rows = offsets[first : first + count]
+        at, to = first * width, (group * rank + begin) * width
+        column = 0
+        while column + _STEP <= width:
+            _across_wide(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
+            column += _STEP
+        while column + LANES <= width:
+            _across(left, rows, begin, stop, count, back, at + column, width, out, to + column, width)
+            column += LANES
+        rest = width - column
+        if rest:
+            if len(panel) < count * LANES:
+                panel = np.zeros(count * LANES, np.float32)
+            for k in range(count):
+                for j in range(rest):
+                    panel[k * LANES + j] = back[at + k * width + column + j]
+            _across(left, rows, begin, stop, count, panel, zero, lanes, tile, zero, lanes)
+            for row in range(stop - begin):
+                for j in range(rest):
+                    out[to + row * width + column + j] = tile[row * LANES + j]
+
+
+def _sum_children(p):
+    values, by_prefix, begins, places, width, out, cursor = arguments(p)
+    count = len(begins) - 1
+    while True:
+        start = fetch_add(cursor, BLOCK)
+        if start >= count:
+            return
+        for node in range(start, min(start + BLOCK, count)):
+            to = places[node] * width
+            for child in range(begins[node], begins[node + 1]):
+                at = by_prefix[child] * width
+                if child == begins[node]:
+                    for j in range(width):
+                        out[to + j] = values[at + j]
+                else:
+                    for j in range(width):
+                        out[to + j] += values[at + j]
+
+
+down = Kernel(_down, allocates=True)
+up_values = Kernel(_up_values, allocates=True)
+up_slices = Kernel(_up_slices, allocates=True)
+sum_children = Kernel(_sum_children)
+
 
 _PART = 32  # rows of a slice whose gradient a thread sums at a time
 _arena = Arena()
 
 
-def _flat(tensor: Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = tensor.detach().contiguous().view(-1).numpy()
-    return array
-
-
 def _cursor() -> npt.NDArray[np.int64]:
-    return np.zeros(1, dtype=np.int64)
+    return np.zeros(1, np.int64)
 
 
 def split_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Digits, number of the node above, and these nodes' keys and numbers of children; ``keys`` are ascending."""
-    digits, inverse, above, children = kernels.split_level(keys.contiguous().numpy(), count)
+    digits, inverse, above, children = split_level(keys.contiguous().numpy(), count)
     return tuple(torch.from_numpy(part) for part in (digits, inverse, above, children))  # type: ignore[return-value]
 
 
 def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
     """Digits in order, the order, its inverse, and the distinct digits and where each begins."""
-    ordered, order, by_prefix, distinct, start = kernels.order_level(digits.contiguous().numpy(), radix)
+    ordered, order, by_prefix, distinct, start = order_level(digits.contiguous().numpy(), radix)
     made = (torch.from_numpy(part) for part in (ordered, order, by_prefix))
     return (*made, distinct.tolist(), start.tolist())
 
@@ -48,10 +280,10 @@ def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
     """[P * M, m_k * r_k]: the values [.., M, r_{k-1}] of each node's parent times its slice of the core."""
     digits, start, parent = _arrays(level)
     width, (_, rank, columns) = above.shape[1], core.shape
-    tasks, offsets = kernels.tasks_of(start, width, parent, rank)
+    tasks, offsets = tasks_of(start, width, parent, rank)
     made = _arena.empty(len(offsets), columns)
-    kernels.down.run(
-        _flat(above), offsets, tasks, digits, _flat(core), rank, columns, _flat(made), _cursor(),
+    down.run(
+        flat(above.contiguous()), offsets, tasks, digits, flat(core.contiguous()), rank, columns, flat(made), _cursor(),
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return made
@@ -65,24 +297,20 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
     digits, start, parent = _arrays(level)
     width, (_, rank, columns) = above.shape[1], core.shape
     threads = torch.get_num_threads()
-    given, grad = _flat(above), _flat(back)
-    tasks, offsets = kernels.tasks_of(start, width, parent, rank)
+    given, grad, slices_of = flat(above.contiguous()), flat(back.contiguous()), flat(core.contiguous())
+    tasks, offsets = tasks_of(start, width, parent, rank)
     slices = _arena.empty(len(digits), rank, columns)
     parts = -(-rank // _PART)
-    kernels.up_slices.run(
-        given, offsets, start * width, parts, grad, rank, columns, _flat(slices), _cursor(), threads=threads
-    )
+    up_slices.run(given, offsets, start * width, parts, grad, rank, columns, flat(slices), _cursor(), threads=threads)
     passed = _arena.empty(len(offsets), rank)
     rows = np.arange(len(offsets)) * columns
-    kernels.up_values.run(
-        grad, rows, tasks, digits, _flat(core), rank, columns, _flat(passed), _cursor(), threads=threads
-    )
+    up_values.run(grad, rows, tasks, digits, slices_of, rank, columns, flat(passed), _cursor(), threads=threads)
     assert level.children is not None
     begins = np.zeros(len(level.children) + 1, np.int64)
     np.cumsum(level.children.numpy(), out=begins[1:])
     summed = _arena.empty(len(before.digit), width * rank)
-    kernels.sum_children.run(
-        _flat(passed), level.by_prefix.numpy(), begins, before.by_prefix.numpy(), width * rank, _flat(summed),
+    sum_children.run(
+        flat(passed), level.by_prefix.numpy(), begins, before.by_prefix.numpy(), width * rank, flat(summed),
         _cursor(), threads=threads,
     )  # fmt: skip
     return slices, summed

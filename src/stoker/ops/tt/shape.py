@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import Tensor
+
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_count, format_size
-
-__all__ = ["TTShape", "factorize"]
 
 _ROWS = 4096  # distinct rows of a batch, uniform over the table, for which work is counted
 _SPREAD = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0)  # of a factor around the one with the fewest bytes
@@ -179,3 +179,15 @@ def _count(rows: Sequence[int], cols: Sequence[int], ranks: Sequence[int]) -> in
     for row, col, behind in zip(rows, cols, (*ranks, 1), strict=True):
         total, before = total + row * before * col * behind, behind
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The nodes of one level, in order of their digit; nodes of one digit in order of their prefix."""
+
+    digit: Tensor  # [P] int64, ascending
+    parent: Tensor | None  # [P] int64, the node of the level before; None in the first level
+    digits: list[int]  # the distinct digits
+    start: list[int]  # [len(digits) + 1] where their nodes begin
+    by_prefix: Tensor  # [P] int64, the nodes in order of their prefix: those of a parent lie together
+    children: Tensor | None  # [nodes of the level before, in order of their prefix] int64, how many each has

@@ -19,9 +19,8 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import format_count
 from stoker.ops import BackendName, get_backend
 from stoker.ops.reference import add_in_order
-from stoker.ops.tt.lookup import build_trie, expand, fill_core, gradients
+from stoker.ops.tt.lookup import build_trie, decompose, expand, fill_core, gradients
 from stoker.ops.tt.shape import TTShape
-from stoker.ops.tt.svd import decompose
 from stoker.optim import RowOptimizer
 from stoker.tables.compressed.tensor_train import check_cores, update_slices
 from stoker.tables.config import TableConfig, TensorTrain
@@ -333,7 +332,7 @@ class TTEmbeddingBag(nn.Module):
         cls, weight: Tensor, *, rank: int | tuple[int, ...] = 32, cores: int = 3, own: int | None = None,
         shape: TTShape | None = None, **options: Any,
     ) -> TTEmbeddingBag:  # fmt: skip
-        """Compress a trained table [N, D] by TT-SVD (:func:`stoker.ops.tt.svd.decompose`).
+        """Compress a trained table [N, D] by TT-SVD (:func:`stoker.ops.tt.lookup.decompose`).
 
         ``import_error`` of the result is the relative error ``|rows - weight| / |weight|`` (Frobenius). ``options`` are
         the other arguments of the constructor.

@@ -25,8 +25,7 @@ from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
-from stoker.ops.distinct import Distinct, split_rows
-from stoker.ops.fixed_rows import FixedRows
+from stoker.ops.distinct import Distinct, FixedRows, split_rows
 from stoker.ops.space import SlotSpace, slot_space
 from stoker.tables.config import HostPipelined, HotCold, Slotted, TableConfig
 from stoker.tables.links.cuda_link import CudaLink

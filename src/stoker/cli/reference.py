@@ -1,4 +1,4 @@
-"""The command reference from the commands themselves: ``python -m stoker.cli.common.reference > docs/cli.md``."""
+"""The command reference from the commands themselves: ``python -m stoker.cli.reference > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import typer
 
 from stoker.cli import app
-
-__all__ = ["markdown"]
 
 _MARKUP = re.compile(r"\[/?(?:bold|dim|italic|red|green|yellow|cyan|blue)[^\]]*\]")
 

@@ -1,0 +1,282 @@
+"""``stoker profile``, ``stoker classify`` and ``stoker reorder``: hot rows, and datasets made anew from datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.base.errors import ConfigError
+from stoker.base.progress import Bars
+from stoker.base.units import format_duration, format_size, quoted
+from stoker.cli.options import (
+    ROW_OPTIMIZERS,
+    DataArgument,
+    OneObject,
+    Overwrite,
+    check_new_files,
+    option,
+    say,
+    show_table,
+)
+
+if TYPE_CHECKING:
+    from stoker.rewrite.fae.hot_profile import HotProfile
+
+_ROWS, _SAMPLE, _PROFILE, _ORDER, _COST = "Rows", "Sample", "Profile", "Order", "Cost"
+_BAR = 18  # columns of the longest bar: the table fits a terminal of 80
+
+
+def profile(
+    dataset: DataArgument,
+    budget: str = option("Memory", "For hot rows and their optimizer state.", "--device-memory", default="512MiB"),
+    dim: int = option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim", default=16),
+    dtype: str = option(_ROWS, "Of the tables: float32 or bfloat16.", default="float32"),
+    optimizer: str = option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.", default="rowwise_adagrad"),
+    exact: bool = option(
+        _SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
+    ),
+    sample: str | None = option(
+        _SAMPLE, "Estimate from this share of the training rows, as published (5%), and compare with the counts."
+    ),
+    confidence: str | None = option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)"),
+    seed: int = option(_SAMPLE, "Of the rows that are drawn; 0 or more.", default=0),
+    out: Path | None = option("Results", "File to write the profile to, as JSON, for stoker classify."),
+    plot: Path | None = option("Results", "File to write the curve to, as .png (needs matplotlib)."),
+    as_json: OneObject = False,
+) -> None:
+    """Find the rows that are accessed most, as many as fit a budget, and what they would serve.
+
+    A row is hot if it has at least a threshold's share of its table's
+    accesses; the threshold is as low as the budget allows. An input is hot if
+    all its ids are. Tables under 1 MB are hot as a whole. Accesses are the
+    vocabulary's counts; with --sample they are estimated as published (FAE),
+    and the counts are shown as the truth.
+
+    \b
+    stoker profile data/criteo --device-memory 512MiB
+    stoker profile data/criteo --device-memory 1GiB --dim 64 --out hot.json
+    stoker profile data/criteo --device-memory 1GiB --plot curve.png
+    stoker profile data/globo --device-memory 4MiB --sample 5%
+    """
+    if exact and sample is not None:
+        raise ConfigError("--exact takes the counts of all rows. Leave out --exact, or --sample.")
+    if sample is None and confidence is not None:
+        raise ConfigError("--confidence is of an estimate. Give --sample, such as 5%, or leave out --confidence.")
+    written = check_new_files(out, plot=plot)
+    from stoker.dataset.dataset import Dataset
+    from stoker.rewrite.fae import popularity
+
+    data = Dataset(dataset)
+    with Bars(quiet=as_json) as bars:
+        found = popularity.profile(
+            data, budget=budget, embedding_dim=dim, dtype=dtype, optimizer=optimizer, sample=sample,
+            confidence=confidence or "99.9%", seed=seed, progress=bars,
+        )  # fmt: skip
+    if out is not None:
+        found.save(out)
+    if plot is not None:
+        found.plot(plot)
+    if as_json:
+        print(json.dumps({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}))
+    else:
+        _show_profile(dataset, found, None if sample is None else popularity.true_hot_rows(data, found), written)
+
+
+def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | None, written: list[Path]) -> None:
+    settings = found.settings
+    read = "the vocabulary's counts"
+    if settings.sample is not None:
+        read = f"{100 * settings.sample:.3g}% of the training rows"
+    say(f"{dataset}: hot rows within {format_size(settings.budget)}, from {read}")
+    _show_tables(found)
+    rows, hot = (sum(getattr(table, name) for table in found.tables) for name in ("rows", "hot_rows"))
+    say(
+        f"hot: {hot:,} of {rows:,} rows ({hot / rows:.2%}), {format_size(found.hot_bytes)} of "
+        f"{format_size(found.total_bytes)}"
+    )
+    say(
+        f"they serve {found.access_share:.2%} of the accesses and {found.input_share:.2%} of the inputs "
+        f"(+-{found.input_error:.2%}, standard error on {found.inputs:,} inputs)"
+    )
+    share = f"{found.threshold:.3g} of its table's accesses" if found.threshold else "0: all rows fit"
+    say(f"threshold: {share}")
+    if found.threshold and truth is not None:
+        _show_estimates(found, truth)
+        say(f"truth: rows that reach the threshold by the counts of all rows; {100 * settings.confidence:g}% intervals")
+    if others := [table.name for table in found.tables if not table.by_count and not table.whole]:
+        named = ", ".join(others)
+        warning = f"ids of {named} do not follow the count (hash_buckets? reordered?): their first ids were taken"
+        say(warning, "yellow")
+    _show_curve(found)
+    for path in written:
+        say(f"wrote {path}")
+
+
+def _show_tables(found: HotProfile) -> None:
+    rows = []
+    for each in sorted(found.tables, key=lambda each: -each.rows):
+        by = "counts" if found.settings.sample is None else "sample"
+        if each.whole or not found.threshold:
+            by = "whole" if each.whole else "all"
+        rows.append(
+            [
+                each.name, f"{each.rows:,}", f"{each.hot_rows:,}", f"{each.hot_rows / each.rows:.2%}", by,
+                format_size(each.hot_bytes), f"{each.access_share:.2%}",
+            ]
+        )  # fmt: skip
+    _show_dense(["table", "rows", "hot rows", "share", "by", "hot bytes", "accesses"], rows)
+
+
+def _show_dense(headings: list[str], rows: list[list[str]]) -> None:
+    from rich.box import SIMPLE
+
+    show_table(None, headings, rows, whole=range(len(headings)), box=SIMPLE, padding=(0, 0), collapse_padding=True)
+
+
+def _show_estimates(found: HotProfile, truth: Mapping[str, int]) -> None:
+    """Print how near the published estimate comes to the counts of all rows."""
+    rows = []
+    for each in sorted(found.tables, key=lambda each: -each.rows):
+        if not each.whole:
+            true = truth[each.name]
+            off = f"{each.estimate / max(true, 1) - 1:+.1%}"
+            rows.append([each.name, f"{each.estimate:,}", f"{each.low:,}-{each.high:,}", f"{true:,}", off])
+    _show_dense(["table", "estimate", "interval", "truth", "off"], rows)
+
+
+def _show_curve(found: HotProfile) -> None:
+    """Print Figure 5 of the paper: what serves what, by threshold."""
+    from rich.text import Text
+
+    lines = [(f"{p.threshold:.2g}", p.hot_bytes, p.access_share, p.input_share, "") for p in found.curve]
+    lines.append(("this profile", found.hot_bytes, found.access_share, found.input_share, "bold"))
+    rows = [
+        [Text(cell, style=style) for cell in (name, format_size(size), _bar(accesses), _bar(inputs))]
+        for name, size, accesses, inputs, style in sorted(lines, key=lambda line: line[1])
+    ]
+    headings = ["threshold", "hot bytes", "accesses", "inputs"]
+    show_table("by threshold", headings, rows, left=(2, 3), whole=range(4), box=None, title_style="")
+
+
+def _bar(share: float) -> str:
+    eighths = round(8 * _BAR * share)
+    full, rest = divmod(eighths, 8)
+    bar = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
+    return f"{bar:<{_BAR}} {share:6.1%}"
+
+
+def classify(
+    dataset: DataArgument,
+    out: Path = option("Results", "Directory to make.", default=...),
+    profile: Path | None = option(_PROFILE, "File that stoker profile wrote. (default: a profile is made first)"),
+    budget: str | None = option(
+        _PROFILE, "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
+    ),
+    dim: int | None = option(_PROFILE, "Columns of every table. (default: 16)", "--dim"),
+    dtype: str | None = option(_PROFILE, "Of the tables: float32 or bfloat16. (default: float32)"),
+    optimizer: str | None = option(_PROFILE, "Of the rows; its state lies with them. (default: rowwise_adagrad)"),
+    overwrite: Overwrite = False,
+    as_json: OneObject = False,
+) -> None:
+    """Write a dataset whose training rows are classified: hot ones first, then cold ones.
+
+    A row is hot if all its ids are hot rows of their tables. Everything else
+    of the dataset is linked, not copied. stoker train then trains on batches
+    that are all hot or all cold, in the order of a schedule.
+
+    \b
+    stoker classify data/criteo --device-memory 512MiB --out data/criteo-hot
+    stoker classify data/criteo --device-memory 1GiB --dim 64 --out data/criteo-hot
+    stoker classify data/criteo --profile hot.json --out data/criteo-hot --overwrite
+    """
+    asked: dict[str, Any] = {"budget": budget, "embedding_dim": dim, "dtype": dtype, "optimizer": optimizer}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if profile is not None and given:
+        raise ConfigError(
+            "--profile has its own budget, --dim, --dtype and --optimizer. Leave these out, or make another profile "
+            "with stoker profile."
+        )
+    from stoker.dataset.dataset import Dataset
+    from stoker.rewrite.classified import run_classify
+    from stoker.rewrite.fae.hot_profile import HotProfile
+    from stoker.rewrite.fae.popularity import profile as run_profile
+
+    data = Dataset(dataset)
+    with Bars(quiet=as_json) as bars:
+        found = run_profile(data, progress=bars, **given) if profile is None else HotProfile.load(profile)
+        report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
+    rows = report.hot + report.cold
+    if as_json:
+        values = {name: value for name, value in vars(report).items() if name != "path"}
+        print(json.dumps({"out": str(out), "profile_hash": found.hash, **values}))
+        return
+    what = "already classified" if report.reused else f"classified in {format_duration(report.seconds)}"
+    say(f"{out}: {rows:,} training rows {what}")
+    say(f"by profile {found.hash[:16]}, whose hot rows take {format_size(found.hot_bytes)}")
+    for kind, count in (("hot", report.hot), ("cold", report.cold)):
+        say(f"{kind:>5}: {count:,} rows ({count / max(1, rows):.2%})")
+    say(f"next: stoker train {quoted(out)} --out RUN")
+
+
+def reorder(
+    dataset: DataArgument,
+    out: Path = option("Results", "Directory to make.", default=...),
+    method: str | None = option(_ORDER, "bisect, communities (needs networkit) or first-use. (default: bisect)"),
+    hot: float | None = option(
+        _ORDER,
+        "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many. (default: 0.01)",
+    ),
+    spread: float | None = option(
+        _ORDER,
+        "Other ids trade places where their counts differ by less than this factor; inf: all of them. (default: 2)",
+    ),
+    window: int | None = option(_ORDER, "Neighbouring training rows that are looked at as one batch. (default: 4096)"),
+    tables: list[str] | None = option(
+        _ORDER, "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"
+    ),
+    edges: int | None = option(
+        _COST, "Pairs of an id and a window, or of two ids, per table at most. (default: 8000000)"
+    ),
+    seed: int | None = option(_COST, "Of what is drawn where there are more. (default: 0)"),
+    overwrite: Overwrite = False,
+    as_json: OneObject = False,
+) -> None:
+    """Number ids anew, so that those used together are neighbours.
+
+    Batches in the order of the log then touch fewer blocks of neighbouring
+    rows: less work in tensor-train tables, fewer pages of a file. Shuffled
+    batches hardly change. Examples, values and vocabularies stay; models have
+    to be trained on the new dataset.
+
+    \b
+    stoker reorder data/criteo --out data/criteo-ordered
+    stoker reorder data/criteo --table C3 --window 8192 --out data/criteo-ordered
+    stoker reorder data/criteo --method communities --spread inf --out data/el-rec
+    """
+    asked: dict[str, Any] = {
+        "method": method, "hot": hot, "spread": spread, "window": window, "edges": edges, "seed": seed,
+    }  # fmt: skip
+    from stoker.rewrite.id_order import Reordering
+    from stoker.rewrite.reorder import BLOCK_IDS, run_reorder
+
+    how = Reordering(**{name: value for name, value in asked.items() if value is not None})
+    with Bars(quiet=as_json) as bars:
+        report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
+    if as_json:
+        print(json.dumps({**asdict(report), "path": str(report.path)}))
+        return
+    what = "already reordered" if report.reused else f"reordered in {format_duration(report.seconds)}"
+    say(f"{out}: {what}")
+    say(f"blocks of {BLOCK_IDS} ids that {report.window:,} rows touch, by count and now:")
+    for name, one in report.tables.items():
+        log = _change(one.log_before, one.log_after)
+        shuffled = _change(one.shuffled_before, one.shuffled_after)
+        say(f"  {name} ({one.rows:,} rows): in order of the log {log}; shuffled {shuffled}")
+    say(f"next: stoker train {quoted(out)} --out RUN")
+
+
+def _change(before: float, after: float) -> str:
+    return f"{before:,.1f} -> {after:,.1f} ({(after / before - 1 if before else 0):+.1%})"

@@ -1,0 +1,397 @@
+"""Commands on trained runs: evaluate, predict, verify, trace, compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.base.errors import DataError
+from stoker.base.progress import Bars
+from stoker.base.units import format_count, format_duration, plural
+from stoker.cli.options import (
+    Budget,
+    Data,
+    Import,
+    Json,
+    OneObject,
+    RunArgument,
+    Start,
+    begin_at,
+    import_model,
+    say,
+    show_table,
+)
+from stoker.cli.train import metric_names, show_metrics, takes
+
+if TYPE_CHECKING:
+    from stoker.dataset.dataset import Dataset
+    from stoker.dataset.split import Split
+    from stoker.training.tools.compare import Comparison
+    from stoker.training.tools.trace import Trace
+    from stoker.training.tools.verify import Verification
+
+_LOOKAHEAD = 64  # batches
+_SCORING = ("host_memory", "home_path", "device", "backend", "threads")
+_AGAIN = (
+    "host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill", "device", "backend",
+    "threads",
+)  # fmt: skip
+
+Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint; or a URL.")]
+SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
+Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", min=1)]
+BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
+
+
+@takes(*_SCORING)
+def evaluate(
+    run: Run,
+    data: Data = None,
+    imported: Import = None,
+    split: SplitName = "test",
+    rows: Rows = None,
+    k: int | None = typer.Option(
+        None, "--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1
+    ),
+    batch_size: BatchSize = None,
+    device_memory: Budget = None,
+    *,
+    as_json: Json = False,
+    **given: Any,
+) -> None:
+    """Evaluate a trained model, with its rows where the run had them.
+
+    \b
+    stoker evaluate runs/a
+    stoker evaluate runs/a/checkpoints/step_000001000 --split valid --json
+    """
+    from stoker.training.scores.evaluation import evaluate as run_evaluation
+    from stoker.training.scores.evaluation import finite
+
+    loaded, chosen, size = _open(run, data, imported, split, batch_size, device_memory=device_memory, **given)
+    places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
+    metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
+    if as_json:
+        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
+        return
+    if absent := len(chosen) - chosen.labelled:
+        say(f"{absent:,} of {len(chosen):,} rows of split {split} have no label: left out")
+    show_metrics(f"{loaded.model.name} at step {loaded.step:,}", {split: metrics})
+    say(f"checkpoint: {loaded.path}")
+
+
+@takes(*_SCORING)
+def predict(
+    run: Run,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="File to write, .parquet or .csv: row, label, kept columns, score, and group if there is one."
+        ),
+    ],
+    data: Data = None,
+    imported: Import = None,
+    split: SplitName = "test",
+    rows: Rows = None,
+    batch_size: BatchSize = None,
+    device_memory: Budget = None,
+    *,
+    as_json: Json = False,
+    **given: Any,
+) -> None:
+    """Write a score for every row of a split to a Parquet or CSV file.
+
+    \b
+    stoker predict runs/a --out scores.parquet
+    stoker predict runs/a --data data/criteo --split valid --out scores.csv
+    """
+    from stoker.training.scores.evaluation import check_scores_file, write_scores
+
+    check_scores_file(out)
+    loaded, chosen, size = _open(run, data, imported, split, batch_size, device_memory=device_memory, **given)
+    count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
+    if as_json:
+        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
+    else:
+        say(f"{plural(count, 'score')} of {loaded.path} in {out}")
+
+
+def _open(
+    run: Path,
+    data: Path | None,
+    imported: str | None,
+    split: str,
+    batch_size: int | None,
+    *,
+    device: str | None,
+    backend: Any,
+    threads: int | None,
+    **memory: str | None,
+) -> tuple[Any, Split, int]:
+    """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
+    from stoker.base.device import resolve_device
+    from stoker.training.files.checkpoint import read_manifest
+    from stoker.training.files.loading import load, saved_model
+    from stoker.training.files.rundir import find_checkpoint, find_dataset, open_dataset, settings_around
+    from stoker.training.placing import place_scoring
+    from stoker.training.scores.evaluation import check_dataset
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    import_model(imported)
+    checkpoint = find_checkpoint(run)
+    saved_model(checkpoint, read_manifest(checkpoint))  # refuses what no command can build
+    dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
+    chosen = _with_rows(dataset, split)
+    on = resolve_device(device)
+    given = {name: value for name, value in memory.items() if value is not None}
+    if data is None or "device_memory" not in given:
+        given = {**settings_around(checkpoint), **given}
+    placement, size = place_scoring(
+        read_manifest(checkpoint), dataset, given, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
+    )
+    loaded = load(checkpoint, device=on, backend=backend or "auto", placement=placement)
+    check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
+    return loaded, chosen, size
+
+
+def _with_rows(dataset: Dataset, name: str) -> Split:
+    """The split of that name.
+
+    Raises:
+        DataError: there is no such split, or it is empty.
+    """
+    split = dataset.split(name)
+    if not len(split):
+        others = [f"--split {other} has {len(found):,}" for other, found in dataset.splits.items() if len(found)]
+        raise DataError(
+            f"{dataset.path}: split {name} has 0 rows, so there is nothing to score. {'; '.join(others)}".rstrip()
+        )
+    return split
+
+
+@takes(*_AGAIN)
+def verify(
+    run: RunArgument,
+    steps: int = typer.Option(50, help="Steps to replay."),
+    start: Start = None,
+    data: Data = None,
+    imported: Import = None,
+    device_memory: Budget = None,
+    *,
+    as_json: OneObject = False,
+    **given: Any,
+) -> None:
+    """Check that a run computes the same bits as one with all its rows in fast memory.
+
+    Replays some steps twice from the same checkpoint, with rows that come and
+    go and with all of them resident, and compares every row that a step
+    touches with its optimizer state, the loss and the dense part, and at the
+    end all rows. A run that had all rows in fast memory is placed with a
+    tenth of their memory. Exits with 1 at a difference.
+
+    \b
+    stoker verify runs/a
+    stoker verify runs/a --steps 200 --from start
+    stoker verify runs/a --device-memory 256MiB --host-memory 1GiB --home /fast
+    """
+    settings = _rerun_settings({"device_memory": device_memory, **given})
+    begin = begin_at(start)
+    import_model(imported)
+
+    from stoker.training.tools.verify import verify as run_verify
+
+    with Bars(quiet=as_json) as bars:
+        found = run_verify(run, steps=steps, begin=begin, data=data, progress=bars, **settings)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _show_verification(found)
+    if not found.identical:
+        raise typer.Exit(1)
+
+
+def _show_verification(found: Verification) -> None:
+    origin = "from its start" if found.checkpoint is None else f"from {found.checkpoint.name}"
+    say(f"{found.run}: {plural(found.steps, 'step')} {origin}, {found.placement}, against all rows resident")
+    say(
+        f"compared: the loss and the dense part after every step, {found.touched_rows:,} touched rows before and after "
+        f"their step, {found.all_rows:,} rows at the end; {format_count(found.values)} values in {found.seconds:.1f} s"
+    )
+    if found.difference is None:
+        say("identical", "bold green")
+    else:
+        say(f"different {found.difference}", "bold red")
+
+
+@takes(*_AGAIN)
+def trace(
+    run: RunArgument,
+    steps: int = typer.Option(30, help="Steps to record."),
+    out: Path = typer.Option(Path("trace.json"), help="File for the timeline; it is replaced if there."),
+    start: Start = None,
+    data: Data = None,
+    imported: Import = None,
+    device_memory: Budget = None,
+    *,
+    as_json: OneObject = False,
+    **given: Any,
+) -> None:
+    """Record what every thread does during some steps of a run.
+
+    Replays steps with the run's placement, prints the time of each stage and
+    how long training waited for it, and writes a timeline that
+    https://ui.perfetto.dev and chrome://tracing open: trace.json in the
+    directory you are in, unless --out names another file.
+
+    \b
+    stoker trace runs/a
+    stoker trace runs/a --steps 100 --device-memory 256MiB --out runs-a.json
+    """
+    settings = _rerun_settings({"device_memory": device_memory, **given})
+    begin = begin_at(start)
+    import_model(imported)
+    replaced = out.exists()
+
+    from stoker.training.tools.trace import trace as run_trace
+
+    with Bars(quiet=as_json) as bars:
+        found = run_trace(run, steps=steps, out=out, begin=begin, data=data, progress=bars, **settings)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        _show_trace(found, replaced)
+
+
+def _show_trace(found: Trace, replaced: bool) -> None:
+    from stoker.training.placing import STAGES
+
+    rate = format_count(found.examples / found.seconds)
+    say(
+        f"{found.run}: steps {found.begin:,} to {found.begin + found.steps - 1:,}, "
+        f"{format_duration(found.seconds / found.steps)} each, {rate} samples/s; training waited "
+        f"{found.stall_seconds / found.seconds:.1%} of the time"
+    )
+    rows = [
+        [
+            stage.name, f"{stage.seconds:.3f}", f"{stage.share:.1%}",
+            f"{stage.stall_seconds:.3f} s" if stage.stall_seconds else "-", STAGES.get(stage.name, ""),
+        ]
+        for stage in found.stages
+    ]  # fmt: skip
+    show_table(None, ["stage", "seconds", "share", "training waited", "what"], rows, left=(0, 4), whole=(0,))
+    beside = [name for name in found.threads if name != "MainThread"]
+    if beside:
+        say(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
+    before = ", in place of the one that was there" if replaced else ""
+    say(f"timeline: {found.out}{before} (https://ui.perfetto.dev opens it)")
+
+
+def _rerun_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of a command that replace settings of a run gone over again."""
+    from stoker.training.config import MACHINE
+
+    return {name: given[name] for name in sorted(MACHINE) if given[name] is not None}
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more; unfinished ones too.")],
+    metric: str | None = typer.Option(
+        None, help="Of the curves: auc, log_loss, mrr, ... (default: what the runs choose by)"
+    ),
+    plot: Path | None = typer.Option(None, help="File to draw the curves in, as .png (needs matplotlib)."),
+    as_json: OneObject = False,
+) -> None:
+    """Show how runs differ: figures, settings, data, curves.
+
+    The best validation figures and the test figures of every run, the settings
+    in which they differ, columns that one dataset has and another has not, and
+    what keeps figures from being comparable.
+
+    \b
+    stoker compare runs/a runs/b
+    stoker compare runs/* --metric mrr --plot curves.png
+    """
+    from stoker.training.tools.compare import compare as run_comparison
+
+    if plot is not None:
+        from stoker.base.picture import check_plot
+
+        check_plot(plot)
+    found = run_comparison(*runs, metric=metric)
+    if plot is not None:
+        found.plot(plot)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    _show_figures(found, "Best validation figures", "valid")
+    _show_figures(found, "Test figures", "test")
+    if found.settings:
+        rows = {name: [_text(value) for value in values] for name, values in found.settings.items()}
+        _show_runs("Settings that differ", found, rows)
+    else:
+        say("all settings are the same")
+    for text in found.data:
+        say(f"data: {text}")
+    _show_curves(found)
+    for text in found.notes:
+        say(f"note: {text}", "yellow")
+    if plot is not None:
+        say(f"curves: {plot}")
+
+
+def _show_runs(title: str, found: Comparison, rows: dict[str, list[str]]) -> None:
+    show_table(title, ["", *(run.name for run in found.runs)], ([name, *values] for name, values in rows.items()))
+
+
+def _show_figures(found: Comparison, title: str, which: str) -> None:
+    """Print a table of metrics, a column for each run."""
+    columns = [getattr(run, which) for run in found.runs]
+    if not any(columns):
+        return
+    rows: dict[str, list[str]] = {}
+    if which == "valid":
+        steps = [("-" if run.best_step is None else f"{run.best_step:,}", run.step) for run in found.runs]
+        rows["at step"] = [f"{best} of {last:,}" for best, last in steps]
+    places = {int(k) for metrics in columns if (k := metrics.get("ranking_k"))}
+    for name, words in metric_names(places.pop() if len(places) == 1 else "k" if places else None).items():
+        values = [metrics.get(name) for metrics in columns]
+        if any(value is not None for value in values):
+            rows[words] = ["-" if value is None else f"{value:.4f}" for value in values]
+    if len(places) > 0:
+        rows["k"] = [f"{int(metrics.get('ranking_k') or 0):,}" for metrics in columns]
+    rows["rows"] = [f"{int(metrics.get('rows') or 0):,}" for metrics in columns]
+    if which == "valid":
+        rates = [run.samples_per_second for run in found.runs]
+        rows["samples/s in training"] = ["-" if rate is None else format_count(rate) for rate in rates]
+    _show_runs(title, found, rows)
+
+
+def _show_curves(found: Comparison) -> None:
+    from rich.console import Console
+
+    from stoker.training.tools.compare import MARKS, curves, text_plot
+
+    points = curves(found)
+    if not points:
+        say("no run has validation figures to draw a curve of")
+        return
+    if max(map(len, points.values())) < 2:
+        say(f"{found.metric}: at most one evaluation of each, so no curve; --eval-every or more --epochs make one")
+        return
+    marks = {run.name: MARKS[number % len(MARKS)] for number, run in enumerate(found.runs)}
+    legend = "   ".join(f"{marks[name]} {name}" for name in points)
+    width = max(20, min(72, Console().width - 12))
+    say(f"{found.metric} on the validation rows:   {legend}")
+    say(text_plot(points, marks, width=width))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return json.dumps(value) if isinstance(value, list | dict) else f"{value}"

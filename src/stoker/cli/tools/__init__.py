@@ -1,1 +1,0 @@
-"""Commands around training: verify, trace, compare, find-lr."""
