@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
-from stoker.prep.fit.ranks import select_rank
+from stoker.prep.fit.dense import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.rewrite.vocabulary_files import read_vocabulary
+from stoker.rewrite.vocabulary_files import read_vocabulary, write_vocabulary
 
 blocks_of_ints = st.lists(
     st.dictionaries(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), st.integers(0, 4), max_size=30),
@@ -28,7 +28,7 @@ def test_ints_are_numbered_by_count_then_value(blocks: list[dict[int, int]], min
     builder, total, refs = TableBuilder("int"), Counter[int](), []
     for block in blocks:
         total.update(block)
-        refs.append(builder.add_ints(np.array(list(block), np.int64), np.array(list(block.values()), np.int64)))
+        refs.append(builder.add((np.array(list(block), np.int64),), np.array(list(block.values()), np.int64)))
     done = builder.finish(min_count=min_count, missing=None, total=total.total())
     kept = sorted(((v, n) for v, n in total.items() if n >= min_count), key=lambda item: (-item[1], item[0]))
     assert list(done.frame.iter_rows()) == kept
@@ -48,7 +48,7 @@ def test_texts_and_the_missing_category(blocks: list[dict[str, int]], missing: i
         encoded = [text.encode() for text in block]
         ends = np.cumsum([0, *(len(text) for text in encoded)], dtype=np.int64)
         data = np.frombuffer(b"".join(encoded), np.uint8)
-        refs.append(builder.add_texts(data, ends, np.array(list(block.values()), np.int64)))
+        refs.append(builder.add((data, ends), np.array(list(block.values()), np.int64)))
     done = builder.finish(min_count=1, missing=missing, total=total.total() + missing)
     kept = [(value, n) for value, n in [(None, missing), *total.items()] if n > 0]
     kept.sort(key=lambda item: (-item[1], item[0] is not None, (item[0] or "").encode()))
@@ -63,7 +63,7 @@ def test_tables_grow_past_their_first_room() -> None:
     values = np.random.default_rng(0).permutation(200_000).astype(np.int64) * 7919
     builder = TableBuilder("int")
     for block in np.array_split(np.concatenate([values, values[:50_000]]), 13):
-        builder.add_ints(block, np.ones(len(block), np.int64))
+        builder.add((block,))
     done = builder.finish(min_count=1, missing=None, total=250_000)
     assert done.num_embeddings == 200_001
     assert done.frame["value"].head(50_000).to_list() == sorted(values[:50_000].tolist())
@@ -72,23 +72,23 @@ def test_tables_grow_past_their_first_room() -> None:
     for start in range(0, 30_000, 1000):
         part = names[start : start + 1000]
         ends = np.cumsum([0, *(len(name) for name in part)], dtype=np.int64)
-        texts.add_texts(np.frombuffer(b"".join(part), np.uint8), ends, np.ones(1000, np.int64))
+        texts.add((np.frombuffer(b"".join(part), np.uint8), ends))
     assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == {n.decode() for n in names}
 
 
 @pytest.mark.parametrize(("kind", "top"), [("hex", 2**64 - 1), ("int", -1)])
 def test_hex_is_unsigned(kind: str, top: int) -> None:
     builder = TableBuilder(kind)
-    builder.add_ints(np.array([-1, 5], np.int64), np.array([3, 3], np.int64))
+    builder.add((np.array([-1, 5], np.int64),), np.array([3, 3], np.int64))
     frame = builder.finish(min_count=1, missing=None, total=6).frame
     assert frame["value"].to_list() == sorted([5, top])
 
 
 def test_written_vocabulary_reads_back(tmp_path: Path) -> None:
     builder = TableBuilder("float")
-    builder.add_ints(np.array([2.5, -1.0]).view(np.int64), np.array([1, 2], np.int64))
+    builder.add((np.array([2.5, -1.0]).view(np.int64),), np.array([1, 2], np.int64))
     done = builder.finish(min_count=1, missing=None, total=3)
-    done.write(tmp_path / "t.parquet")
+    write_vocabulary(done.frame, tmp_path / "t.parquet")
     assert list(read_vocabulary(tmp_path / "t.parquet").iter_rows()) == [(-1.0, 2), (2.5, 1)]
     with pytest.raises(DataError, match=r"none\.parquet cannot be read"):
         read_vocabulary(tmp_path / "none.parquet")

@@ -11,9 +11,8 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ from stoker.prep.schema import Schema, SplitRule
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.split_text import split_of
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
-from stoker.prep.write.group_numbers import cut_warning
-from stoker.prep.write.publish import publish
+from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
@@ -215,63 +213,82 @@ def run_prepare(
                 "Leave it out."
             )
         schema = replace(schema, split=split_of(split))
-    if keep:
-        more = [keep] if isinstance(keep, str) else keep
-        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
-    if isinstance(files, Inputs):
-        inputs = files
-    else:
-        inputs = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
-    names = inputs.names
+    more = [keep] if isinstance(keep, str) else keep
+    schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
+    if not isinstance(files, Inputs):
+        files = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
+    names = files.names
     _check_names(chosen, names)
-    (sources, again), target = expand(inputs.files), Path(out) if executor is None else Path(out).absolute()
-    schema = fitted_to(schema, chosen, sources)
+    (sources, again), target = expand(files.files), Path(out) if executor is None else Path(out).absolute()
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
     task = Task(
-        recipe=chosen,
-        schema=schema,
-        files=sources,
-        out=target,
-        limit=BadLineLimit(strict=strict, max_bad=max_bad),
-        threads=check_threads(threads),
-        report=progress or (lambda _: None),
-        block_bytes=block_bytes,
-        executor=executor,
-        like=measure,
-        names=names,
-    )
+        recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=target,
+        limit=BadLineLimit(strict=strict, max_bad=max_bad), threads=check_threads(threads),
+        report=progress or (lambda _: None), block_bytes=block_bytes, executor=executor, like=measure, names=names,
+    )  # fmt: skip
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
     in_order = text_order_warning(names.get(path, str(path)) for path in sources)
-    noted += filter(None, [in_order, measure.warning if measure else None, *schema.leak_warnings()])
+    noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        report.warnings += [*_cut_groups(schema, there.manifest), *noted]
-        return report
-    if how is not None:
-        _refuse_inside(target, sources)
-        with _reordered(target, how, request, overwrite=overwrite, threads=threads, progress=progress) as plain:
-            # A whole dataset there was left by a kill, perhaps of another command.
-            plain.report = run_prepare(
-                recipe, inputs, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, split=split, keep=keep, threads=threads, executor=executor, progress=progress,
-                block_bytes=block_bytes,
-            )  # fmt: skip
-        return plain.report
-    task.out = _working_directory(target, sources, overwrite)
+        report.warnings += _cut_groups(task.schema, there.manifest)
+    elif how is None:
+        report = _build(task, target, request, resume=resume, overwrite=overwrite)
+    else:
+        report = _build_reordered(task, target, how, request, resume=resume, overwrite=overwrite)
+    report.warnings += noted
+    return report
+
+
+def _build_reordered(
+    task: Task, target: Path, how: Reordering, request: str | None, *, resume: bool, overwrite: bool
+) -> PrepareReport:
+    """Prepare next to ``target``, and reorder into it what was prepared."""
+    from stoker.rewrite.reorder import run_reorder
+
+    def show(what: str, done: int, total: int) -> None:
+        stage, unit = _REORDERING[what]
+        task.report(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    _refuse_inside(target, task.files)
+    check_out(target, overwrite=overwrite)
+    plain = target.with_name(target.name + ".plain")
+    recover(plain)
+    # A whole dataset there was left by a kill, perhaps of another command.
+    report = _build(task, plain, None, resume=resume, overwrite=True)
     try:
-        report = _run(task, target, request, resume=resume)
-        report.warnings += noted
-        return report
+        made = run_reorder(
+            plain, target, how=how, overwrite=overwrite, threads=task.threads, progress=show, keep_source=False,
+            request=request,
+        )  # fmt: skip
+    finally:
+        remove_dataset(plain)
+    return replace(report, path=target, seconds=report.seconds + made.seconds)
+
+
+def _build(task: Task, target: Path, request: str | None, *, resume: bool, overwrite: bool) -> PrepareReport:
+    """Prepare ``target``; explain a full disk, and the end of a worker.
+
+    Raises:
+        DataError: an input is in ``target``, or something that may not be overwritten, and others.
+    """
+    _refuse_inside(target, task.files)
+    task.out = target
+    if (target / "manifest.json").exists():
+        check_replaceable(target, overwrite=overwrite)
+        task.out = target.with_name(target.name + ".new")  # the old dataset remains until the new one is whole
+    try:
+        return _run(task, target, request, resume=resume)
     except OSError as error:
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
             remedy = task.remedy_of_full_disk(kept=_finished(task) > 0)
-            raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
+            raise DataError(f"no room left on the disk of {target} ({free} free). {remedy}") from error
         raise
     except BrokenExecutor as error:
         kept = "" if task.temporary else " Finished parts are kept: the same call goes on from there."
@@ -279,60 +296,6 @@ def run_prepare(
             f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
             f"memory: use fewer workers.{kept}"
         ) from error
-
-
-@dataclass(kw_only=True)
-class _Plain:
-    """A dataset on its way to be reordered, and in the end what was done in all."""
-
-    path: Path
-    report: PrepareReport = field(init=False)
-
-
-@contextmanager
-def _reordered(
-    out: Path, how: Reordering | None, request: str | None, *, overwrite: bool, threads: int | None,
-    progress: Callable[[Progress], None] | None,
-) -> Iterator[_Plain]:  # fmt: skip
-    """Reorder into ``out`` what the block prepares beside it."""
-    from stoker.rewrite.reorder import run_reorder
-
-    def report(what: str, done: int, total: int) -> None:
-        if progress is not None:
-            stage, unit = _REORDERING[what]
-            progress(Progress(stage=stage, done=done, total=total, unit=unit))
-
-    check_out(out, overwrite=overwrite)
-    plain = _Plain(path=out.with_name(out.name + ".plain"))
-    yield plain
-    try:
-        made = run_reorder(
-            plain.path,
-            out,
-            how=how,
-            overwrite=overwrite,
-            threads=threads,
-            progress=report,
-            keep_source=False,
-            request=request,
-        )
-    finally:
-        remove_dataset(plain.path)
-    plain.report = replace(plain.report, path=out, seconds=plain.report.seconds + made.seconds)
-
-
-def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -> Path:
-    """Where to build: ``target``, or beside it if a dataset lies there, which stays until the new one is whole.
-
-    Raises:
-        DataError: an input lies in ``target``, or something that may not be overwritten.
-    """
-    _refuse_inside(target, sources)
-    recover(target)
-    if not (target / "manifest.json").exists():
-        return target
-    check_replaceable(target, overwrite=overwrite)
-    return target.with_name(target.name + ".new")
 
 
 def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:

@@ -63,7 +63,7 @@ class FeaturePasses:
 
     Args:
         task: the preparation.
-        rows: blocks of the rows in order, with raw columns and leading features, by their path in ``task.rows``.
+        rows: blocks of the rows in order, with raw columns and leading features, by their files.
         sizes: rows of each of them, above 0.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
         learned: tables of an earlier preparation; None: they are fitted here.
@@ -137,13 +137,13 @@ class FeaturePasses:
     def whole(self) -> pl.LazyFrame:
         """Return all rows with all that is known of them so far."""
         beside = [pl.scan_ipc(file) for file in (self.keys, *self.files)]
-        return pl.concat([self.task.rows.scan_all(self.rows), *beside], how="horizontal")
+        return pl.concat([pl.scan_parquet(self.rows), *beside], how="horizontal")
 
     def part(self, block: int) -> pl.LazyFrame:
         """Return the rows of one file, with all that is known of them so far."""
         start, count = self._starts[block], self.sizes[block]
         beside = [pl.scan_ipc(file).slice(start, count) for file in (self.keys, *self.files)]
-        return pl.concat([self.task.rows.scan(self.rows[block]), *beside], how="horizontal")
+        return pl.concat([pl.scan_parquet(self.rows[block]), *beside], how="horizontal")
 
     def _training(self, features: Sequence[Learned]) -> pl.LazyFrame:
         """Return the training rows with all that features are fitted on."""

@@ -18,7 +18,7 @@ from stoker.prep.parse.columns import BadLine, Block, Field
 from stoker.prep.parse.frames import column_series, frame_block
 from stoker.prep.parse.layout import Layout, kept_frame
 from stoker.prep.schema import Schema
-from stoker.prep.stages.row_store import RowStore
+from stoker.prep.stages.parts import write_rows
 from stoker.prep.stages.task import KEPT
 
 __all__ = ["RowsSink", "check_columns_of", "make_rows", "raw_fields"]
@@ -122,7 +122,6 @@ class RowsSink:
     """Keeps a block of lines as typed rows with their first features, and their keys beside."""
 
     schema: Schema
-    store: RowStore
     kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
@@ -142,7 +141,7 @@ class RowsSink:
             block.bad.sort(key=lambda line: line.line)
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
-        return self.store.write(path, rows, keys, borrowed=True)  # the next block takes the memory of this one
+        return write_rows(path, rows, keys)
 
     def _typed(self, block: Block) -> pl.DataFrame:
         """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want

@@ -33,8 +33,7 @@ from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pi
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources, sources_of
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum
-from stoker.prep.stages.row_store import sibling
+from stoker.prep.stages.parts import checksum, sibling, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
@@ -73,7 +72,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
     # Files of rows are read as one table, whose columns have one type.
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
-    sink = RowsSink(schema=task.splitting, store=task.rows, kept=kept)
+    sink = RowsSink(schema=task.splitting, kept=kept)
     try:
         blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet", on_threads=True)
     except MissingColumnError as error:
@@ -134,7 +133,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        record = task.rows.write(file, rows, keys, borrowed=False)
+        record = write_rows(file, rows, keys)
         # What is there was made by another derivation: of rows in another order, some would be there twice, some not.
         return file, record, done is not None and record == {name: done.get(name) for name in record}
 
@@ -248,7 +247,6 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
         record = task.keep(path, block, piece.source.name)
-        task.rows.release(piece.path)
         return piece, path, record, False
 
     blocks = []
