@@ -16,7 +16,6 @@ from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
-from stoker.prep.fit.vocabulary import KnownValues
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.vocabulary_files import read_vocabulary
@@ -125,6 +124,6 @@ class Like:
                 entries[name] = dict(entry)
         return entries
 
-    def vocabulary(self, table: str, kind: str) -> KnownValues:
-        """Return the values of a table with their ids."""
-        return KnownValues(read_vocabulary(self.data.path / "vocab" / f"{table}.parquet"), kind)
+    def vocabulary(self, table: str) -> Any:
+        """Return the values of a table, a Polars frame (value, count): row i is id i + 1."""
+        return read_vocabulary(self.data.path / "vocab" / f"{table}.parquet")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from stoker.dataset.leftovers import UnusableInput
 from stoker.dataset.manifest import describe_file
 from stoker.prep.fit.dense import DenseFit, fit_dense
 from stoker.prep.fit.split_rules import PartRows, SplitFile, Splitter
-from stoker.prep.fit.vocabulary import TableBuilder
+from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.ingest import IngestedBlock
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.stages.parts import PartFile, is_whole, made_in, write_part
@@ -51,36 +52,42 @@ class _TableJob:
             return done, True
         features = [(i, column) for i, column in enumerate(self.layout.features) if column.table_name == self.name]
         first = features[0][1]
-        if like is not None:
-            return self._look_up(features, like), False
         if first.hash_buckets is not None:
-            return self._count_buckets([i for i, _ in features], first.hash_buckets), False
+            return self._count_buckets([i for i, _ in features], first.hash_buckets, like), False
         builder = TableBuilder(first.type)
-        refs: list[npt.NDArray[np.int32]] = []
         missing, total = 0, 0
         for part in self.parts:
             chosen = self.splits.train_rows(part)
             with part.open() as arrays:
                 for index, column in features:
-                    dictionary = _dictionary(arrays, index, column.type)
-                    size = len(dictionary[-1]) + (column.type != "string")
-                    counts = count_codes(arrays, self.layout, index, chosen, size)
+                    values = read_dictionary(arrays, index, column.type)
+                    counts = count_codes(arrays, self.layout, index, chosen, len(values) + 1)
                     missing += int(counts[0]) if column.missing == "category" else 0
                     total += int(counts.sum())
-                    refs.append(builder.add(dictionary, counts[1:]))
-        own = any(column.missing == "category" for _, column in features)
-        made = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
-        with made_in(self.work.parent, self.vocabulary) as path:
-            write_vocabulary(made.frame, path)
-        ids = []
-        for position, entries in enumerate(refs):
-            column = features[position % len(features)][1]
-            ids.append(_with_missing(made.missing_id if column.missing == "category" else 0, made.ids[entries]))
-            refs[position] = np.empty(0, np.int32)
-        record = {"rows": made.num_embeddings, "unknown": made.unknown, "total": total}
-        return {**self._write(ids, made.counts()), **record, "vocab": describe_file(self.vocabulary)}, False
+                    builder.add(values, counts[1:])
+        record: dict[str, Any] = {}
+        if like is not None:
+            found, by_id = builder.find(like.vocabulary(self.name)), like.data.counts[self.name].numpy()
+        else:
+            own = any(column.missing == "category" for _, column in features)
+            found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
+            by_id = found.counts()
+            with made_in(self.work.parent, self.vocabulary) as path:
+                write_vocabulary(found.frame, path)
+            record = {"unknown": found.unknown, "total": total, "vocab": describe_file(self.vocabulary)}
+        # What a code is looked up in: the id of a missing value, then those of the dictionary.
+        known = found.ids.astype(np.int32)
+        ids = [
+            np.append(np.int32(found.missing_id if column.missing == "category" else 0), known[entries])
+            for entries, (_, column) in zip(builder.refs, cycle(features), strict=False)
+        ]
+        written = write_part(self.work, {
+            "ids": np.concatenate([np.empty(0, np.int32), *ids]), "starts": np.cumsum([0, *map(len, ids)]),
+            "counts": by_id,
+        })  # fmt: skip
+        return {**written, **record, "rows": found.num_embeddings}, False
 
-    def _count_buckets(self, features: Sequence[int], buckets: int) -> dict[str, Any]:
+    def _count_buckets(self, features: Sequence[int], buckets: int, like: Like | None) -> dict[str, Any]:
         counts = np.zeros(buckets + 1, np.int64)
         for part in self.parts:
             chosen = self.splits.train_rows(part)
@@ -88,29 +95,10 @@ class _TableJob:
                 with part.open() as arrays:
                     for index in features:
                         counts += count_codes(arrays, self.layout, index, chosen, buckets + 1)
+        if like is not None:
+            counts = like.data.counts[self.name].numpy()
         record = write_part(self.work, {"counts": counts})
-        return {**record, "rows": buckets + 1, "unknown": int(counts[0]), "total": int(counts.sum())}
-
-    def _look_up(self, features: Sequence[tuple[int, Any]], like: Like) -> dict[str, Any]:
-        """Write the ids of every part in the vocabulary of an earlier dataset."""
-        first = features[0][1]
-        counts = like.data.counts[self.name].numpy()
-        if first.hash_buckets is not None:
-            return {**write_part(self.work, {"counts": counts}), "rows": len(counts)}
-        known = like.vocabulary(self.name, first.type)
-        ids = []
-        for part in self.parts:
-            with part.open() as arrays:
-                for index, column in features:
-                    found = known.ids(_dictionary(arrays, index, column.type))
-                    ids.append(_with_missing(known.missing_id if column.missing == "category" else 0, found))
-        return {**self._write(ids, counts), "rows": known.rows}
-
-    def _write(self, ids: Sequence[Array], counts: Array) -> dict[str, Any]:
-        """Write one array of ids per part and feature, one after the other, and the counts by id."""
-        starts = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-        whole = np.concatenate([np.empty(0, np.int32), *ids])
-        return write_part(self.work, {"ids": whole, "starts": starts, "counts": counts})
+        return {**record, "rows": len(counts), "unknown": int(counts[0]), "total": int(counts.sum())}
 
 
 def _make_table(job: _TableJob, like: Like | None) -> tuple[dict[str, Any], bool]:
@@ -125,16 +113,6 @@ def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | No
     if not chosen.all():
         codes = codes[chosen if lengths is None else np.repeat(chosen, lengths)]
     return np.bincount(codes, minlength=size)
-
-
-def _dictionary(arrays: PartFile, index: int, kind: str) -> tuple[Array, ...]:
-    """Return the dictionary of a feature in a part, as :mod:`stoker.prep.fit.vocabulary` describes it."""
-    return tuple(arrays[f"{name}.{index}"] for name in (("bytes", "ends") if kind == "string" else ("values",)))
-
-
-def _with_missing(missing: int, ids: Array) -> npt.NDArray[np.int32]:
-    """Return what a code is looked up in: the id of a missing value, then those of the dictionary."""
-    return np.concatenate([[missing], ids]).astype(np.int32)
 
 
 def same_file(path: Path, record: dict[str, Any]) -> bool:
@@ -227,8 +205,9 @@ class Fitting:
         ]  # fmt: skip
         work = partial(_make_table, like=task.like)
         executor = task.executor if task.like is None else None  # the dataset to prepare like is in this process
-        made = ordered_map(work, jobs, task.threads, ahead=len(jobs), executor=executor)
-        for number, (name, (record, reused)) in enumerate(zip(names, made, strict=True)):
+        for number, (name, (record, reused)) in enumerate(
+            zip(names, ordered_map(work, jobs, task.threads, ahead=len(jobs), executor=executor), strict=True)
+        ):
             self.tables[name] = record if reused else journal.add(f"table {name}", record)
             task.reused += reused
             task.report(Progress(stage="fit", done=number + 1, total=len(names), unit="steps"))

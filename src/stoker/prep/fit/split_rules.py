@@ -17,7 +17,7 @@ import numpy.typing as npt
 from stoker.base.checks import near
 from stoker.base.errors import DataError
 from stoker.prep.fit.dense import select_rank
-from stoker.prep.fit.vocabulary import TableBuilder
+from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
@@ -207,11 +207,12 @@ class Splitter:
 
 def number_groups(parts: Sequence[PartRows], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
     """Return the number of each user, or other ``name``, in the dictionary of every part; and how many there are."""
-    builder, numbers = TableBuilder("string"), []
+    builder = TableBuilder("string")
     for part in parts:
         with part.open() as arrays:
-            numbers.append(builder.add((arrays[f"bytes.{name}"], arrays[f"ends.{name}"])))
-    return numbers, builder.entries
+            builder.add(read_dictionary(arrays, name, "string"))
+    builder.merge()
+    return builder.refs, builder.entries
 
 
 def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array, latest_rows: Array) -> None:

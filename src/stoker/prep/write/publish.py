@@ -120,8 +120,9 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
         for file, slices in _shards(fitting, split, most)
     ]  # fmt: skip
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in SPLITS}
-    made = ordered_map(_make_shard, jobs, task.threads, executor=task.executor)
-    for job, (record, reused) in zip(jobs, made, strict=True):
+    for job, (record, reused) in zip(
+        jobs, ordered_map(_make_shard, jobs, task.threads, executor=task.executor), strict=True
+    ):
         if not reused:
             task.journal.add(f"shard {job.file}", record)
             written(task.out / job.file, record["sha256"], sizes)
