@@ -19,7 +19,7 @@ from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import write_part
-from stoker.prep.write.encode import Encoder, Slice
+from stoker.prep.write.encode import Encoder
 from stoker.rewrite.vocabulary_files import read_vocabulary
 
 
@@ -64,7 +64,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
         splits = SplitFile(Path(folder) / "splits")
         splits.path.write_bytes(marks.tobytes())
         encoder = Encoder(Layout(schema), splits, tables, (), wide=wide)
-        slices = [Slice(part=part, begin=0, end=len(rows) // 2), Slice(part=part, begin=len(rows) // 2, end=len(rows))]
+        slices = [(part, 0, len(rows) // 2), (part, len(rows) // 2, len(rows))]
         out, sums = encoder.encode(slices, 0)
     begins = np.concatenate([[0], np.cumsum(counts)])
     ids = [lut[arrays[f"codes.{index}"][rows]] for index, lut in enumerate(found[:-1])]

@@ -235,7 +235,7 @@ def run_prepare(
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        report.warnings += _cut_groups(task.schema, there.manifest)
+        report.warnings += cut_warning(task.schema, there.manifest)
     elif how is None:
         report = _build(task, target, request, resume=resume, overwrite=overwrite)
     else:
@@ -397,7 +397,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
     report = _report(target, manifest, started)
     report.reused = task.reused
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [*task.limit.broken, *_cut_groups(task.schema, manifest)]
+    report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest)]
     return report
 
 
@@ -435,11 +435,6 @@ def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bo
         groups=manifest.get("groups"),
         already=already,
     )
-
-
-def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
-    text = cut_warning(schema, manifest["groups"]) if "groups" in manifest else None
-    return [] if text is None else [text]
 
 
 def _finished(task: Task) -> int:

@@ -77,30 +77,24 @@ def values_of(column: Array) -> Array:
 def compact(pieces: Sequence[Array]) -> Array:
     """Return a column [n] of float64, float32 or int64, in pieces, in the narrowest type that holds all its values as
     float64."""
-    rows = sum(map(len, pieces))
+    values = np.concatenate(pieces).astype(np.float64)
     for dtype in TYPES:
-        column = np.empty(rows, dtype)
-        if _stored(pieces, column):
+        # Most columns that a type does not hold show it in their first block.
+        if _narrowed(values[:BLOCK], dtype) is not None and (column := _narrowed(values, dtype)) is not None:
             return column
-    return np.concatenate(pieces, out=np.empty(rows, np.float64))
+    return values
 
 
-def _stored(pieces: Sequence[Array], column: Array) -> bool:
-    """Write pieces to a column; return False, with some of them written, if its type does not hold all of them."""
-    at = 0
-    for piece in pieces:
-        for _, chosen in blocks(len(piece)):
-            values = piece[chosen].astype(np.float64)
-            missing, block = np.isnan(values), column[at : at + len(values)]
-            at += len(values)
-            with np.errstate(over="ignore", invalid="ignore"):
-                block[:] = values
-            if column.dtype.kind == "u":
-                block[missing] = np.iinfo(column.dtype).max
-            # Bits are compared: -0.0 is no whole number.
-            if not ((values_of(block).view(np.int64) == values.view(np.int64)) | missing).all():
-                return False
-    return True
+def _narrowed(values: Array, dtype: Any) -> Array | None:
+    """Return float64 values [n] in another type; None if it does not hold all of them."""
+    missing = np.isnan(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        column: Array = values.astype(dtype)
+    if column.dtype.kind == "u":
+        column[missing] = np.iinfo(column.dtype).max
+    # Bits are compared: -0.0 is no whole number.
+    same = (values_of(column).view(np.int64) == values.view(np.int64)) | missing
+    return column if same.all() else None
 
 
 def _stepped(column: DenseColumn, values: Array, fill: float) -> Array:

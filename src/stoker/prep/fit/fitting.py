@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from stoker.prep.fit.split_rules import PartRows, SplitFile, Splitter
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.ingest import IngestedBlock
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
-from stoker.prep.stages.parts import PartFile, is_whole, made_in, write_part
+from stoker.prep.stages.parts import PartFile, is_whole, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 from stoker.rewrite.vocabulary_files import write_vocabulary
 
@@ -72,7 +72,7 @@ class _TableJob:
             own = any(column.missing == "category" for _, column in features)
             found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
             by_id = found.counts()
-            with made_in(self.work.parent, self.vocabulary) as path:
+            with made_beside(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
             record = {"unknown": found.unknown, "total": total, "vocab": describe_file(self.vocabulary)}
         # What a code is looked up in: the id of a missing value, then those of the dictionary.
@@ -99,10 +99,6 @@ class _TableJob:
             counts = like.data.counts[self.name].numpy()
         record = write_part(self.work, {"counts": counts})
         return {**record, "rows": len(counts), "unknown": int(counts[0]), "total": int(counts.sum())}
-
-
-def _make_table(job: _TableJob, like: Like | None) -> tuple[dict[str, Any], bool]:
-    return job.make(like)
 
 
 def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
@@ -203,10 +199,10 @@ class Fitting:
             )
             for name in names
         ]  # fmt: skip
-        work = partial(_make_table, like=task.like)
+        make = methodcaller("make", task.like)
         executor = task.executor if task.like is None else None  # the dataset to prepare like is in this process
         for number, (name, (record, reused)) in enumerate(
-            zip(names, ordered_map(work, jobs, task.threads, ahead=len(jobs), executor=executor), strict=True)
+            zip(names, ordered_map(make, jobs, task.threads, ahead=len(jobs), executor=executor), strict=True)
         ):
             self.tables[name] = record if reused else journal.add(f"table {name}", record)
             task.reused += reused

@@ -6,7 +6,6 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,9 @@ class SplitFile:
 
     path: Path
 
-    @cached_property
-    def _all(self) -> npt.NDArray[np.uint8]:
-        """The file, mapped: it is read once for each table and shard."""
-        return np.memmap(self.path, np.uint8, "r")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
         """Return [rows] the split of every row of a part."""
-        return np.asarray(self._all[part.start : part.start + part.rows])
+        return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
     def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""

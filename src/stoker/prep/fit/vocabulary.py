@@ -115,7 +115,7 @@ class TableBuilder:
         return Vocabulary(frame=frame, ids=ids[:-1], missing_id=int(ids[-1]), unknown=unknown)
 
     def find(self, known: pl.DataFrame) -> Vocabulary:
-        """Return an earlier vocabulary (value, count) with the ids of the entries; call it on a builder that has them."""
+        """Return an earlier vocabulary (value, count), with the ids of the values that were added."""
         missing = known["value"].is_null().to_numpy()
         values = known["value"].drop_nulls()
         if self.kind in _VIEWS:

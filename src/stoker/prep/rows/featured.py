@@ -33,7 +33,7 @@ from stoker.prep.rows.feature_passes import SPLIT, TIME, FeaturePasses, write_pi
 from stoker.prep.rows.feature_rows import RowsSink, check_columns_of, make_rows, raw_fields
 from stoker.prep.rows.raw_rows import Rows, derivation, explained, ingest_sources, sources_of
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum, sibling, write_rows
+from stoker.prep.stages.parts import checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
@@ -246,7 +246,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        record = task.keep(path, block, piece.source.name)
+        record = write_part(path, task.layout.arrays(block, piece.source.name))
         return piece, path, record, False
 
     blocks = []

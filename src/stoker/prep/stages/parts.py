@@ -28,7 +28,7 @@ from stoker.base.errors import DataError
 from stoker.base.files import sync_folder
 
 __all__ = [
-    "Journal", "PartFile", "checksum", "is_whole", "made_beside", "made_in", "sibling", "write_part", "write_rows",
+    "Journal", "PartFile", "checksum", "is_whole", "made_beside", "sibling", "write_part", "write_rows",
 ]  # fmt: skip
 
 Array = npt.NDArray[Any]
@@ -44,9 +44,12 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
         position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
+    pieces: list[Any] = [len(text).to_bytes(8, "little") + text]
+    for array in arrays.values():
+        pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % _ALIGN)]
     crc, size = 0, 0
     with made_beside(path) as beside, beside.open("wb") as file:
-        for piece in _pieces(text, arrays):
+        for piece in pieces:
             crc = zlib.crc32(piece, crc)
             size += file.write(piece)
     return {"bytes": size, "crc": crc}
@@ -66,36 +69,22 @@ def write_rows(path: Path, rows: pl.DataFrame, keys: Mapping[str, Array]) -> dic
     return {**checksum(path), **record}
 
 
-def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
-    yield len(text).to_bytes(8, "little") + text
-    for array in arrays.values():
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        if padding := -array.nbytes % _ALIGN:
-            yield bytes(padding)
-
-
 @contextmanager
-def made_beside(path: Path) -> Iterator[Path]:
-    """Yield a path in the same folder, whose file becomes ``path`` at the end: two workers may get the same block."""
-    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+def made_beside(path: Path, work: Path | None = None) -> Iterator[Path]:
+    """Yield a path, in the same folder or in ``work``, whose file becomes ``path`` at the end: two workers may make the
+    same file."""
+    name = uuid4().hex
+    beside = path.with_name(f"{path.name}.{name}.tmp") if work is None else work / name / path.parent.name / path.name
     try:
         yield beside
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(beside, path)
     except BaseException:
         with suppress(OSError):
             beside.unlink()
         raise
-
-
-@contextmanager
-def made_in(work: Path, path: Path) -> Iterator[Path]:
-    """Yield a path in the work directory, whose file becomes ``path`` at the end: two workers may make the same
-    file."""
-    beside = work / uuid4().hex / path.parent.name / path.name
-    yield beside
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(beside, path)
-    sync_folder(path.parent)
+    if work is not None:  # the file is to stay
+        sync_folder(path.parent)
 
 
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:

@@ -19,13 +19,12 @@ from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
 from stoker.dataset.memory import home_of
 from stoker.prep.features.merge import Merge
-from stoker.prep.parse.columns import Block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
-from stoker.prep.stages.parts import Journal, write_part
+from stoker.prep.stages.parts import Journal
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
@@ -97,13 +96,9 @@ class Task:
             DataError: the directory holds something else, or a preparation that is running.
         """
         self._claim()
-        self.journal = Journal(self.work, self._fingerprint(), resume=resume)
+        self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
         if not self.journal.done:
             self._clear()
-
-    def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
-        """Write the part ``path`` of a block; return its record for the journal."""
-        return write_part(path, self.layout.arrays(block, file))
 
     def remedy_of_full_disk(self, *, kept: bool) -> str:
         """Return what to do where the disk is full; ``kept``: whether there are finished steps."""
@@ -154,9 +149,6 @@ class Task:
         given = [getattr(derive, name, None) for name in ("args", "keywords")]
         values = [self._inputs(), self.limit.strict, self.limit.share, repr([given, *settings])]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {"block_bytes": self.block_bytes, **self._inputs()}
 
     def _inputs(self) -> dict[str, Any]:
         return {

@@ -24,15 +24,7 @@ from stoker.prep.stages.parts import PartFile
 __all__ = ["Encoder", "Slice"]
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Rows [begin, end) of one part's rows in a split."""
-
-    part: PartRows
-    begin: int
-    end: int
+Slice = tuple[PartRows, int, int]  # rows [begin, end) of one part's rows in a split
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ class Encoder:
             Its tensors by name; and what its record says: rows with label 1 (``positives``) and without label
             (``absent``), and ``unknown`` [2, F], the ids that are 0 and all ids by feature.
         """
-        chosen = [(piece.part, self.splits.rows(piece.part, split)[piece.begin : piece.end]) for piece in slices]
+        chosen = [(part, self.splits.rows(part, split)[begin:end]) for part, begin, end in slices]
         sizes = [len(rows) for _, rows in chosen]
         n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
         ids = [self._count_ids(part, rows) if bags else 0 for part, rows in chosen]

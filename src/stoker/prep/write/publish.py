@@ -40,7 +40,7 @@ from stoker.prep.parse.quarantine import collect_quarantine
 from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
 from stoker.prep.schema import Schema
-from stoker.prep.stages.parts import made_in
+from stoker.prep.stages.parts import made_beside
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
 
@@ -95,15 +95,14 @@ class _ShardJob:
     split: int
     done: dict[str, Any] | None  # the record of an earlier run
 
-
-def _make_shard(job: _ShardJob) -> tuple[dict[str, Any], bool]:
-    """Make a shard; return its record, and whether an earlier run left it."""
-    if job.done is not None and same_file(job.out / job.file, job.done):
-        return job.done, True
-    arrays, sums = job.encoder.encode(job.slices, job.split)
-    with made_in(job.out / ".work", job.out / job.file) as path:
-        info = write_shard(path, **arrays)
-    return {**info.to_dict(), **sums}, False
+    def make(self) -> tuple[dict[str, Any], bool]:
+        """Make the shard; return its record, and whether an earlier run left it."""
+        if self.done is not None and same_file(self.out / self.file, self.done):
+            return self.done, True
+        arrays, sums = self.encoder.encode(self.slices, self.split)
+        with made_beside(self.out / self.file, self.out / ".work") as path:
+            info = write_shard(path, **arrays)
+        return {**info.to_dict(), **sums}, False
 
 
 def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,7 +120,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
     ]  # fmt: skip
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in SPLITS}
     for job, (record, reused) in zip(
-        jobs, ordered_map(_make_shard, jobs, task.threads, executor=task.executor), strict=True
+        jobs, ordered_map(_ShardJob.make, jobs, task.threads, executor=task.executor), strict=True
     ):
         if not reused:
             task.journal.add(f"shard {job.file}", record)
@@ -154,7 +153,7 @@ def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list
         begin, end = 0, int(fitting.sizes[part.index, split])
         while begin < end:
             take = min(room, end - begin)
-            slices.append(Slice(part=part, begin=begin, end=begin + take))
+            slices.append((part, begin, begin + take))
             begin, room = begin + take, room - take
             if room == 0:
                 yield f"{SPLITS[split]}/{number:05d}.safetensors", slices
@@ -243,16 +242,17 @@ def _write_groups(fitting: Fitting) -> dict[str, Any]:
     return {"groups": groups, "splits": splits, "files": files}
 
 
-def cut_warning(schema: Schema, groups: dict[str, Any]) -> str | None:
-    """Return what to say where a split rule separates rows of one list; None where it does not."""
-    if not groups["cut"]:
-        return None
-    return (
+def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
+    """Return a warning where a split rule separates rows of one list; none where it does not."""
+    groups = manifest.get("groups")
+    if groups is None or not groups["cut"]:
+        return []
+    return [
         f"{groups['cut']:,} of {plural(groups['count'], 'group')} ({groups['cut'] / groups['count']:.1%}) by "
         f"column {groups['column']!r} have rows in several splits, as the split rule {schema.split.rule!r} does not "
         "keep them together: ranking metrics then see a part of each such list, and training rows tell about the "
         f'others. To keep lists whole, split with rule = "hash" and column = "{groups["column"]}".'
-    )
+    ]
 
 
 def _write_kept(fitting: Fitting) -> dict[str, Any]:
