@@ -186,7 +186,7 @@ def run_prepare(
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> PrepareReport:
-    """As :func:`prepare`, returning what was done."""
+    """Do as :func:`prepare`, and return what was done."""
     if reorder is not False and like is not None:
         raise ConfigError(
             "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
@@ -194,9 +194,8 @@ def run_prepare(
     if history not in ("auto", "ignore") or (history != "auto" and like is None):
         raise ConfigError(
             f'history is "auto" or, with like, "ignore"; found {history!r}. Without a dataset to prepare like there is '
-            "no history to go on from: leave it out.",
-            settings=("history", "like"),
-        )
+            "no history to go on from: leave it out.", settings=("history", "like"),
+        )  # fmt: skip
     started = time.perf_counter()
     measure: Like | None = None
     if like is not None:
@@ -306,11 +305,7 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
 
 
 def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
-    """Refuse tables where a recipe tells its files by their names.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise :class:`ConfigError` for tables where a recipe tells its files by their names."""
     tables = [name for path, name in names.items() if path.suffix == FRAME]
     needed = [raw.files for raw in recipe.inputs.values() if not raw.optional]
     if tables and needed and needed != [("*",)]:
@@ -322,7 +317,7 @@ def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
 
 
 def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
-    """The dataset to prepare like."""
+    """Return the dataset to prepare like."""
     if preset is not None:
         raise ConfigError(
             "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
@@ -336,7 +331,7 @@ def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
-    """The recipe with its preset chosen, and its schema; an own schema becomes a recipe of its own."""
+    """Return the recipe with its preset chosen, and its schema; an own schema becomes a recipe."""
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.prep import recipes
 
@@ -392,7 +387,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         remove_empty(made)
     if task.out != target:
         exchange(task.out, target)
-    shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
+    shutil.rmtree(target / task.work.name)  # last: it marks a whole dataset next to its place as ours
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
@@ -402,7 +397,7 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
 
 
 def _read(task: Task) -> Rows:
-    """Read the rows with their features; an error that is due to absent labels says what they need."""
+    """Read the rows with their features; explain an error that is due to absent labels."""
     try:
         return featured_rows(task) if task.schema.feature else read_rows(task)
     except DataError as error:
@@ -416,34 +411,29 @@ def _read(task: Task) -> Rows:
 
 
 def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
-    """Return what the manifest of a prepared dataset tells."""
+    """Return what the manifest of a prepared dataset says."""
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
+    splits = manifest["splits"].items()
     return PrepareReport(
-        path=path,
-        reasons=found.counts,
-        remedies=found.remedies,
-        rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
-        positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
-        labelled={name: entry.get("labelled", entry["rows"]) for name, entry in manifest["splits"].items()},
+        path=path, reasons=found.counts, remedies=found.remedies,
+        rows={name: entry["rows"] for name, entry in splits},
+        positives={name: entry["positives"] for name, entry in splits},
+        labelled={name: entry.get("labelled", entry["rows"]) for name, entry in splits},
         tables=_table_summary(manifest),
-        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
-        bad=manifest["quarantined"],
-        seconds=time.perf_counter() - started,
-        peak_memory=peak_memory() or 0,
-        reused=0,
-        groups=manifest.get("groups"),
-        already=already,
-    )
+        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]), bad=manifest["quarantined"],
+        seconds=time.perf_counter() - started, peak_memory=peak_memory() or 0, reused=0,
+        groups=manifest.get("groups"), already=already,
+    )  # fmt: skip
 
 
 def _finished(task: Task) -> int:
-    """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
+    """Return how many finished steps a later run can go on from: none of a dataset in memory."""
     return len(task.journal.done) if hasattr(task, "journal") and not task.temporary else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
-    """What an interrupted run leaves, and how to go on."""
+    """Return what an interrupted run leaves, and how to go on."""
     done = _finished(task)
     if task.temporary:
         return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
@@ -455,16 +445,11 @@ def _kept(task: Task, *, resume: bool) -> str:
 
 
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Rows of every table and the share of held-out ids that are 0, of all features that address it."""
+    """Return the rows of every table and the share of held-out ids that are 0, of all features that address it."""
     summary: dict[str, dict[str, float]] = {}
-    features = manifest["features"]["features"]
     for table, rows in manifest["features"]["num_embeddings"].items():
-        pairs = [
-            manifest["unknown"][split][feature["name"]]
-            for feature in features
-            if feature["table"] == table
-            for split in ("valid", "test")
-        ]
-        zeros, ids = (sum(pair[i] for pair in pairs) for i in (0, 1))
+        names = [feature["name"] for feature in manifest["features"]["features"] if feature["table"] == table]
+        pairs = [manifest["unknown"][split][name] for split in ("valid", "test") for name in names]
+        zeros, ids = map(sum, zip(*pairs, strict=True))
         summary[table] = {"rows": rows, "unknown": zeros / ids if ids else 0.0}
     return summary

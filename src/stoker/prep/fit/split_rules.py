@@ -121,10 +121,9 @@ class Splitter:
         """Return [rows] whether ``negative_keep`` keeps each row."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
+        drawn: npt.NDArray[np.bool_] = _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
         with part.open() as arrays:
-            other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
-        other |= _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
-        return other
+            return drawn | ~(arrays["labels"] <= 0.5)  # positive, or without label
 
     def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
@@ -162,7 +161,7 @@ class Splitter:
         return np.searchsorted(np.array(self._cuts, np.int64), times, side="right").astype(np.uint8)
 
     def _find_cuts(self, passes: Callable[[], Iterator[npt.NDArray[np.int64]]], total: int) -> None:
-        """Times at which validation and test begin. Equal times stay together, on the later side."""
+        """Find the times at which validation and test begin. Equal times stay together, on the later side."""
         shares = np.cumsum([self.rule.train, self.rule.valid])
         highest = np.iinfo(np.int64).max
         ranks = [int(np.ceil(share * total - 1e-9)) for share in shares]
@@ -172,8 +171,7 @@ class Splitter:
         def times() -> Iterator[npt.NDArray[np.int64]]:
             for part in self.parts:
                 with part.open() as arrays:
-                    time = np.array(arrays["time"])
-                yield time[self._kept(part)]
+                    yield arrays["time"][self._kept(part)]
 
         self._find_cuts(times, self._total)
 
@@ -227,12 +225,12 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
 
 def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
-    key = splitmix(np.array([seed], np.uint64))[0]
-    return share_of_hash(splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ key), shares)
+    rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
+    return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:
-    """Equal runs of lines, the first ones a line longer; the last is halved: first test, then validation."""
+    """Return the split of rows in equal runs, the first a row longer; the last is halved: test, then validation."""
     last = total // runs
     train = total - last
     result = np.zeros(len(rows), np.uint8)

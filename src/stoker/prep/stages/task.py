@@ -90,30 +90,11 @@ class Task:
         return self.out / ".work"
 
     def begin(self, *, resume: bool) -> None:
-        """Take the output directory and open the journal of earlier work.
+        """Take the output directory, which is empty or of an interrupted preparation, and open its journal.
 
         Raises:
             DataError: the directory holds something else, or a preparation that is running.
         """
-        self._claim()
-        self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
-        if not self.journal.done:
-            self._clear()
-
-    def remedy_of_full_disk(self, *, kept: bool) -> str:
-        """Return what to do where the disk is full; ``kept``: whether there are finished steps."""
-        if self.temporary:
-            return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
-        what = "finished parts are kept" if kept else "nothing was kept"
-        return f"Free some space and run the same command again: {what}."
-
-    def discard(self) -> None:
-        """Forget all finished work."""
-        self.journal.done.clear()
-        self._clear()
-
-    def _claim(self) -> None:
-        """Make the directory; refuse one that is not empty, unless a preparation was interrupted there."""
         if self.out.exists() and not self.out.is_dir():
             raise DataError(f"{self.out} is a file. Choose another directory.")
         present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
@@ -129,6 +110,21 @@ class Task:
             raise DataError(
                 f"{self.out} cannot be made ({error.strerror}). Choose a directory that you may write to."
             ) from error
+        self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
+        if not self.journal.done:
+            self._clear()
+
+    def remedy_of_full_disk(self, *, kept: bool) -> str:
+        """Return what to do where the disk is full; ``kept``: whether there are finished steps."""
+        if self.temporary:
+            return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+        what = "finished parts are kept" if kept else "nothing was kept"
+        return f"Free some space and run the same command again: {what}."
+
+    def discard(self) -> None:
+        """Forget all finished work."""
+        self.journal.done.clear()
+        self._clear()
 
     def _clear(self) -> None:
         for path in (self.out / name for name in _OURS):
@@ -152,10 +148,8 @@ class Task:
 
     def _inputs(self) -> dict[str, Any]:
         return {
-            "work_version": WORK_VERSION,
-            "stoker": __version__,
+            "work_version": WORK_VERSION, "stoker": __version__, "schema": self.schema.hash(),
             "recipe": [self.recipe.name, self.recipe.preset_name],
-            "schema": self.schema.hash(),
             "files": [_stamp(path) for path in self.files],
             "merged": [_stamp(one.path) for one in self.merged],
             "like": self.like.identity if self.like is not None else None,
