@@ -51,30 +51,36 @@ class _TableJob:
         if done and is_whole(self.work, done) and ("vocab" not in done or same_file(self.vocabulary, done["vocab"])):
             return done, True
         features = [(i, column) for i, column in enumerate(self.layout.features) if column.table_name == self.name]
-        first = features[0][1]
-        if first.hash_buckets is not None:
-            return self._count_buckets([i for i, _ in features], first.hash_buckets, like), False
+        first, buckets = features[0][1], features[0][1].hash_buckets
+        counted = np.zeros((buckets or 0) + 1, np.int64)
         builder = TableBuilder(first.type)
         missing, total = 0, 0
         for part in self.parts:
             chosen = self.splits.train_rows(part)
             with part.open() as arrays:
                 for index, column in features:
+                    if buckets is not None:
+                        counted += count_codes(arrays, self.layout, index, chosen, buckets + 1)
+                        continue
                     values = read_dictionary(arrays, index, column.type)
                     counts = count_codes(arrays, self.layout, index, chosen, len(values) + 1)
                     missing += int(counts[0]) if column.missing == "category" else 0
                     total += int(counts.sum())
                     builder.add(values, counts[1:])
+        if like is not None:
+            counted = like.data.counts[self.name].numpy()
+        if buckets is not None:
+            return {**write_part(self.work, {"counts": counted}), "rows": buckets + 1}, False
         record: dict[str, Any] = {}
         if like is not None:
-            found, by_id = builder.find(like.vocabulary(self.name)), like.data.counts[self.name].numpy()
+            found = builder.find(like.vocabulary(self.name))
         else:
             own = any(column.missing == "category" for _, column in features)
             found = builder.finish(min_count=first.min_count, missing=missing if own else None, total=total)
-            by_id = found.counts()
+            counted = found.counts()
             with made_beside(self.vocabulary, self.work.parent) as path:
                 write_vocabulary(found.frame, path)
-            record = {"unknown": found.unknown, "total": total, "vocab": describe_file(self.vocabulary)}
+            record = {"vocab": describe_file(self.vocabulary)}
         # What a code is looked up in: the id of a missing value, then those of the dictionary.
         known = found.ids.astype(np.int32)
         ids = [
@@ -83,22 +89,9 @@ class _TableJob:
         ]
         written = write_part(self.work, {
             "ids": np.concatenate([np.empty(0, np.int32), *ids]), "starts": np.cumsum([0, *map(len, ids)]),
-            "counts": by_id,
+            "counts": counted,
         })  # fmt: skip
         return {**written, **record, "rows": found.num_embeddings}, False
-
-    def _count_buckets(self, features: Sequence[int], buckets: int, like: Like | None) -> dict[str, Any]:
-        counts = np.zeros(buckets + 1, np.int64)
-        for part in self.parts:
-            chosen = self.splits.train_rows(part)
-            if chosen is not None:
-                with part.open() as arrays:
-                    for index in features:
-                        counts += count_codes(arrays, self.layout, index, chosen, buckets + 1)
-        if like is not None:
-            counts = like.data.counts[self.name].numpy()
-        record = write_part(self.work, {"counts": counts})
-        return {**record, "rows": len(counts), "unknown": int(counts[0]), "total": int(counts.sum())}
 
 
 def count_codes(arrays: PartFile, layout: Layout, index: int, chosen: Array | None, size: int) -> npt.NDArray[np.int64]:
