@@ -19,7 +19,7 @@ from stoker.prep.parse.layout import Layout, code_type
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import write_part
-from stoker.prep.write.encode import Encoder, Slice
+from stoker.prep.write.encode import Encoder
 from stoker.rewrite.vocabulary_files import read_vocabulary
 
 
@@ -52,7 +52,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
     rows = np.sort(draw.choice(n, draw.integers(0, n + 1), replace=False))
     part_before, marks = np.full(7, -1, np.int32), np.full(2 * n, 2, np.uint8)
     marks[n + rows] = 0
-    with TemporaryDirectory() as folder, patch("stoker.prep.fit.transforms.BLOCK", 16):
+    with TemporaryDirectory() as folder, patch("stoker.prep.fit.dense.BLOCK", 16):
         tables = {name: Path(folder) / name for name in names}
         for place, name in enumerate(names):
             mine = [found[place], found[-1]] if bags and not place else [found[place]]
@@ -64,15 +64,14 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
         splits = SplitFile(Path(folder) / "splits")
         splits.path.write_bytes(marks.tobytes())
         encoder = Encoder(Layout(schema), splits, tables, (), wide=wide)
-        slices = [Slice(part=part, begin=0, end=len(rows) // 2), Slice(part=part, begin=len(rows) // 2, end=len(rows))]
-        made = encoder.encode(slices, 0)
+        slices = [(part, 0, len(rows) // 2), (part, len(rows) // 2, len(rows))]
+        out, sums = encoder.encode(slices, 0)
     begins = np.concatenate([[0], np.cumsum(counts)])
     ids = [lut[arrays[f"codes.{index}"][rows]] for index, lut in enumerate(found[:-1])]
     expected = [[[lut[place]] for lut in ids] for place in range(len(rows))]
     if bags:
         for row, bag in zip(rows.tolist(), expected, strict=True):
             bag.append(found[-1][arrays[f"codes.{len(tops)}"][begins[row] : begins[row + 1]]].tolist())
-    out = made.arrays
     assert out["ids"].dtype == (np.int64 if wide else np.int32)
     assert out["ids"].reshape(-1).tolist() == [one for bags in expected for bag in bags for one in bag]
     if bags:
@@ -80,7 +79,7 @@ def test_ids_of_codes_of_any_types(tops: list[int], n: int, seed: int, wide: boo
         sizes = [sum(map(len, bags)) for bags in expected]
         assert out["row_offsets"].tolist() == np.cumsum([0, *sizes]).tolist()
     by_feature = [[one for bags in expected for one in bags[place]] for place in range(len(tops) + bags)]
-    assert made.unknown == [
+    assert sums["unknown"] == [
         [column.count(0) for column in by_feature], [len(column) for column in by_feature],
     ]  # fmt: skip
 

@@ -18,8 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from prepared import digests, rows_of
 
-from stoker.prep.fit.dense_fit import fit_dense
-from stoker.prep.fit.transforms import DenseFit, dense_values
+from stoker.prep.fit.dense import DenseFit, dense_values, fit_dense
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SplitRule
 

@@ -386,7 +386,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.prep.write.publish.write_kept", stop)
+        patch.setattr("stoker.prep.write.publish._write_kept", stop)
         with pytest.raises(KeyboardInterrupt):
             run_prepare(SCHEMA, path, out=tmp_path / "b", block_bytes=2**12)
     assert run_prepare(SCHEMA, path, out=tmp_path / "b", block_bytes=2**12).reused

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.fit.dense_fit import fit_dense
-from stoker.prep.fit.transforms import compact, dense_values, values_of
+from stoker.prep.fit.dense import compact, dense_values, fit_dense, values_of
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.frames import frame_block
 from stoker.prep.schema import DenseColumn

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.fit.ranks import median, ordered_int
+from stoker.prep.fit.dense import median, ordered_int
 
 Array = npt.NDArray[Any]
 HUGE = float(np.finfo(np.float64).max)

@@ -6,14 +6,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
-from stoker.prep.fit.ranks import select_rank
+from stoker.prep.fit.dense import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.rewrite.vocabulary_files import read_vocabulary
+from stoker.rewrite.vocabulary_files import read_vocabulary, write_vocabulary
 
 blocks_of_ints = st.lists(
     st.dictionaries(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), st.integers(0, 4), max_size=30),
@@ -25,15 +26,15 @@ blocks_of_texts = st.lists(st.dictionaries(st.text(max_size=4), st.integers(0, 4
 @settings(deadline=None)
 @given(blocks_of_ints, st.integers(1, 4))
 def test_ints_are_numbered_by_count_then_value(blocks: list[dict[int, int]], min_count: int) -> None:
-    builder, total, refs = TableBuilder("int"), Counter[int](), []
+    builder, total = TableBuilder("int"), Counter[int]()
     for block in blocks:
         total.update(block)
-        refs.append(builder.add_ints(np.array(list(block), np.int64), np.array(list(block.values()), np.int64)))
+        builder.add(pa.array(list(block), pa.int64()), np.array(list(block.values()), np.int64))
     done = builder.finish(min_count=min_count, missing=None, total=total.total())
     kept = sorted(((v, n) for v, n in total.items() if n >= min_count), key=lambda item: (-item[1], item[0]))
     assert list(done.frame.iter_rows()) == kept
     ids = {value: number for number, (value, _) in enumerate(kept, 1)}
-    for block, entries in zip(blocks, refs, strict=True):
+    for block, entries in zip(blocks, builder.refs, strict=True):
         assert done.ids[entries].tolist() == [ids.get(value, 0) for value in block]
     assert done.counts().tolist() == [done.unknown, *(n for _, n in kept)]
     assert done.counts().sum() == total.total()
@@ -42,53 +43,49 @@ def test_ints_are_numbered_by_count_then_value(blocks: list[dict[int, int]], min
 @settings(deadline=None)
 @given(blocks_of_texts, st.integers(0, 3))
 def test_texts_and_the_missing_category(blocks: list[dict[str, int]], missing: int) -> None:
-    builder, total, refs = TableBuilder("string"), Counter[str](), []
+    builder, total = TableBuilder("string"), Counter[str]()
     for block in blocks:
         total.update(block)
-        encoded = [text.encode() for text in block]
-        ends = np.cumsum([0, *(len(text) for text in encoded)], dtype=np.int64)
-        data = np.frombuffer(b"".join(encoded), np.uint8)
-        refs.append(builder.add_texts(data, ends, np.array(list(block.values()), np.int64)))
+        builder.add(pa.array(list(block), pa.large_string()), np.array(list(block.values()), np.int64))
     done = builder.finish(min_count=1, missing=missing, total=total.total() + missing)
     kept = [(value, n) for value, n in [(None, missing), *total.items()] if n > 0]
     kept.sort(key=lambda item: (-item[1], item[0] is not None, (item[0] or "").encode()))
     assert list(done.frame.iter_rows()) == kept
     ids = {value: number for number, (value, _) in enumerate(kept, 1)}
     assert done.missing_id == ids.get(None, 0)
-    for block, entries in zip(blocks, refs, strict=True):
+    for block, entries in zip(blocks, builder.refs, strict=True):
         assert done.ids[entries].tolist() == [ids.get(value, 0) for value in block]
 
 
-def test_tables_grow_past_their_first_room() -> None:
+def test_tables_grow_past_their_first_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.prep.fit.vocabulary._BATCH", 5_000)
     values = np.random.default_rng(0).permutation(200_000).astype(np.int64) * 7919
     builder = TableBuilder("int")
     for block in np.array_split(np.concatenate([values, values[:50_000]]), 13):
-        builder.add_ints(block, np.ones(len(block), np.int64))
+        builder.add(pa.array(block), np.ones(len(block), np.int64))
     done = builder.finish(min_count=1, missing=None, total=250_000)
     assert done.num_embeddings == 200_001
     assert done.frame["value"].head(50_000).to_list() == sorted(values[:50_000].tolist())
     texts = TableBuilder("string")
-    names = [f"item-{value}".encode() for value in range(30_000)]
+    names = [f"item-{value}" for value in range(30_000)]
     for start in range(0, 30_000, 1000):
-        part = names[start : start + 1000]
-        ends = np.cumsum([0, *(len(name) for name in part)], dtype=np.int64)
-        texts.add_texts(np.frombuffer(b"".join(part), np.uint8), ends, np.ones(1000, np.int64))
-    assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == {n.decode() for n in names}
+        texts.add(pa.array(names[start : start + 1000], pa.large_string()), np.ones(1000, np.int64))
+    assert set(texts.finish(min_count=1, missing=None, total=30_000).frame["value"]) == set(names)
 
 
 @pytest.mark.parametrize(("kind", "top"), [("hex", 2**64 - 1), ("int", -1)])
 def test_hex_is_unsigned(kind: str, top: int) -> None:
     builder = TableBuilder(kind)
-    builder.add_ints(np.array([-1, 5], np.int64), np.array([3, 3], np.int64))
+    builder.add(pa.array([-1, 5], pa.int64()), np.array([3, 3], np.int64))
     frame = builder.finish(min_count=1, missing=None, total=6).frame
     assert frame["value"].to_list() == sorted([5, top])
 
 
 def test_written_vocabulary_reads_back(tmp_path: Path) -> None:
     builder = TableBuilder("float")
-    builder.add_ints(np.array([2.5, -1.0]).view(np.int64), np.array([1, 2], np.int64))
+    builder.add(pa.array(np.array([2.5, -1.0]).view(np.int64)), np.array([1, 2], np.int64))
     done = builder.finish(min_count=1, missing=None, total=3)
-    done.write(tmp_path / "t.parquet")
+    write_vocabulary(done.frame, tmp_path / "t.parquet")
     assert list(read_vocabulary(tmp_path / "t.parquet").iter_rows()) == [(-1.0, 2), (2.5, 1)]
     with pytest.raises(DataError, match=r"none\.parquet cannot be read"):
         read_vocabulary(tmp_path / "none.parquet")

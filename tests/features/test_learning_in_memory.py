@@ -15,7 +15,6 @@ from stoker import features as f
 from stoker.prep.features import execute
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import DenseColumn, Schema, SplitRule
-from stoker.prep.stages import task
 from stoker.prep.stages.parts import Journal
 
 MORE = (
@@ -118,9 +117,8 @@ def test_a_run_goes_on_with_larger_or_smaller_partitions(
     assert added > 15
 
 
-@pytest.mark.parametrize("most", [0, 5_000, 2**30])
-def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Some pieces in memory, others not; blocks follow each other in the same memory."""
+def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks follow each other in the same memory."""
     write_log(tmp_path / "log.csv", 300)
     names = [f"a user whose name is longer than a view holds, {number}" for number in range(9)]
     text = (tmp_path / "log.csv").read_text()
@@ -128,7 +126,6 @@ def test_rows_in_memory_are_those_of_files(tmp_path: Path, monkeypatch: pytest.M
         text = text.replace(f",u{number},", f',"{name}",')
     (tmp_path / "log.csv").write_text(text)
     stoker.prepare(ALL, tmp_path / "log.csv", out=tmp_path / "files")
-    monkeypatch.setattr(task, "_HOLD_MOST", most)
     monkeypatch.setattr("stoker.prep.prepare.BLOCK_BYTES", 2_000)
     data = stoker.prepare(ALL, tmp_path / "log.csv", threads=2)
     data.save(tmp_path / "memory")

@@ -26,7 +26,6 @@ from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.rows import featured
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
-from stoker.prep.stages.row_store import RowStore
 
 DAY = datetime.date(2020, 1, 1)
 LARGE = 2**53 + 1  # no float64
@@ -172,9 +171,9 @@ def test_derived_rows_that_were_interrupted_go_on_to_the_same_bytes(
             raise Stop
         return written(*given, **options)
 
-    written = RowStore.write
+    written = featured.write_rows
     with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "write", write)
+        patch.setattr(featured, "write_rows", write)
         with pytest.raises(Stop):
             run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
     report = run_prepare(RECIPE, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
@@ -192,16 +191,16 @@ def test_rows_of_two_derivations_never_stand_side_by_side(tmp_path: Path, monkey
         rows = _twice(inputs, schema)
         return rows.reverse() if turned else rows
 
-    def stop(store: RowStore, path: Path, *given: Any, **options: Any) -> Any:
+    def stop(path: Path, *given: Any) -> Any:
         if path.stem == "000003":
             raise Stop
-        return written(store, path, *given, **options)
+        return written(path, *given)
 
     recipe = replace(RECIPE, derive=derive)
-    written = RowStore.write
+    written = featured.write_rows
     monkeypatch.setattr(featured, "_SLICE", 17)
     with monkeypatch.context() as patch:
-        patch.setattr(RowStore, "write", stop)
+        patch.setattr(featured, "write_rows", stop)
         with pytest.raises(Stop):
             run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
     turned = True

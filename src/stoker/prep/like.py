@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.units import listed
 from stoker.dataset.dataset import Dataset
@@ -18,19 +15,18 @@ from stoker.prep.features.base import Derivation
 from stoker.prep.features.learned import LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import load_features
-from stoker.prep.fit.transforms import DenseFit
-from stoker.prep.fit.vocabulary import TableBuilder
+from stoker.prep.fit.dense import DenseFit
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
 from stoker.rewrite.vocabulary_files import read_vocabulary
 
 __all__ = ["FEATURES", "Like"]
 
-FEATURES = "features"  # folder of what features learned, within a dataset
+FEATURES = "features"  # folder of the fitted features, within a dataset
 
 
 class Like:
-    """What a dataset learned from its training rows, for preparing others in the same way.
+    """What was fitted on the training rows of a dataset, for preparing others in the same way.
 
     Args:
         path: of the dataset.
@@ -73,12 +69,12 @@ class Like:
         self.without_state = [one for one in windows if one.name not in stored] if history == "auto" else []
 
     def stores_state(self, feature: Derivation) -> bool:
-        """Whether the state of a window feature is known when all new rows are, so that it is stored."""
+        """Return whether the state of a window feature is known after all new rows, so that it is stored."""
         return self.history == "ignore" or feature.name in self.state
 
     @property
     def warning(self) -> str:
-        """What to know of window features that begin anew; empty if there is nothing."""
+        """Return what to know of window features that begin anew; empty if there is nothing."""
         names = listed([feature.name for feature in self.without_state])
         return names and (
             f"{self.data.path} was prepared by an earlier version of Stoker and stores no state of its window features "
@@ -100,14 +96,14 @@ class Like:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a preparation like this one depends on."""
+        """Return what a preparation like this one depends on."""
         files = self.data.manifest.get("files", {})
         learned = {name: entry["sha256"] for name, entry in files.items() if name.startswith(("vocab/", FEATURES))}
         dense = [vars(item) for item in self.dense]
         return {"schema_hash": self.data.schema_hash, "files": learned, "dense": dense, "history": self.history}
 
     def check(self, file: str) -> Path:
-        """A file of the dataset whose bytes are those of the manifest. Raises :class:`DataError`."""
+        """Return a file of the dataset; raise :class:`DataError` where its bytes are not those of the manifest."""
         path = self.data.path / file
         entry: Mapping[str, Any] = self.data.manifest["files"].get(file, {})
         if describe_file(path) != {key: entry.get(key) for key in ("bytes", "sha256")}:
@@ -118,7 +114,7 @@ class Like:
         return path
 
     def copy(self, prefix: str, out: Path) -> dict[str, Any]:
-        """Copy the files whose names begin so, checked; returns their entries for a manifest."""
+        """Check and copy the files whose names begin with ``prefix``; return their entries for a manifest."""
         entries = {}
         for name, entry in self.data.manifest["files"].items():
             if name.startswith(prefix):
@@ -128,42 +124,6 @@ class Like:
                 entries[name] = dict(entry)
         return entries
 
-    def vocabulary(self, table: str, kind: str) -> KnownValues:
-        """The values of a table with their ids."""
-        return KnownValues(read_vocabulary(self.data.path / "vocab" / f"{table}.parquet"), kind)
-
-
-class KnownValues:
-    """Finds the ids of values.
-
-    Args:
-        frame: value and count, row i is id i + 1; a missing value is that of empty fields.
-        kind: int, hex, float or string.
-    """
-
-    def __init__(self, frame: Any, kind: str) -> None:
-        values = frame["value"]
-        known = values.is_not_null().to_numpy()
-        self.rows = frame.height + 1
-        self.missing_id = int(np.flatnonzero(~known)[0]) + 1 if not known.all() else 0
-        self._ids = np.flatnonzero(known) + 1
-        self._kind = kind
-        self._builder = TableBuilder(kind)
-        held = values.drop_nulls()
-        if kind == "string":
-            array = held.rechunk().to_arrow()
-            import pyarrow as pa
-
-            _, offsets, data = array.cast(pa.large_string()).buffers()
-            ends = np.frombuffer(offsets, np.int64)[: len(held) + 1] if len(held) else np.zeros(1, np.int64)
-            bytes_ = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
-            self._builder.add_texts(bytes_[: int(ends[-1])].copy(), ends.copy(), np.zeros(len(held), np.int64))
-        else:
-            bits = held.to_numpy().astype({"hex": np.uint64, "float": np.float64}.get(kind, np.int64)).view(np.int64)
-            self._builder.add_ints(bits.copy(), np.zeros(len(held), np.int64))
-
-    def ids(self, *dictionary: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return the ids of values (numbers, or the bytes and ends of texts), int64 [n]; 0 for unknown ones."""
-        find: Any = self._builder.find_texts if self._kind == "string" else self._builder.find_ints
-        entries = find(*dictionary)
-        return np.where(entries < 0, 0, self._ids[entries]) if len(self._ids) else np.zeros(len(entries), np.int64)
+    def vocabulary(self, table: str) -> Any:
+        """Return the values of a table, a Polars frame (value, count): row i is id i + 1."""
+        return read_vocabulary(self.data.path / "vocab" / f"{table}.parquet")

@@ -11,9 +11,8 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,7 @@ from stoker.prep.rows.time_notation import check_notation
 from stoker.prep.schema import Schema, SplitRule, split_of
 from stoker.prep.schema_files import fitted_to
 from stoker.prep.stages.task import NO_ROOM, Progress, Task
-from stoker.prep.write.group_numbers import cut_warning
-from stoker.prep.write.publish import publish
+from stoker.prep.write.publish import cut_warning, publish
 from stoker.rewrite.id_order import Reordering
 
 __all__ = ["PrepareReport", "Progress", "load_recipe", "prepare", "run_prepare"]
@@ -187,7 +185,7 @@ def run_prepare(
     progress: Callable[[Progress], None] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> PrepareReport:
-    """As :func:`prepare`, returning what was done."""
+    """Do as :func:`prepare`, and return what was done."""
     if reorder is not False and like is not None:
         raise ConfigError(
             "a dataset prepared like another has its ids. Leave reorder out.", settings=("like", "reorder")
@@ -195,9 +193,8 @@ def run_prepare(
     if history not in ("auto", "ignore") or (history != "auto" and like is None):
         raise ConfigError(
             f'history is "auto" or, with like, "ignore"; found {history!r}. Without a dataset to prepare like there is '
-            "no history to go on from: leave it out.",
-            settings=("history", "like"),
-        )
+            "no history to go on from: leave it out.", settings=("history", "like"),
+        )  # fmt: skip
     started = time.perf_counter()
     measure: Like | None = None
     if like is not None:
@@ -214,63 +211,82 @@ def run_prepare(
                 "Leave it out."
             )
         schema = replace(schema, split=split_of(split))
-    if keep:
-        more = [keep] if isinstance(keep, str) else keep
-        schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
-    if isinstance(files, Inputs):
-        inputs = files
-    else:
-        inputs = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
-    names = inputs.names
+    more = [keep] if isinstance(keep, str) else keep
+    schema = replace(schema, keep=tuple(dict.fromkeys((*schema.keep, *more))))
+    if not isinstance(files, Inputs):
+        files = Inputs([files] if isinstance(files, str | os.PathLike) else list(files))
+    names = files.names
     _check_names(chosen, names)
-    (sources, again), target = expand(inputs.files), Path(out) if executor is None else Path(out).absolute()
-    schema = fitted_to(schema, chosen, sources)
+    (sources, again), target = expand(files.files), Path(out) if executor is None else Path(out).absolute()
     if target.is_symlink():  # the link remains; what it points to is made or replaced
         target = target.resolve()
     task = Task(
-        recipe=chosen,
-        schema=schema,
-        files=sources,
-        out=target,
-        limit=BadLineLimit(strict=strict, max_bad=max_bad),
-        threads=check_threads(threads),
-        report=progress or (lambda _: None),
-        block_bytes=block_bytes,
-        executor=executor,
-        like=measure,
-        names=names,
-    )
+        recipe=chosen, schema=fitted_to(schema, chosen, sources), files=sources, out=target,
+        limit=BadLineLimit(strict=strict, max_bad=max_bad), threads=check_threads(threads),
+        report=progress or (lambda _: None), block_bytes=block_bytes, executor=executor, like=measure, names=names,
+    )  # fmt: skip
     how = Reordering() if reorder is True else reorder or None
     request = task.request(how)
     noted = [f"{names.get(path, path)} was named more than once; it is read once." for path in again]
     in_order = text_order_warning(names.get(path, str(path)) for path in sources)
-    noted += filter(None, [in_order, measure.warning if measure else None, *schema.leak_warnings()])
+    noted += filter(None, [in_order, measure.warning if measure else None, *task.schema.leak_warnings()])
     recover(target)
     if not overwrite and (there := _finished_dataset(target, request)) is not None:
         report = _report(there.path, there.manifest, started, already=True)
-        report.warnings += [*_cut_groups(schema, there.manifest), *noted]
-        return report
-    if how is not None:
-        _refuse_inside(target, sources)
-        with _reordered(target, how, request, overwrite=overwrite, threads=threads, progress=progress) as plain:
-            # A whole dataset there was left by a kill, perhaps of another command.
-            plain.report = run_prepare(
-                recipe, inputs, out=plain.path, preset=preset, strict=strict, max_bad=max_bad, overwrite=True,
-                resume=resume, split=split, keep=keep, threads=threads, executor=executor, progress=progress,
-                block_bytes=block_bytes,
-            )  # fmt: skip
-        return plain.report
-    task.out = _working_directory(target, sources, overwrite)
+        report.warnings += cut_warning(task.schema, there.manifest)
+    elif how is None:
+        report = _build(task, target, request, resume=resume, overwrite=overwrite)
+    else:
+        report = _build_reordered(task, target, how, request, resume=resume, overwrite=overwrite)
+    report.warnings += noted
+    return report
+
+
+def _build_reordered(
+    task: Task, target: Path, how: Reordering, request: str | None, *, resume: bool, overwrite: bool
+) -> PrepareReport:
+    """Prepare next to ``target``, and reorder into it what was prepared."""
+    from stoker.rewrite.reorder import run_reorder
+
+    def show(what: str, done: int, total: int) -> None:
+        stage, unit = _REORDERING[what]
+        task.report(Progress(stage=stage, done=done, total=total, unit=unit))
+
+    _refuse_inside(target, task.files)
+    check_out(target, overwrite=overwrite)
+    plain = target.with_name(target.name + ".plain")
+    recover(plain)
+    # A whole dataset there was left by a kill, perhaps of another command.
+    report = _build(task, plain, None, resume=resume, overwrite=True)
     try:
-        report = _run(task, target, request, resume=resume)
-        report.warnings += noted
-        return report
+        made = run_reorder(
+            plain, target, how=how, overwrite=overwrite, threads=task.threads, progress=show, keep_source=False,
+            request=request,
+        )  # fmt: skip
+    finally:
+        remove_dataset(plain)
+    return replace(report, path=target, seconds=report.seconds + made.seconds)
+
+
+def _build(task: Task, target: Path, request: str | None, *, resume: bool, overwrite: bool) -> PrepareReport:
+    """Prepare ``target``; explain a full disk, and the end of a worker.
+
+    Raises:
+        DataError: an input is in ``target``, or something that may not be overwritten, and others.
+    """
+    _refuse_inside(target, task.files)
+    task.out = target
+    if (target / "manifest.json").exists():
+        check_replaceable(target, overwrite=overwrite)
+        task.out = target.with_name(target.name + ".new")  # the old dataset remains until the new one is whole
+    try:
+        return _run(task, target, request, resume=resume)
     except OSError as error:
         if error.errno in NO_ROOM:
             place = next(path for path in (task.out, *task.out.absolute().parents) if path.exists())
             free = format_size(shutil.disk_usage(place).free)
             remedy = task.remedy_of_full_disk(kept=_finished(task) > 0)
-            raise DataError(f"no room left on the disk of {out} ({free} free). {remedy}") from error
+            raise DataError(f"no room left on the disk of {target} ({free} free). {remedy}") from error
         raise
     except BrokenExecutor as error:
         kept = "" if task.temporary else " Finished parts are kept: the same call goes on from there."
@@ -278,60 +294,6 @@ def run_prepare(
             f"a worker of the executor ended while it worked ({error or type(error).__name__}). It may have run out of "
             f"memory: use fewer workers.{kept}"
         ) from error
-
-
-@dataclass(kw_only=True)
-class _Plain:
-    """A dataset on its way to be reordered, and in the end what was done in all."""
-
-    path: Path
-    report: PrepareReport = field(init=False)
-
-
-@contextmanager
-def _reordered(
-    out: Path, how: Reordering | None, request: str | None, *, overwrite: bool, threads: int | None,
-    progress: Callable[[Progress], None] | None,
-) -> Iterator[_Plain]:  # fmt: skip
-    """Reorder into ``out`` what the block prepares beside it."""
-    from stoker.rewrite.reorder import run_reorder
-
-    def report(what: str, done: int, total: int) -> None:
-        if progress is not None:
-            stage, unit = _REORDERING[what]
-            progress(Progress(stage=stage, done=done, total=total, unit=unit))
-
-    check_out(out, overwrite=overwrite)
-    plain = _Plain(path=out.with_name(out.name + ".plain"))
-    yield plain
-    try:
-        made = run_reorder(
-            plain.path,
-            out,
-            how=how,
-            overwrite=overwrite,
-            threads=threads,
-            progress=report,
-            keep_source=False,
-            request=request,
-        )
-    finally:
-        remove_dataset(plain.path)
-    plain.report = replace(plain.report, path=out, seconds=plain.report.seconds + made.seconds)
-
-
-def _working_directory(target: Path, sources: Sequence[Path], overwrite: bool) -> Path:
-    """Where to build: ``target``, or beside it if a dataset lies there, which stays until the new one is whole.
-
-    Raises:
-        DataError: an input lies in ``target``, or something that may not be overwritten.
-    """
-    _refuse_inside(target, sources)
-    recover(target)
-    if not (target / "manifest.json").exists():
-        return target
-    check_replaceable(target, overwrite=overwrite)
-    return target.with_name(target.name + ".new")
 
 
 def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
@@ -342,11 +304,7 @@ def _refuse_inside(target: Path, sources: Sequence[Path]) -> None:
 
 
 def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
-    """Refuse tables where a recipe tells its files by their names.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Raise :class:`ConfigError` for tables where a recipe tells its files by their names."""
     tables = [name for path, name in names.items() if path.suffix == FRAME]
     needed = [raw.files for raw in recipe.inputs.values() if not raw.optional]
     if tables and needed and needed != [("*",)]:
@@ -358,7 +316,7 @@ def _check_names(recipe: Recipe, names: Mapping[Path, str]) -> None:
 
 
 def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
-    """The dataset to prepare like."""
+    """Return the dataset to prepare like."""
     if preset is not None:
         raise ConfigError(
             "rows prepared as those of a dataset take its recipe: leave preset out.", settings=("preset",)
@@ -372,7 +330,7 @@ def _like(path: Path, recipe: object, preset: str | None, history: str) -> Like:
 
 
 def load_recipe(recipe: Recipe | Schema | str | os.PathLike[str], preset: str | None) -> tuple[Recipe, Schema]:
-    """The recipe with its preset chosen, and its schema; an own schema becomes a recipe of its own."""
+    """Return the recipe with its preset chosen, and its schema; an own schema becomes a recipe."""
     if isinstance(recipe, str) and not recipe.endswith((".toml", ".yaml", ".yml")):
         from stoker.prep import recipes
 
@@ -428,17 +386,17 @@ def _run(task: Task, target: Path, request: str | None, *, resume: bool) -> Prep
         remove_empty(made)
     if task.out != target:
         exchange(task.out, target)
-    shutil.rmtree(target / task.work.name)  # last: without it, a whole dataset beside its place would be nobody's
+    shutil.rmtree(target / task.work.name)  # last: it marks a whole dataset next to its place as ours
     give_back_memory()
     report = _report(target, manifest, started)
     report.reused = task.reused
     report.dropped = sum(part.rows for part in fitting.parts) - sum(report.rows.values())
-    report.warnings += [*task.limit.broken, *_cut_groups(task.schema, manifest)]
+    report.warnings += [*task.limit.broken, *cut_warning(task.schema, manifest)]
     return report
 
 
 def _read(task: Task) -> Rows:
-    """Read the rows with their features; an error that is due to absent labels says what they need."""
+    """Read the rows with their features; explain an error that is due to absent labels."""
     try:
         return featured_rows(task) if task.schema.feature else read_rows(task)
     except DataError as error:
@@ -452,39 +410,29 @@ def _read(task: Task) -> Rows:
 
 
 def _report(path: Path, manifest: dict[str, Any], started: float, *, already: bool = False) -> PrepareReport:
-    """Return what the manifest of a prepared dataset tells."""
+    """Return what the manifest of a prepared dataset says."""
     quarantine = path / "quarantine.jsonl"
     found = BadReasons.of_quarantine(quarantine) if quarantine.exists() else BadReasons({}, [])
+    splits = manifest["splits"].items()
     return PrepareReport(
-        path=path,
-        reasons=found.counts,
-        remedies=found.remedies,
-        rows={name: entry["rows"] for name, entry in manifest["splits"].items()},
-        positives={name: entry["positives"] for name, entry in manifest["splits"].items()},
-        labelled={name: entry.get("labelled", entry["rows"]) for name, entry in manifest["splits"].items()},
+        path=path, reasons=found.counts, remedies=found.remedies,
+        rows={name: entry["rows"] for name, entry in splits},
+        positives={name: entry["positives"] for name, entry in splits},
+        labelled={name: entry.get("labelled", entry["rows"]) for name, entry in splits},
         tables=_table_summary(manifest),
-        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]),
-        bad=manifest["quarantined"],
-        seconds=time.perf_counter() - started,
-        peak_memory=peak_memory() or 0,
-        reused=0,
-        groups=manifest.get("groups"),
-        already=already,
-    )
-
-
-def _cut_groups(schema: Schema, manifest: dict[str, Any]) -> list[str]:
-    text = cut_warning(schema, manifest["groups"]) if "groups" in manifest else None
-    return [] if text is None else [text]
+        lines=sum(source["rows"] + source["bad"] for source in manifest["sources"]), bad=manifest["quarantined"],
+        seconds=time.perf_counter() - started, peak_memory=peak_memory() or 0, reused=0,
+        groups=manifest.get("groups"), already=already,
+    )  # fmt: skip
 
 
 def _finished(task: Task) -> int:
-    """Finished steps that a later run can go on from: none of a dataset that was to be in memory."""
+    """Return how many finished steps a later run can go on from: none of a dataset in memory."""
     return len(task.journal.done) if hasattr(task, "journal") and not task.temporary else 0
 
 
 def _kept(task: Task, *, resume: bool) -> str:
-    """What an interrupted run leaves, and how to go on."""
+    """Return what an interrupted run leaves, and how to go on."""
     done = _finished(task)
     if task.temporary:
         return "interrupted; nothing was kept, as the dataset was to be in memory. Pass out=DIRECTORY to go on later."
@@ -496,16 +444,11 @@ def _kept(task: Task, *, resume: bool) -> str:
 
 
 def _table_summary(manifest: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Rows of every table and the share of held-out ids that are 0, of all features that address it."""
+    """Return the rows of every table and the share of held-out ids that are 0, of all features that address it."""
     summary: dict[str, dict[str, float]] = {}
-    features = manifest["features"]["features"]
     for table, rows in manifest["features"]["num_embeddings"].items():
-        pairs = [
-            manifest["unknown"][split][feature["name"]]
-            for feature in features
-            if feature["table"] == table
-            for split in ("valid", "test")
-        ]
-        zeros, ids = (sum(pair[i] for pair in pairs) for i in (0, 1))
+        names = [feature["name"] for feature in manifest["features"]["features"] if feature["table"] == table]
+        pairs = [manifest["unknown"][split][name] for split in ("valid", "test") for name in names]
+        zeros, ids = map(sum, zip(*pairs, strict=True))
         summary[table] = {"rows": rows, "unknown": zeros / ids if ids else 0.0}
     return summary

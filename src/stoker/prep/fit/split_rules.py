@@ -1,11 +1,11 @@
-"""Which split each row belongs to, decided part by part from what a few small passes have learned."""
+"""Which split each row belongs to, decided part by part after a few small passes."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from stoker.base.checks import near
 from stoker.base.errors import DataError
-from stoker.prep.fit.ranks import select_rank
-from stoker.prep.fit.vocabulary import TableBuilder
+from stoker.prep.fit.dense import select_rank
+from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
 from stoker.prep.parse.dictionaries import splitmix
 from stoker.prep.parse.layout import SPLIT_CODES, share_of_hash
 from stoker.prep.schema import Schema
 from stoker.prep.stages.parts import PartFile
 
-__all__ = ["PartRows", "SplitFile", "Splitter", "targets_of_files"]
+__all__ = ["PartRows", "SplitFile", "Splitter", "number_groups", "targets_of_files"]
 
 Array = npt.NDArray[Any]
 DROP = SPLIT_CODES["drop"]
@@ -30,7 +30,7 @@ DROP = SPLIT_CODES["drop"]
 
 @dataclass(frozen=True, kw_only=True)
 class PartRows:
-    """A part, and where its rows stand among all rows."""
+    """A part, and where its rows are among all rows."""
 
     index: int
     file: int  # number of the source file
@@ -49,36 +49,28 @@ class SplitFile:
 
     path: Path
 
-    @cached_property
-    def _all(self) -> npt.NDArray[np.uint8]:
-        """The file, mapped: it is read once for each table and shard."""
-        return np.memmap(self.path, np.uint8, "r")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
-        """[rows] split of every row of a part, once that of all rows was written."""
-        return np.asarray(self._all[part.start : part.start + part.rows])
+        """Return [rows] the split of every row of a part."""
+        return np.fromfile(self.path, np.uint8, part.rows, offset=part.start)
 
     def rows(self, part: PartRows, split: int) -> npt.NDArray[np.int64]:
         """Return the rows of a part that belong to a split, in order."""
         return np.flatnonzero(self.assign(part) == split)
 
     def train_rows(self, part: PartRows) -> npt.NDArray[np.bool_] | None:
-        """[rows] which rows of a part train; None where none does."""
+        """Return [rows] which rows of a part train; None where none does."""
         splits = self.assign(part)
         return splits == 0 if splits.min(initial=DROP) == 0 else None
 
     def write(self, part: PartRows, splits: npt.NDArray[np.uint8]) -> None:
-        """Write the splits of a part's rows over those that are there."""
+        """Write the splits of a part's rows."""
         with self.path.open("r+b") as file:
             file.seek(part.start)
             file.write(splits.data)
 
 
 def targets_of_files(schema: Schema, names: Sequence[str]) -> list[str]:
-    """What the rule "files" makes of each file; the first pattern that matches decides."""
+    """Return the target of each file by the rule "files"; the first pattern that matches decides."""
     targets = []
     for name in names:
         target = next((t for pattern, t in schema.split.files.items() if fnmatch.fnmatch(name, pattern)), None)
@@ -107,12 +99,10 @@ class Splitter:
         kept = [int(self._kept(part).sum()) for part in self.parts]
         self._kept_before = list(accumulate(kept, initial=0))  # kept rows in the parts before
         self._total = self._kept_before.pop()
-        self._kept_in_file = {
-            file: sum(n for part, n in zip(self.parts, kept, strict=True) if part.file == file)
-            for file in range(len(files))
-        }
+        self._kept_in_file: Counter[int] = Counter()
         self._file_start: dict[int, int] = {}
-        for part, before in zip(self.parts, self._kept_before, strict=True):
+        for part, count, before in zip(self.parts, kept, self._kept_before, strict=True):
+            self._kept_in_file[part.file] += count
             self._file_start.setdefault(part.file, before)
         self._cuts: list[int] = []
         self._refs: list[npt.NDArray[np.int32]] = []
@@ -121,7 +111,7 @@ class Splitter:
             fit[self.rule.rule]()
 
     def assign(self, part: PartRows) -> npt.NDArray[np.uint8]:
-        """[rows] split of every row of a part."""
+        """Return [rows] the split of every row of a part."""
         kept = self._kept(part)
         result = self._assign(part, kept)
         result[~kept] = DROP
@@ -131,10 +121,9 @@ class Splitter:
         """Return [rows] whether ``negative_keep`` keeps each row."""
         if self.schema.negative_keep >= 1:
             return np.ones(part.rows, np.bool_)
+        drawn: npt.NDArray[np.bool_] = _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
         with part.open() as arrays:
-            other: npt.NDArray[np.bool_] = ~(arrays["labels"] <= 0.5)  # positive, or without label
-        other |= _shares_of_rows(part, self.schema.seed + 1, (self.schema.negative_keep,)) == 0
-        return other
+            return drawn | ~(arrays["labels"] <= 0.5)  # positive, or without label
 
     def _position(self, part: PartRows, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Return the number of each row among the kept ones."""
@@ -162,17 +151,17 @@ class Splitter:
         if rule == "last_touch":
             return self._cut(self._last_time[users])
         rows = np.arange(part.start, part.start + part.rows)
-        held = self._seen[users] >= self.rule.min_rows
+        enough = self._seen[users] >= self.rule.min_rows
         result = np.zeros(part.rows, np.uint8)
-        result[held & (rows == self._latest_rows[0, users])] = 1
-        result[held & (rows == self._latest_rows[1, users])] = 2
+        result[enough & (rows == self._latest_rows[0, users])] = 1
+        result[enough & (rows == self._latest_rows[1, users])] = 2
         return result
 
     def _cut(self, times: Array) -> npt.NDArray[np.uint8]:
         return np.searchsorted(np.array(self._cuts, np.int64), times, side="right").astype(np.uint8)
 
     def _find_cuts(self, passes: Callable[[], Iterator[npt.NDArray[np.int64]]], total: int) -> None:
-        """Times at which validation and test begin. Equal times stay together, on the later side."""
+        """Find the times at which validation and test begin. Equal times stay together, on the later side."""
         shares = np.cumsum([self.rule.train, self.rule.valid])
         highest = np.iinfo(np.int64).max
         ranks = [int(np.ceil(share * total - 1e-9)) for share in shares]
@@ -182,20 +171,13 @@ class Splitter:
         def times() -> Iterator[npt.NDArray[np.int64]]:
             for part in self.parts:
                 with part.open() as arrays:
-                    time = np.array(arrays["time"])
-                yield time[self._kept(part)]
+                    yield arrays["time"][self._kept(part)]
 
         self._find_cuts(times, self._total)
 
     def _fit_users(self) -> None:
         """Number the users, then find the last rows of each. Memory: about 60 bytes per user."""
-        builder = TableBuilder("string")
-        for part in self.parts:
-            with part.open() as arrays:
-                ends = arrays["ends.user"]
-                self._refs.append(builder.add_texts(arrays["bytes.user"], ends, np.ones(len(ends) - 1, np.int64)))
-        users = builder.entries
-        del builder
+        self._refs, users = number_groups(self.parts, "user")
         self._seen = np.zeros(users, np.int64)
         # [2, users] of the row before the latest one, and of the latest one
         times, self._latest_rows = np.full((2, users), np.iinfo(np.int64).min), np.full((2, users), -1, np.int64)
@@ -210,6 +192,16 @@ class Splitter:
         if self.rule.rule == "last_touch":
             present = self._last_time[self._seen > 0]
             self._find_cuts(lambda: iter([present]), len(present))
+
+
+def number_groups(parts: Sequence[PartRows], name: str) -> tuple[list[npt.NDArray[np.int32]], int]:
+    """Return the number of each user, or other ``name``, in the dictionary of every part; and how many there are."""
+    builder = TableBuilder("string")
+    for part in parts:
+        with part.open() as arrays:
+            builder.add(read_dictionary(arrays, name, "string"))
+    builder.merge()
+    return builder.refs, builder.entries
 
 
 def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array, latest_rows: Array) -> None:
@@ -233,12 +225,12 @@ def _update_latest(users: Array, times: Array, rows: Array, latest_times: Array,
 
 def _shares_of_rows(part: PartRows, seed: int, shares: Sequence[float]) -> npt.NDArray[np.uint8]:
     """Return [rows] which of the shares the hash of each row's number falls in; the last takes the rest."""
-    key = splitmix(np.array([seed], np.uint64))[0]
-    return share_of_hash(splitmix(np.arange(part.start, part.start + part.rows, dtype=np.uint64) ^ key), shares)
+    rows = np.arange(part.start, part.start + part.rows, dtype=np.uint64)
+    return share_of_hash(splitmix(rows ^ splitmix(np.array([seed], np.uint64))), shares)
 
 
 def _halved_runs(rows: npt.NDArray[np.int64], total: int, runs: int) -> npt.NDArray[np.uint8]:
-    """Equal runs of lines, the first ones a line longer; the last is halved: first test, then validation."""
+    """Return the split of rows in equal runs, the first a row longer; the last is halved: test, then validation."""
     last = total // runs
     train = total - last
     result = np.zeros(len(rows), np.uint8)

@@ -13,8 +13,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.dataset.leftovers import UnusableInput
-from stoker.prep.fit.ranks import ordered_floats, ordered_int
-from stoker.prep.fit.transforms import compact, dense_values
+from stoker.prep.fit.dense import compact, dense_values, ordered_floats, ordered_int
 from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
 from stoker.prep.parse.frames import kept_series
@@ -36,7 +35,7 @@ class Layout:
     """What to read for a schema and where it goes in a part.
 
     Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``dense`` [n, D] float32, or when
-    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of
+    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.dense.compact` narrows it; ``codes.<i>`` [n] of
     feature i, uint8, uint16 or uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or
     ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets
     hold ids and have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its

@@ -48,8 +48,7 @@ from stoker.prep.rows.raw_rows import Rows, derivation, ingest_sources, sources_
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
-from stoker.prep.stages.parts import checksum
-from stoker.prep.stages.row_store import RowStore, sibling
+from stoker.prep.stages.parts import checksum, sibling, write_part, write_rows
 from stoker.prep.stages.task import KEPT, Progress, Task
 
 __all__ = ["featured_rows"]
@@ -92,7 +91,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     sources = sources_of(task, raw_fields(task.splitting), task.schema.feature)
     # Files of rows are read as one table, whose columns have one type.
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
-    sink = RowsSink(schema=task.splitting, store=task.rows, kept=kept)
+    sink = RowsSink(schema=task.splitting, kept=kept)
     try:
         blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet", on_threads=True)
     except MissingColumnError as error:
@@ -153,7 +152,7 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        record = task.rows.write(file, rows, keys, borrowed=False)
+        record = write_rows(file, rows, keys)
         # What is there was made by another derivation: of rows in another order, some would be there twice, some not.
         return file, record, done is not None and record == {name: done.get(name) for name in record}
 
@@ -252,7 +251,7 @@ class FeaturePasses:
 
     Args:
         task: the preparation.
-        rows: blocks of the rows in order, with raw columns and leading features, by their path in ``task.rows``.
+        rows: blocks of the rows in order, with raw columns and leading features, by their files.
         sizes: rows of each of them, above 0.
         keys: Arrow file with ``__row``, ``__label`` and ``__split`` of the same rows.
 
@@ -326,12 +325,12 @@ class FeaturePasses:
     def whole(self) -> pl.LazyFrame:
         """Return all rows with all that is known of them so far."""
         known = [pl.scan_ipc(file) for file in self._files]
-        return pl.concat([self.task.rows.scan_all(self._rows), *known], how="horizontal")
+        return pl.concat([pl.scan_parquet(self._rows), *known], how="horizontal")
 
     def part(self, block: int) -> pl.LazyFrame:
         """Return the rows of one file, with all that is known of them so far."""
         known = [pl.scan_ipc(file).slice(self._starts[block], self.sizes[block]) for file in self._files]
-        return pl.concat([self.task.rows.scan(self._rows[block]), *known], how="horizontal")
+        return pl.concat([pl.scan_parquet(self._rows[block]), *known], how="horizontal")
 
 
 def _write_blocks(path: Path, blocks: Iterable[pl.DataFrame]) -> None:
@@ -368,8 +367,7 @@ def _parts(task: Task, pieces: Sequence[_Piece], passes: FeaturePasses) -> list[
         if block.bad:
             place = f"{piece.source.name}: row {piece.part.start + block.bad[0].line + 1:,} of those with features"
             raise DataError(f"{place}: {block.bad[0].reason}. Mend the input, or the feature that makes the column.")
-        record = task.keep(path, block, piece.source.name)
-        task.rows.release(piece.path)
+        record = write_part(path, task.layout.arrays(block, piece.source.name))
         return piece, path, record, False
 
     blocks = []
@@ -469,7 +467,6 @@ class RowsSink:
     """Keeps a block of lines as typed rows with their first features, and their keys beside."""
 
     schema: Schema
-    store: RowStore
     kept: Mapping[str, Any]  # Polars' types of kept columns that typed files have in several
 
     def __call__(self, block: Block, file: str, path: Path) -> dict[str, Any]:
@@ -489,7 +486,7 @@ class RowsSink:
             block.bad.sort(key=lambda line: line.line)
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
-        return self.store.write(path, rows, keys, borrowed=True)  # the next block takes the memory of this one
+        return write_rows(path, rows, keys)
 
     def _typed(self, block: Block) -> pl.DataFrame:
         """The block's columns once each: a moment as such, else the type that loses nothing. Texts that features want

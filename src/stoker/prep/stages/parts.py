@@ -1,8 +1,9 @@
-"""The work of a preparation: typed parts, and the journal that says which are finished.
+"""The work of a preparation: typed parts, rows between feature passes, and the journal of what is finished.
 
-A part holds the rows of one block of one file as plain arrays. It is written beside and renamed, and its size and
-checksum go to the journal afterwards. A run that resumes takes a part only if the journal has it and its bytes still
-agree: after a loss of power a file may be there without its bytes. What a run has written itself it reads unchecked.
+A part holds the rows of one block of one file as plain arrays. It is written next to its place and renamed, and its
+size and checksum go to the journal afterwards. A run that resumes takes a part only if the journal has it and its bytes
+still agree: after a loss of power a file may be there without its bytes. What a run has written itself it reads
+unchecked.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
+from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import sync_folder
 
-__all__ = ["Journal", "PartFile", "checksum", "is_whole", "made_beside", "made_in", "write_part"]
+__all__ = [
+    "Journal", "PartFile", "checksum", "is_whole", "made_beside", "sibling", "write_part", "write_rows",
+]  # fmt: skip
 
 Array = npt.NDArray[Any]
 _ALIGN = 64
@@ -39,45 +44,47 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
         position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
+    pieces: list[Any] = [len(text).to_bytes(8, "little") + text]
+    for array in arrays.values():
+        pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % _ALIGN)]
     crc, size = 0, 0
     with made_beside(path) as beside, beside.open("wb") as file:
-        for piece in _pieces(text, arrays):
+        for piece in pieces:
             crc = zlib.crc32(piece, crc)
             size += file.write(piece)
     return {"bytes": size, "crc": crc}
 
 
-def _pieces(text: bytes, arrays: Mapping[str, Array]) -> Any:
-    yield len(text).to_bytes(8, "little") + text
-    for array in arrays.values():
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        if padding := -array.nbytes % _ALIGN:
-            yield bytes(padding)
+def sibling(path: Path) -> Path:
+    """Return where the keys of a file of rows are."""
+    return path.with_suffix(".part")
+
+
+def write_rows(path: Path, rows: pl.DataFrame, keys: Mapping[str, Array]) -> dict[str, Any]:
+    """Write rows to ``path`` and their keys to its sibling; return the record for the journal, with how many rows
+    there are."""
+    record = {"made": rows.height, "keys": write_part(sibling(path), keys)}
+    with made_beside(path) as beside, full_disk():
+        rows.write_parquet(beside, compression="lz4", row_group_size=2**17)
+    return {**checksum(path), **record}
 
 
 @contextmanager
-def made_beside(path: Path) -> Iterator[Path]:
-    """Yield a path in the same folder, whose file becomes ``path`` at the end: a cluster may give the same block to two
-    workers."""
-    beside = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+def made_beside(path: Path, work: Path | None = None) -> Iterator[Path]:
+    """Yield a path, in the same folder or in ``work``, whose file becomes ``path`` at the end: two workers may make the
+    same file."""
+    name = uuid4().hex
+    beside = path.with_name(f"{path.name}.{name}.tmp") if work is None else work / name / path.parent.name / path.name
     try:
         yield beside
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(beside, path)
     except BaseException:
         with suppress(OSError):
             beside.unlink()
         raise
-
-
-@contextmanager
-def made_in(work: Path, path: Path) -> Iterator[Path]:
-    """Yield a path in the work directory, whose file becomes ``path`` at the end: a cluster may have two workers make
-    the same file."""
-    beside = work / uuid4().hex / path.parent.name / path.name
-    yield beside
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(beside, path)
-    sync_folder(path.parent)
+    if work is not None:  # the file is to stay
+        sync_folder(path.parent)
 
 
 def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
@@ -86,7 +93,7 @@ def is_whole(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def checksum(path: Path) -> dict[str, int]:
-    """Size and checksum of a finished part."""
+    """Return the size and the checksum of a finished part."""
     crc, size = 0, 0
     with path.open("rb") as file:
         while piece := file.read(2**22):
@@ -123,7 +130,7 @@ class PartFile:
         return flat.reshape(shape)
 
     def size(self, name: str) -> int:
-        """Elements of an array, without touching it."""
+        """Return the number of elements of an array, without reading it."""
         return int(np.prod(self._header[name][1], dtype=np.int64))
 
 
@@ -142,9 +149,7 @@ class Journal:
         path = directory / "journal.jsonl"
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory)
-        kept = 0
-        if resume and path.exists():
-            kept = self._load(path, fingerprint)
+        kept = self._load(path, fingerprint) if resume and path.exists() else 0
         if not kept:
             for entry in directory.iterdir():
                 if entry.name != "lock":
@@ -181,18 +186,16 @@ class Journal:
         return full
 
     def finished(self, step: str, path: Path | None = None) -> dict[str, Any] | None:
-        """The record of a step if it is finished and its file, if any, is whole."""
+        """Return the record of a step if it is finished and its file, if any, is whole."""
         entry = self.done.get(step)
-        if entry is None or path is None:
-            return entry
-        return entry if is_whole(path, entry) else None
+        return entry if entry is None or path is None or is_whole(path, entry) else None
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
         self._file.close()
         self._lock.close()
 

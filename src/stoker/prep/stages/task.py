@@ -7,53 +7,37 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from stoker.base.device import available_memory
 from stoker.base.errors import DataError
 from stoker.base.files import hash_file
-from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
 from stoker.dataset.memory import home_of
 from stoker.prep.features.learned import Merge
-from stoker.prep.parse.columns import Block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
 from stoker.prep.recipe import Recipe
 from stoker.prep.schema import OptionalLabel, Schema, SplitRule, Timestamp
-from stoker.prep.stages.parts import Journal, write_part
-from stoker.prep.stages.row_store import RowStore
+from stoker.prep.stages.parts import Journal
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like
 
 __all__ = ["KEPT", "NO_ROOM", "SPLITS", "Progress", "Task"]
 
-J = TypeVar("J")
-R = TypeVar("R")
 WORK_VERSION = 10  # of the parts; raise it when their content changes
 SPLITS = ("train", "valid", "test")
 KEPT = "__keep."  # before the name of a kept column of rows whose features are worked out
-_HOLD_MOST = 2**30  # bytes of rows in memory between feature passes
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OURS = (
-    "manifest.json",
-    REQUEST,
-    "counts.safetensors",
-    "quarantine.jsonl",
-    "vocab",
-    "groups",
-    "keep",
-    "features",
-    ".work",
-    *SPLITS,
-)
+    "manifest.json", REQUEST, "counts.safetensors", "quarantine.jsonl", "vocab", "groups", "keep", "features", *SPLITS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +70,6 @@ class Task:
     inner: Schema = field(init=False)  # of the rows whose features are worked out
     layout: Layout = field(init=False)
     journal: Journal = field(init=False)
-    rows: RowStore = field(init=False)  # whose features are worked out
     temporary: bool = field(init=False)  # whether the dataset goes with this process
     read: Counter[str] = field(init=False, default_factory=Counter)  # bytes by stage, over all inputs
 
@@ -95,7 +78,6 @@ class Task:
         self.inner = _featured(self.splitting) if self.schema.feature else self.splitting
         self.layout = Layout(self.inner)
         self.temporary = home_of(self.out) is not None
-        self.rows = RowStore(_room() if self.temporary else 0)  # passes over rows must find them after a kill
 
     @property
     def merged(self) -> list[Merge]:
@@ -104,45 +86,15 @@ class Task:
 
     @property
     def work(self) -> Path:
-        """Where unfinished work lies; the directory goes when the dataset is whole."""
+        """The directory of unfinished work, which is removed when the dataset is whole."""
         return self.out / ".work"
 
     def begin(self, *, resume: bool) -> None:
-        """Take the output directory and open the journal of earlier work.
+        """Take the output directory, which is empty or of an interrupted preparation, and open its journal.
 
         Raises:
             DataError: the directory holds something else, or a preparation that is running.
         """
-        self._claim()
-        self.journal = Journal(self.work, self._fingerprint(), resume=resume)
-        if not self.journal.done:
-            self._remove(keep=(".work",))
-
-    def keep(self, path: Path, block: Block, file: str) -> dict[str, Any]:
-        """Make the part ``path`` of a block; what its step's record must say of it."""
-        return write_part(path, self.layout.arrays(block, file))
-
-    def map(self, work: Callable[[J], R], jobs: Iterable[J], *, ahead: int | None = None) -> Iterator[R]:
-        """Results of a stage in the order of its jobs, on the executor if there is one, else on threads.
-
-        ``work``: a function at the top of a module; jobs are plain values, so that any process can do them.
-        """
-        return ordered_map(work, jobs, self.threads, ahead=ahead, executor=self.executor)
-
-    def remedy_of_full_disk(self, *, kept: bool) -> str:
-        """What to do where the disk is full; ``kept``: whether there are finished steps."""
-        if self.temporary:
-            return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
-        what = "finished parts are kept" if kept else "nothing was kept"
-        return f"Free some space and run the same command again: {what}."
-
-    def discard(self) -> None:
-        """Forget all finished work."""
-        self.journal.done.clear()
-        self._remove(keep=(".work",))
-
-    def _claim(self) -> None:
-        """Only an empty directory is ours, or one where a preparation was interrupted."""
         if self.out.exists() and not self.out.is_dir():
             raise DataError(f"{self.out} is a file. Choose another directory.")
         present = sorted(entry.name for entry in self.out.iterdir()) if self.out.exists() else []
@@ -158,11 +110,25 @@ class Task:
             raise DataError(
                 f"{self.out} cannot be made ({error.strerror}). Choose a directory that you may write to."
             ) from error
+        self.journal = Journal(self.work, {"block_bytes": self.block_bytes, **self._inputs()}, resume=resume)
+        if not self.journal.done:
+            self._clear()
 
-    def _remove(self, keep: Sequence[str] = ()) -> None:
-        for name in _OURS:
-            path = self.out / name
-            if name not in keep and path.exists():
+    def remedy_of_full_disk(self, *, kept: bool) -> str:
+        """Return what to do where the disk is full; ``kept``: whether there are finished steps."""
+        if self.temporary:
+            return "Free some space, let TMPDIR name a larger disk, or pass out=DIRECTORY."
+        what = "finished parts are kept" if kept else "nothing was kept"
+        return f"Free some space and run the same command again: {what}."
+
+    def discard(self) -> None:
+        """Forget all finished work."""
+        self.journal.done.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        for path in (self.out / name for name in _OURS):
+            if path.exists():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def request(self, *settings: Any) -> str | None:
@@ -180,35 +146,25 @@ class Task:
         values = [self._inputs(), self.limit.strict, self.limit.share, repr([given, *settings])]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
-    def _fingerprint(self) -> dict[str, Any]:
-        return {"block_bytes": self.block_bytes, **self._inputs()}
-
     def _inputs(self) -> dict[str, Any]:
         return {
-            "work_version": WORK_VERSION,
-            "stoker": __version__,
+            "work_version": WORK_VERSION, "stoker": __version__, "schema": self.schema.hash(),
             "recipe": [self.recipe.name, self.recipe.preset_name],
-            "schema": self.schema.hash(),
             "files": [_stamp(path) for path in self.files],
             "merged": [_stamp(one.path) for one in self.merged],
             "like": self.like.identity if self.like is not None else None,
         }  # fmt: skip
 
 
-def _room() -> int:
-    """Bytes of rows between feature passes to keep in memory."""
-    return min(_HOLD_MOST, (available_memory() or 0) // 8)
-
-
 def _stamp(path: Path) -> list[Any]:
-    if path.suffix == FRAME:  # a table: its rows tell it from another
+    if path.suffix == FRAME:  # a table: its rows identify it
         return [path.name, *hash_file(path)]
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def _all_test(schema: Schema) -> Schema:
-    """For rows that nothing is learned from: a column may still drop rows, no other rule needs its column, and labels
-    may be absent."""
+    """Return the schema of rows that nothing is fitted on: a column may still drop rows, no other rule needs one, and
+    labels may be absent."""
     schema = replace(schema, label=OptionalLabel(column=schema.label.column, rule=schema.label.rule))
     if schema.split.rule == "column":
         return schema
@@ -216,7 +172,7 @@ def _all_test(schema: Schema) -> Schema:
 
 
 def _featured(schema: Schema) -> Schema:
-    """For rows whose label, split and time, if any, stand in columns of their own."""
+    """Return the schema of rows whose label, split and time, if any, are in columns of their own."""
     values = {name: name for name in (*SPLITS, "drop")}
     time = Timestamp(column="__time") if schema.timestamp is not None else None
     return replace(

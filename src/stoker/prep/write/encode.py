@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,92 +14,60 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import DataError
-from stoker.prep.fit.build_tables import count_codes
+from stoker.prep.fit.dense import DenseFit, blocks, dense_values
+from stoker.prep.fit.fitting import count_codes
 from stoker.prep.fit.split_rules import PartRows, SplitFile
-from stoker.prep.fit.transforms import DenseFit, blocks, dense_values
 from stoker.prep.parse.layout import Layout, feature_codes, raw_columns
 from stoker.prep.schema import CategoricalColumn
 from stoker.prep.stages.parts import PartFile
 
-__all__ = ["Encoder", "Shard", "Slice"]
+__all__ = ["Encoder", "Slice"]
 
 Array = npt.NDArray[Any]
+Slice = tuple[PartRows, int, int]  # rows [begin, end) of one part's rows in a split
 
 
-def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
-    """The value behind a code above 0, after fill and modulo."""
-    if column.type == "string":
-        ends = arrays[f"ends.{index}"]
-        return arrays[f"bytes.{index}"][ends[code - 1] : ends[code]].tobytes().decode()
-    value = arrays[f"values.{index}"][code - 1]
-    if column.type == "hex":
-        return f"{value.view(np.uint64):x}"
-    return str(value.view(np.float64) if column.type == "float" else value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Rows [begin, end) of one part's rows in a split."""
-
-    part: PartRows
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The rows of a shard, and what its record says of them."""
-
-    arrays: dict[str, Array]  # tensors by name
-    positives: int  # rows with label 1
-    absent: int  # rows without label
-    unknown: list[list[int]]  # [2, F] ids that are 0, and all ids, by feature
-
-
+@dataclass(frozen=True)
 class Encoder:
-    """Makes shards of parts and finished tables.
+    """Makes shards of parts and finished tables, in any process."""
 
-    Args:
-        layout: of the parts.
-        splits: of the rows.
-        tables: work file of every table by name.
-        fit: of the dense columns.
-        wide: whether ids need int64.
-    """
+    layout: Layout
+    splits: SplitFile
+    tables: Mapping[str, Path]  # work file of every table by name
+    dense: Sequence[DenseFit]
+    wide: bool  # whether ids need int64
 
-    def __init__(
-        self, layout: Layout, splits: SplitFile, tables: Mapping[str, Path], fit: Sequence[DenseFit], *, wide: bool
-    ) -> None:
-        self.layout, self._splits, self._fit = layout, splits, fit
-        self._tables = dict(tables)
-        self._id_type: type[np.integer[Any]] = np.int64 if wide else np.int32
-        self._ids: dict[str, tuple[Array, Array]] = {}  # of each table: all ids, and where those of a dictionary begin
-        of_table: dict[str, int] = defaultdict(int)  # features
-        self._rank: list[int] = []  # of each feature among the features of its table
-        for column in layout.features:
-            name = column.table_name
-            self._rank.append(of_table[name])
-            of_table[name] += 1
-            if column.hash_buckets is None and name not in self._ids:
-                with PartFile(self._tables[name]) as arrays:
+    def __getstate__(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @cached_property
+    def _ids(self) -> list[tuple[Array, Array, int, int]]:
+        """Of each feature: all ids of its table, where those of a dictionary begin, how many features the table has,
+        and which of these it is."""
+        names = [column.table_name for column in self.layout.features]
+        tables: dict[str, tuple[Array, Array]] = {}
+        for column in self.layout.features:
+            if column.hash_buckets is None and column.table_name not in tables:
+                with PartFile(self.tables[column.table_name]) as arrays:
                     # Mapped: the system caches what there is room for.
-                    self._ids[name] = arrays["ids"], np.array(arrays["starts"])
-        self._width = of_table
+                    tables[column.table_name] = arrays["ids"], np.array(arrays["starts"])
+        nothing = np.empty(0, np.int32), np.zeros(1, np.int64)  # of hash buckets
+        width = Counter(names)
+        return [(*tables.get(name, nothing), width[name], names[:i].count(name)) for i, name in enumerate(names)]
 
     def _ids_of(self, part: PartRows, index: int, codes: Array) -> Array:
         """Return the ids behind codes of a feature in a part; codes of hash buckets are ids."""
-        column = self.layout.features[index]
-        if column.hash_buckets is not None:
+        if self.layout.features[index].hash_buckets is not None:
             return codes
-        ids, starts = self._ids[column.table_name]
-        place = part.index * self._width[column.table_name] + self._rank[index]
+        ids, starts, width, rank = self._ids[index]
+        place = part.index * width + rank
         found: Array = ids[starts[place] : starts[place + 1]][codes]
         return found
 
     def without_ids(self, part: PartRows, place_of: Callable[[PartRows, int], str]) -> npt.NDArray[np.bool_]:
         """Return the rows in which a column with oov="drop" has a value without id.
 
-        ``place_of`` words where a row of a part stands, for the error.
+        ``place_of`` words where a row of a part is, for the error.
 
         Raises:
             DataError: a column with oov="error" has one.
@@ -122,14 +91,16 @@ class Encoder:
                     )
         return drop
 
-    def count(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the training occurrences by id of every table, counted again after rows were dropped."""
+    def counts(self, parts: Sequence[PartRows]) -> dict[str, npt.NDArray[np.int64]]:
+        """Return the training occurrences by id of every table; ``parts``: counted again in these."""
         counts = {}
-        for name, path in self._tables.items():
+        for name, path in self.tables.items():
             with PartFile(path) as arrays:
-                counts[name] = np.zeros(arrays.size("counts"), np.int64)
+                counts[name] = np.array(arrays["counts"])
+                if parts:
+                    counts[name].fill(0)
         for part in parts:
-            chosen = self._splits.train_rows(part)
+            chosen = self.splits.train_rows(part)
             if chosen is None:
                 continue
             with part.open() as arrays:
@@ -139,39 +110,42 @@ class Encoder:
                     np.add.at(counts[column.table_name], ids, by_code)
         return counts
 
-    def encode(self, slices: Sequence[Slice], split: int) -> Shard:
-        """Make the shard of some rows of a split."""
-        chosen = [(piece.part, self._splits.rows(piece.part, split)[piece.begin : piece.end]) for piece in slices]
+    def encode(self, slices: Sequence[Slice], split: int) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Make the shard of some rows of a split.
+
+        Returns:
+            Its tensors by name; and what its record says: rows with label 1 (``positives``) and without label
+            (``absent``), and ``unknown`` [2, F], the ids that are 0 and all ids by feature.
+        """
+        chosen = [(part, self.splits.rows(part, split)[begin:end]) for part, begin, end in slices]
         sizes = [len(rows) for _, rows in chosen]
         n, width, bags = sum(sizes), len(self.layout.features), bool(self.layout.sequences)
         ids = [self._count_ids(part, rows) if bags else 0 for part, rows in chosen]
         out: dict[str, Array] = {
             "dense": np.empty((n, len(self.layout.schema.dense_names)), np.float32), "labels": np.empty(n, np.float32),
-            "ids": np.empty(sum(ids) if bags else (n, width), self._id_type),
+            "ids": np.empty(sum(ids) if bags else (n, width), np.int64 if self.wide else np.int32),
         }  # fmt: skip
         if bags:
-            out |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.empty(n + 1, np.int64)}
-            out["row_offsets"][0] = 0
+            out |= {"lengths": np.empty((n, width), np.int32), "row_offsets": np.zeros(n + 1, np.int64)}
         zeros = np.zeros(width, np.int64)
         firsts = zip(accumulate(sizes, initial=0), accumulate(ids, initial=0), strict=True)
         for (part, rows), (at, first) in zip(chosen, firsts, strict=False):
-            zeros += self._fill(out, part, rows, at, first)
+            self._fill(out, part, rows, at, first, zeros)
         labels = out["labels"]
-        return Shard(
-            arrays=out,
-            positives=int(np.count_nonzero(labels == 1)),
-            absent=int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0,
-            unknown=[zeros.tolist(), (out["lengths"].sum(axis=0) if bags else np.full(width, n)).tolist()],
-        )
+        return out, {
+            "positives": int(np.count_nonzero(labels == 1)),
+            "absent": int(np.count_nonzero(np.isnan(labels))) if self.layout.label.optional else 0,
+            "unknown": [zeros.tolist(), (out["lengths"].sum(axis=0) if bags else np.full(width, n)).tolist()],
+        }
 
     def _count_ids(self, part: PartRows, rows: Array) -> int:
         with part.open() as arrays:
             bags = sum(int(arrays[f"counts.{index}"][rows].sum(dtype=np.int64)) for index in self.layout.sequences)
         return bags + len(rows) * len(self.layout.one_hot)
 
-    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int) -> Array:
+    def _fill(self, out: dict[str, Array], part: PartRows, rows: Array, at: int, first: int, zeros: Array) -> None:
         """Write rows of a part to those from ``at`` on of a shard, and its ids from ``first`` on if it has sequences;
-        return how many ids are 0 by feature."""
+        add to ``zeros`` how many ids are 0 by feature."""
         here = slice(at, at + len(rows))
         with part.open() as arrays:
             out["labels"][here] = arrays["labels"][rows]
@@ -179,37 +153,29 @@ class Encoder:
                 out["dense"][here] = arrays["dense"][rows]
             else:
                 raw = raw_columns(arrays, self.layout)
-                dense_values(self.layout.columns, raw, self._fit, rows=rows, out=out["dense"], at=at)
+                dense_values(self.layout.columns, raw, self.dense, rows=rows, out=out["dense"], at=at)
             if self.layout.sequences:
-                return self._write_bags(arrays, out, part, rows, at, first)
-            return self._write_ids(arrays, out["ids"][here], part, rows)
-
-    def _write_ids(self, arrays: PartFile, out: Array, part: PartRows, rows: Array) -> Array:
-        """Write the ids of some rows, one per feature, to ``out``; return how many are 0 by feature."""
-        zeros = np.zeros(len(self.layout.features), np.int64)
-        codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
-        for begin, chosen in blocks(len(rows), rows):
-            for index, column in enumerate(codes):
-                ids = self._ids_of(part, index, column[chosen])
-                out[begin : begin + len(chosen), index] = ids
-                zeros[index] += len(ids) - np.count_nonzero(ids)
-        return zeros
+                self._write_bags(arrays, out, part, rows, at, first, zeros)
+                return
+            codes = [arrays[f"codes.{index}"] for index in self.layout.one_hot]
+            for begin, chosen in blocks(len(rows), rows):
+                for index, column in enumerate(codes):
+                    ids = self._ids_of(part, index, column[chosen])
+                    out["ids"][at + begin : at + begin + len(chosen), index] = ids
+                    zeros[index] += len(ids) - np.count_nonzero(ids)
 
     def _write_bags(
-        self, arrays: PartFile, out: dict[str, Array], part: PartRows, rows: Array, row: int, at: int
-    ) -> Array:
-        """Write the ids of some rows, bag by bag, their lengths and offsets; return how many are 0 by feature.
-
-        The rows go to those from ``row`` on of the shard, their ids to those from ``at`` on.
-        """
-        layout, width = self.layout, len(self.layout.features)
-        zeros = np.zeros(width, np.int64)
-        begins = {index: _offsets(arrays[f"counts.{index}"]) for index in layout.sequences}
+        self, arrays: PartFile, out: dict[str, Array], part: PartRows, rows: Array, row: int, at: int, zeros: Array
+    ) -> None:
+        """Write the ids of some rows, bag by bag, to those from ``at`` on, and their lengths and offsets to the rows
+        from ``row`` on."""
+        width = len(self.layout.features)
+        begins = {index: _offsets(arrays[f"counts.{index}"]) for index in self.layout.sequences}
         for begin, chosen in blocks(len(rows), rows):
             here = slice(row + begin, row + begin + len(chosen))
             lengths = out["lengths"][here]
             lengths.fill(1)
-            for index in layout.sequences:
+            for index in begins:
                 lengths[:, index] = arrays[f"counts.{index}"][chosen]
             places = at + _offsets(lengths)  # where each bag begins, row by row
             out["row_offsets"][here.start + 1 : here.stop + 1] = places[width::width]
@@ -217,13 +183,13 @@ class Encoder:
             for index in range(width):
                 source, to = chosen, places[:, index]
                 if index in begins:
-                    within = _within(lengths[:, index])
-                    source = np.repeat(begins[index][chosen], lengths[:, index]) + within
-                    to = np.repeat(to, lengths[:, index]) + within
+                    length = lengths[:, index]
+                    within = np.arange(length.sum(dtype=np.int64)) - np.repeat(_offsets(length)[:-1], length)
+                    source = np.repeat(begins[index][chosen], length) + within
+                    to = np.repeat(to, length) + within
                 ids = self._ids_of(part, index, arrays[f"codes.{index}"][source])
                 out["ids"][to] = ids
                 zeros[index] += len(ids) - np.count_nonzero(ids)
-        return zeros
 
 
 def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
@@ -231,6 +197,12 @@ def _offsets(lengths: Array) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def _within(lengths: Array) -> npt.NDArray[np.int64]:
-    """Return 0, 1, ... for the values of each list."""
-    return np.arange(lengths.sum(dtype=np.int64)) - np.repeat(_offsets(lengths)[:-1], lengths)
+def _raw_value(arrays: PartFile, index: int, column: CategoricalColumn, code: int) -> str:
+    """Return the value behind a code above 0, after fill and modulo."""
+    if column.type == "string":
+        ends = arrays[f"ends.{index}"]
+        return arrays[f"bytes.{index}"][ends[code - 1] : ends[code]].tobytes().decode()
+    value = arrays[f"values.{index}"][code - 1]
+    if column.type == "hex":
+        return f"{value.view(np.uint64):x}"
+    return str(value.view(np.float64) if column.type == "float" else value)

@@ -1,329 +1,361 @@
-"""The last pass: parts to shards, then the manifest that declares the dataset whole."""
+"""The last pass: parts to shards, groups and kept columns, then the manifest that declares the dataset whole."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import polars as pl
 import torch
 
+from stoker.base.checks import near
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
-from stoker.base.units import format_size
+from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
+from stoker.dataset.group_writer import GroupWriter
+from stoker.dataset.groups import group_file, write_group_file
 from stoker.dataset.integrity import written
-from stoker.dataset.reading.kept import kept_file
+from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.reading.kept import kept_file, kept_writer
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features
 from stoker.prep.fit.fitting import Fitting, same_file
-from stoker.prep.fit.split_rules import PartRows, SplitFile
-from stoker.prep.fit.transforms import DenseFit
+from stoker.prep.fit.split_rules import number_groups
 from stoker.prep.like import FEATURES
-from stoker.prep.parse.frames import parquet_rows
-from stoker.prep.parse.layout import Layout, time_value
+from stoker.prep.parse.frames import common_types, parquet_rows
+from stoker.prep.parse.ingest import file_columns
+from stoker.prep.parse.layout import time_value
 from stoker.prep.parse.quarantine import collect_quarantine
+from stoker.prep.parse.sources import source_kind
 from stoker.prep.rows.raw_rows import Rows
-from stoker.prep.stages.parts import PartFile, made_in
+from stoker.prep.schema import Schema
+from stoker.prep.stages.parts import made_beside
 from stoker.prep.stages.task import SPLITS, Progress, Task
 from stoker.prep.write.encode import Encoder, Slice
-from stoker.prep.write.group_numbers import Groups, write_groups
-from stoker.prep.write.kept_files import write_kept
 
-__all__ = ["publish"]
+__all__ = ["cut_warning", "publish"]
 
 _FREE = 2**20  # bytes of disk left for the manifest and the like
-_SHARD_BYTES = 2**26  # of a shard at most, as one lies in memory per thread while it is filled
+_SHARD_BYTES = 2**26  # of a shard at most, as one is in memory per thread while it is filled
 _LEAST_ROWS = 2**12
 
 
 def publish(task: Task, rows: Rows, fitting: Fitting) -> dict[str, Any]:
-    """Write shards, counts, quarantine and, last, the manifest; returns the manifest."""
-    return _Publisher(task, rows, fitting).run()
-
-
-class _Written:
-    """What the manifest says of the splits, summed up while their rows are encoded."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._features = [column.name for column in layout.features]
-        self.rows = 0
-        self.splits: dict[str, dict[str, Any]] = {name: {"rows": 0, "positives": 0, "shards": []} for name in SPLITS}
-        self.unknown = {name: {feature: [0, 0] for feature in self._features} for name in SPLITS}  # zero ids, all ids
-
-    def add(self, split: str, rows: int, positives: int, absent: int, unknown: list[list[int]]) -> None:
-        """Add rows of a split, of which ``absent`` have no label."""
-        entry = self.splits[split]
-        if absent or "labelled" in entry:  # datasets whose rows all have labels do not say so
-            entry["labelled"] = entry.get("labelled", entry["rows"]) + rows - absent
-        self.rows += rows
-        self.splits[split]["rows"] += rows
-        self.splits[split]["positives"] += positives
-        for feature, zeros, ids in zip(self._features, *unknown, strict=True):
-            self.unknown[split][feature][0] += zeros
-            self.unknown[split][feature][1] += ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What every shard is made by."""
-
-    layout: Layout
-    splits: SplitFile
-    tables: Mapping[str, Path]
-    dense: Sequence[DenseFit]
-    wide: bool  # ids need int64
-
-    def encoder(self) -> Encoder:
-        return Encoder(self.layout, self.splits, self.tables, self.dense, wide=self.wide)
+    """Write shards, counts, quarantine and, last, the manifest; return the manifest."""
+    encoder = Encoder(
+        task.layout, fitting.splits, fitting.table_files, fitting.dense,
+        wide=any(record["rows"] > 2**31 - 1 for record in fitting.tables.values()),
+    )  # fmt: skip
+    if any(column.oov != "reserved" for column in task.layout.features):
+        for part in fitting.parts:
+            fitting.drop(part, encoder.without_ids(part, fitting.place_of))
+    counts = encoder.counts(fitting.parts if fitting.any_dropped and task.like is None else ())
+    times = _times(fitting)
+    shard_rows = _plan_shards(fitting, wide=encoder.wide)
+    with ThreadPoolExecutor(2, thread_name_prefix="stoker-groups") as pool:
+        # One thread has to look at all rows for the groups, one for kept columns; others write shards meanwhile.
+        groups = pool.submit(_write_groups, fitting) if task.layout.group is not None else None
+        kept = pool.submit(_write_kept, fitting) if task.layout.kept else None
+        splits, unknown = _write_shards(fitting, encoder, shard_rows)
+        files = kept.result() if kept is not None else {}
+        summary = groups.result() if groups is not None else None
+    manifest: dict[str, Any] = {"splits": splits, "unknown": unknown}
+    for name, entry in times.items():
+        splits[name]["time"] = entry
+    for name in SPLITS:
+        if kept_file(name) in files:
+            splits[name]["keep"] = {"file": kept_file(name)}
+    if summary is not None:
+        manifest["groups"] = summary["groups"]
+        files |= summary["files"]
+        for name, entry in summary["splits"].items():
+            splits[name]["groups"] = entry
+    return _finish(rows, fitting, {name: torch.from_numpy(array) for name, array in counts.items()}, manifest, files)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardJob:
     """A shard to make, in any process."""
 
-    plan: _Plan
+    encoder: Encoder
     out: Path
     file: str  # within ``out``
     slices: list[Slice]
     split: int
     done: dict[str, Any] | None  # the record of an earlier run
 
-
-def _make_shard(job: _ShardJob) -> tuple[dict[str, Any], bool]:
-    """Make a shard; return its record, and whether an earlier run has left it."""
-    if job.done is not None and same_file(job.out / job.file, job.done):
-        return job.done, True
-    made = job.plan.encoder().encode(job.slices, job.split)
-    with made_in(job.out / ".work", job.out / job.file) as path:
-        info = write_shard(path, **made.arrays)
-    sums = {"positives": made.positives, "absent": made.absent, "unknown": made.unknown}
-    return {**info.to_dict(), **sums}, False
+    def make(self) -> tuple[dict[str, Any], bool]:
+        """Make the shard; return its record, and whether an earlier run left it."""
+        if self.done is not None and same_file(self.out / self.file, self.done):
+            return self.done, True
+        arrays, sums = self.encoder.encode(self.slices, self.split)
+        with made_beside(self.out / self.file, self.out / ".work") as path:
+            info = write_shard(path, **arrays)
+        return {**info.to_dict(), **sums}, False
 
 
-class _Publisher:
-    def __init__(self, task: Task, rows: Rows, fitting: Fitting) -> None:
-        self.task, self.rows, self.fitting = task, rows, fitting
-        self.layout, self.schema, self.out = task.layout, task.schema, task.out
-        self._table_sizes = [fitting.tables[column.table_name]["rows"] for column in self.layout.features]
-        self._plan = _Plan(
-            layout=task.layout, splits=fitting.splits, tables=fitting.table_files, dense=fitting.dense,
-            wide=any(record["rows"] > 2**31 - 1 for record in fitting.tables.values()),
-        )  # fmt: skip
-
-    def run(self) -> dict[str, Any]:
-        counts = self._table_counts()
-        times = self._times()
-        self._check_room()
-        with ThreadPoolExecutor(2, thread_name_prefix="stoker-beside") as beside:
-            # One thread has to look at all rows for the groups, one for kept columns; others write shards meanwhile.
-            groups = beside.submit(write_groups, self.fitting, self.out) if self.layout.group is not None else None
-            kept = beside.submit(write_kept, self.fitting, self.out) if self.layout.kept else None
-            found = self._write_shards()
-            for name, ends in times.items():
-                found.splits[name]["time"] = ends
-            files = kept.result() if kept is not None else {}
-            for name in SPLITS:
-                if kept_file(name) in files:
-                    found.splits[name]["keep"] = {"file": kept_file(name)}
-            return self._finish(counts, found, files, groups.result() if groups is not None else None)
-
-    def _write_shards(self) -> _Written:
-        """Encode all rows."""
-        jobs = [
-            _ShardJob(
-                plan=self._plan, out=self.out, file=file, slices=slices, split=number,
-                done=self.task.journal.done.get(f"shard {file}"),
-            )
-            for number in range(3)
-            for file, slices in self._shards(number)
-        ]  # fmt: skip
-        found = _Written(self.layout)
-        for job, (record, reused) in zip(jobs, self.task.map(_make_shard, jobs), strict=True):
-            if not reused:
-                self.task.journal.add(f"shard {job.file}", record)
-                written(self.out / job.file, record["sha256"], self._table_sizes)
-            self.task.reused += reused
-            split = SPLITS[job.split]
-            found.add(split, record["rows"], record["positives"], record.get("absent", 0), record["unknown"])
-            found.splits[split]["shards"].append({key: record[key] for key in ("file", "rows", "bytes", "sha256")})
-            self._report(found.rows)
-        return found
-
-    def _report(self, rows: int) -> None:
-        self.task.report(Progress(stage="write", done=rows, total=int(self.fitting.sizes[:, :3].sum()), unit="rows"))
-
-    def _table_counts(self) -> dict[str, Any]:
-        encoder = self._plan.encoder()
-        if any(column.oov != "reserved" for column in self.layout.features):
-            for part in self.fitting.parts:
-                self.fitting.drop(part, encoder.without_ids(part, self.fitting.place_of))
-        if self.fitting.any_dropped and self.task.like is None:
-            found = encoder.count(self.fitting.parts)
-            return {name: torch.from_numpy(array) for name, array in found.items()}
-        counts = {}
-        for name, path in self.fitting.table_files.items():
-            with PartFile(path) as arrays:
-                counts[name] = torch.from_numpy(np.array(arrays["counts"]))
-        return counts
-
-    def _times(self) -> dict[str, dict[str, Any]]:
-        """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
-        timestamp = self.schema.timestamp
-        if timestamp is None:
-            return {}
-
-        def ends_of(part: PartRows) -> list[tuple[int, int, int]]:
-            split = self.fitting.splits.assign(part)
-            with part.open() as arrays:
-                of = [(number, arrays["time"][split == number]) for number in range(len(SPLITS))]
-                return [(number, int(times.min()), int(times.max())) for number, times in of if len(times)]
-
-        found: dict[str, tuple[int, int]] = {}
-        for ends in ordered_map(ends_of, self.fitting.parts, self.task.threads):
-            for number, first, last in ends:
-                least, most = found.get(SPLITS[number], (first, last))
-                found[SPLITS[number]] = min(first, least), max(last, most)
-        return {
-            name: {"first": time_value(first, timestamp.type), "last": time_value(last, timestamp.type)}
-            for name, (first, last) in found.items()
-        }
-
-    def _row_bytes(self) -> float:
-        """Mean size of a row in a shard."""
-        ids = len(self.layout.one_hot) * sum(part.rows for part in self.fitting.parts)
-        if self.layout.sequences:
-            for part in self.fitting.parts:
-                with part.open() as arrays:
-                    ids += sum(arrays.size(f"codes.{index}") for index in self.layout.sequences)
-        rows = sum(part.rows for part in self.fitting.parts)
-        lengths = 4 * len(self.layout.features) + 8 if self.layout.sequences else 0
-        return 4 * (1 + len(self.schema.dense_names)) + lengths + (8 if self._plan.wide else 4) * ids / rows
-
-    def _bytes_beside(self, rows: int) -> int:
-        """Bytes of the files of groups and kept columns, about."""
-        size = 4 * rows if self.layout.group is not None else 0
-        for part in self.fitting.parts if self.layout.kept else ():
-            with part.open() as arrays:
-                size += arrays.size("keep")
-        return size
-
-    def _shard_rows(self) -> int:
-        """The power of two that keeps a shard within its bytes."""
-        rows, per_row = SHARD_ROWS, self._row_bytes()
-        while rows > _LEAST_ROWS and rows * per_row > _SHARD_BYTES:
-            rows //= 2
-        return rows
-
-    def _check_room(self) -> None:
-        rows = int(self.fitting.sizes[:, :3].sum())
-        per_row = self._row_bytes()
-        whole = int(rows * per_row) + self._bytes_beside(rows)
-        present = sum(f.stat().st_size for name in SPLITS for f in (self.out / name).glob("*.safetensors"))
-        needed, free = max(0, whole - present), shutil.disk_usage(self.out).free
-        if needed > free - _FREE:
-            raise DataError(
-                f"the shards need {format_size(needed)}, but the disk of {self.out} has "
-                f"{format_size(free)} free. {self.task.remedy_of_full_disk(kept=True)}"
-            )
-
-    def _shards(self, split: int) -> Iterator[tuple[str, list[Slice]]]:
-        """File and pieces of every shard of a split."""
-        name, number = SPLITS[split], 0
-        slices: list[Slice] = []
-        room = whole = self._shard_rows()
-        for part in self.fitting.parts:
-            begin, end = 0, int(self.fitting.sizes[part.index, split])
-            while begin < end:
-                take = min(room, end - begin)
-                slices.append(Slice(part=part, begin=begin, end=begin + take))
-                begin, room = begin + take, room - take
-                if room == 0:
-                    yield f"{name}/{number:05d}.safetensors", slices
-                    slices, room, number = [], whole, number + 1
-        if slices:
-            yield f"{name}/{number:05d}.safetensors", slices
-
-    def _finish(
-        self,
-        counts: dict[str, Any],
-        found: _Written,
-        kept: dict[str, Any],
-        groups: Groups | None,
-    ) -> dict[str, Any]:
-        bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in self.rows.raw if block.bad]
-        bad = collect_quarantine(self.out / "quarantine.jsonl", bad_blocks)
-        files = {"quarantine.jsonl": stored.describe_file(self.out / "quarantine.jsonl")}
-        files["counts.safetensors"] = stored.write_counts(self.out, counts)
-        like = self.task.like
-        if like is not None:
-            files |= like.copy("vocab/", self.out) | like.copy(f"{FEATURES}/", self.out)
-        if self.schema.feature and (like is None or self.rows.learned):
-            folder, tables = self.out / FEATURES, self.rows.learned
-            made = store_features(folder, self.schema.feature, tables, extend=like is not None)
-            files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
-        files |= {
-            f"vocab/{name}.parquet": record["vocab"]
-            for name, record in sorted(self.fitting.tables.items())
-            if "vocab" in record
-        }
-        files |= kept
-        grouped: dict[str, Any] = {}
-        splits = found.splits
-        if groups is not None:
-            grouped["groups"], of_splits, made = groups
-            files |= made
-            splits = {name: entry | self._groups_of(of_splits, name) for name, entry in splits.items()}
-        features = FeatureSpec(
-            dense=self.schema.dense_names,
-            features=tuple(column.feature() for column in self.layout.features),
-            num_embeddings={name: record["rows"] for name, record in self.fitting.tables.items()},
+def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Encode all rows into shards of ``most``; return the manifest's ``splits`` and ``unknown``."""
+    task = fitting.task
+    sizes = [fitting.tables[column.table_name]["rows"] for column in task.layout.features]
+    total, rows = int(fitting.sizes[:, :3].sum()), 0
+    jobs = [
+        _ShardJob(
+            encoder=encoder, out=task.out, file=file, slices=slices, split=split,
+            done=task.journal.done.get(f"shard {file}"),
         )
-        schema = self.schema.to_dict()
-        manifest = {
-            "stoker_version": __version__,
-            "created_by": self.task.recipe.command,
-            "recipe": {"name": self.task.recipe.name, "preset": self.task.recipe.preset_name},
-            "schema": schema,
-            "schema_hash": like.data.schema_hash
-            if like is not None
-            else stored.hash_schema(
-                {key: value for key, value in schema.items() if key != "keep"}  # which no id and no value depends on
-            ),
-            "features": features.to_dict(),
-            "dense_stats": {c.name: vars(item) for c, item in zip(self.schema.dense, self.fitting.dense, strict=True)},
-            "splits": splits,
-            "unknown": found.unknown,
-            "files": files,
-            "sources": self._sources(),
-            "quarantined": bad,
-            **grouped,
-        }
-        if like is not None:
-            manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
-        stored.write_manifest(self.out, manifest)
-        return manifest
+        for split in range(len(SPLITS))
+        for file, slices in _shards(fitting, split, most)
+    ]  # fmt: skip
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in SPLITS}
+    for job, (record, reused) in zip(
+        jobs, ordered_map(_ShardJob.make, jobs, task.threads, executor=task.executor), strict=True
+    ):
+        if not reused:
+            task.journal.add(f"shard {job.file}", record)
+            written(task.out / job.file, record["sha256"], sizes)
+        task.reused += reused
+        found[SPLITS[job.split]].append(record)
+        rows += record["rows"]
+        task.report(Progress(stage="write", done=rows, total=total, unit="rows"))
+    splits, unknown = {}, {}
+    for name, records in found.items():
+        count, absent = (sum(record[key] for record in records) for key in ("rows", "absent"))
+        shards = [{key: record[key] for key in ("file", "rows", "bytes", "sha256")} for record in records]
+        splits[name] = {"rows": count, "positives": sum(record["positives"] for record in records), "shards": shards}
+        if absent:  # datasets whose rows all have labels do not say so
+            splits[name]["labelled"] = count - absent
+        ids = (
+            np.array([record["unknown"] for record in records], np.int64)
+            .reshape(len(records), 2, len(sizes))
+            .sum(axis=0)
+        )
+        unknown[name] = dict(zip((column.name for column in task.layout.features), ids.T.tolist(), strict=True))
+    return splits, unknown
 
-    @staticmethod
-    def _groups_of(of_splits: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-        return {"groups": of_splits[name]} if name in of_splits else {}
 
-    def _sources(self) -> list[dict[str, Any]]:
-        # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
-        read = {block.source.path for block in self.rows.raw}
-        rows = {path: [0 if path in read else parquet_rows(path), 0] for path in self.task.files}
-        breaks = {block.source.path: block.lines_before + block.lines for block in self.rows.raw if block.broken}
-        for block in self.rows.raw:
-            rows[block.source.path][0] += block.rows
-            rows[block.source.path][1] += block.bad
-        return [
-            {"file": path.name, "bytes": path.stat().st_size, "rows": good, "bad": bad}
-            | ({"breaks_off": breaks[path]} if path in breaks else {})
-            for path, (good, bad) in rows.items()
-        ]
+def _shards(fitting: Fitting, split: int, most: int) -> Iterator[tuple[str, list[Slice]]]:
+    """Yield file and slices of every shard of a split, of ``most`` rows."""
+    number, room = 0, most
+    slices: list[Slice] = []
+    for part in fitting.parts:
+        begin, end = 0, int(fitting.sizes[part.index, split])
+        while begin < end:
+            take = min(room, end - begin)
+            slices.append((part, begin, begin + take))
+            begin, room = begin + take, room - take
+            if room == 0:
+                yield f"{SPLITS[split]}/{number:05d}.safetensors", slices
+                slices, room, number = [], most, number + 1
+    if slices:
+        yield f"{SPLITS[split]}/{number:05d}.safetensors", slices
+
+
+def _plan_shards(fitting: Fitting, *, wide: bool) -> int:
+    """Return the rows of a shard, the power of two that keeps it within its bytes.
+
+    Raises:
+        DataError: the disk has no room for the shards.
+    """
+    task, layout, parts = fitting.task, fitting.task.layout, fitting.parts
+    count = sum(part.rows for part in parts)
+    ids, kept = len(layout.one_hot) * count, 0
+    for part in parts if layout.sequences or layout.kept else ():
+        with part.open() as arrays:
+            ids += sum(arrays.size(f"codes.{index}") for index in layout.sequences)
+            kept += arrays.size("keep") if layout.kept else 0
+    lengths = 4 * len(layout.features) + 8 if layout.sequences else 0
+    per_row = 4 * (1 + len(task.schema.dense_names)) + lengths + (8 if wide else 4) * ids / count
+    rows = int(fitting.sizes[:, :3].sum())
+    whole = int(rows * per_row) + (4 * rows if layout.group is not None else 0) + kept
+    present = sum(file.stat().st_size for name in SPLITS for file in (task.out / name).glob("*.safetensors"))
+    needed, free = max(0, whole - present), shutil.disk_usage(task.out).free
+    if needed > free - _FREE:
+        raise DataError(
+            f"the shards need {format_size(needed)}, but the disk of {task.out} has "
+            f"{format_size(free)} free. {task.remedy_of_full_disk(kept=True)}"
+        )
+    most = SHARD_ROWS
+    while most > _LEAST_ROWS and most * per_row > _SHARD_BYTES:
+        most //= 2
+    return most
+
+
+def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
+    """Return the first and the last time of the rows of each split that has rows, where rows have a time."""
+    timestamp = fitting.task.schema.timestamp
+    found: dict[str, list[int]] = {}
+    for part in fitting.parts if timestamp is not None else ():
+        split = fitting.splits.assign(part)
+        with part.open() as arrays:
+            for number, name in enumerate(SPLITS):
+                times = arrays["time"][split == number]
+                if len(times):
+                    found[name] = [*found.get(name, []), int(times.min()), int(times.max())]
+    kind = timestamp.type if timestamp is not None else ""
+    return {
+        name: {"first": time_value(min(times), kind), "last": time_value(max(times), kind)}
+        for name, times in found.items()
+    }
+
+
+def _write_groups(fitting: Fitting) -> dict[str, Any]:
+    """Write the number of every row's list, split by split. Memory: about 60 bytes per group, besides a part.
+
+    Returns:
+        The manifest's ``groups`` (column, how many there are, how many are ``cut`` over several splits), the entries
+        of ``splits`` that have rows, and those of ``files``.
+    """
+    entries, known = number_groups(fitting.parts, "group")
+    seen = np.zeros(known, np.uint8)  # in which splits, bit by bit
+    splits: dict[str, dict[str, Any]] = {}
+    files: dict[str, Any] = {}
+
+    def numbers(split: int, writer: GroupWriter) -> Iterator[npt.NDArray[np.int32]]:
+        for part in fitting.parts:
+            if fitting.sizes[part.index, split]:
+                chosen = fitting.splits.rows(part, split)
+                with part.open() as arrays:
+                    names = entries[part.index][arrays["codes.group"][chosen] - 1]
+                    labels = arrays["labels"][chosen]
+                yield writer.add(names, labels)
+
+    for number, name in enumerate(SPLITS):
+        if rows := int(fitting.sizes[:, number].sum()):
+            writer, file = GroupWriter(known), group_file(name)
+            files[file] = write_group_file(fitting.task.out / file, rows, numbers(number, writer))
+            seen |= writer.seen.astype(np.uint8) << number
+            splits[name] = {**writer.summary(), "file": file}
+    cut = int(np.count_nonzero(seen & (seen - 1)))  # more than one bit
+    groups = {"column": fitting.task.schema.group, "count": int((seen > 0).sum()), "cut": cut}
+    return {"groups": groups, "splits": splits, "files": files}
+
+
+def cut_warning(schema: Schema, manifest: dict[str, Any]) -> list[str]:
+    """Return a warning where a split rule separates rows of one list; none where it does not."""
+    groups = manifest.get("groups")
+    if groups is None or not groups["cut"]:
+        return []
+    return [
+        f"{groups['cut']:,} of {plural(groups['count'], 'group')} ({groups['cut'] / groups['count']:.1%}) by "
+        f"column {groups['column']!r} have rows in several splits, as the split rule {schema.split.rule!r} does not "
+        "keep them together: ranking metrics then see a part of each such list, and training rows tell about the "
+        f'others. To keep lists whole, split with rule = "hash" and column = "{groups["column"]}".'
+    ]
+
+
+def _write_kept(fitting: Fitting) -> dict[str, Any]:
+    """Write the kept columns of every split that has rows, in their order; return the manifest's entries of the files.
+
+    Memory: the rows of a part, and a row group for each split.
+
+    Raises:
+        UnusableInput: no JSON line has a key that ``keep`` names. DataError: a full disk.
+    """
+    task = fitting.task
+    schemas = []
+    for part in fitting.parts:
+        with part.open() as arrays:
+            schemas.append(pl.read_ipc_schema(BytesIO(arrays["keep"].tobytes())))
+    types: Any = common_types(schemas)
+    empty = pl.DataFrame(schema=types).rename(dict(zip(types, task.schema.keep, strict=True)))
+    given = np.zeros(len(types), np.int64)  # values of each column that are not missing
+    files = [kept_file(name) for name, rows in zip(SPLITS, fitting.sizes.sum(axis=0), strict=False) if rows]
+    with ExitStack() as stack:
+        schema = empty.to_arrow(compat_level=pl.CompatLevel.oldest()).schema
+        writers = {file: stack.enter_context(kept_writer(task.out / file, schema)) for file in files}
+        for part in fitting.parts:
+            with part.open() as arrays:
+                rows = pl.read_ipc(arrays["keep"].tobytes()).cast(types)
+            rows.columns = empty.columns
+            given += rows.height - np.array(rows.null_count().row(0))
+            for number, name in enumerate(SPLITS):
+                chosen = fitting.splits.rows(part, number)
+                if len(chosen):
+                    table = rows[chosen].to_arrow(compat_level=pl.CompatLevel.oldest())
+                    writers[kept_file(name)].write(table)
+        for name, count in zip(empty.columns, given.tolist(), strict=True):
+            if not count:
+                _check_keys(task, name)
+    return {file: stored.describe_file(task.out / file) for file in files}
+
+
+def _check_keys(task: Task, name: str) -> None:
+    """Refuse a kept column without any value where the reason is that JSON lines have no such key."""
+    path, kind = task.files[0], task.schema.source.kind
+    made = {output for feature in task.schema.feature for output in feature.outputs}
+    if task.like is None and task.recipe.derive is None and name not in made and source_kind(path, kind) == "jsonl":
+        keys = file_columns(path, task.schema.source)
+        if name not in keys:
+            raise UnusableInput(
+                f"no line of {path} has a value for {name!r}, which keep names. The first has: {', '.join(keys)}."
+                f"{near(name, keys)}"
+            )
+
+
+def _finish(
+    rows: Rows, fitting: Fitting, counts: dict[str, torch.Tensor], manifest: dict[str, Any], files: dict[str, Any]
+) -> dict[str, Any]:
+    """Write what is not of rows, and the manifest, of which ``manifest`` and the entries ``files`` are known."""
+    task, out, schema, like = fitting.task, fitting.task.out, fitting.task.schema, fitting.task.like
+    bad_blocks = [(block.source.name, block.lines_before, block.bad_path) for block in rows.raw if block.bad]
+    bad = collect_quarantine(out / "quarantine.jsonl", bad_blocks)
+    files["quarantine.jsonl"] = stored.describe_file(out / "quarantine.jsonl")
+    files["counts.safetensors"] = stored.write_counts(out, counts)
+    if like is not None:
+        files |= like.copy("vocab/", out) | like.copy(f"{FEATURES}/", out)
+    if schema.feature and (like is None or rows.learned):
+        folder, tables = out / FEATURES, rows.learned
+        made = store_features(folder, schema.feature, tables, extend=like is not None)
+        files |= {f"{FEATURES}/{name}": entry for name, entry in made.items()}
+    for name, record in fitting.tables.items():
+        files |= {f"vocab/{name}.parquet": record["vocab"]} if "vocab" in record else {}
+    features = FeatureSpec(
+        dense=schema.dense_names,
+        features=tuple(column.feature() for column in task.layout.features),
+        num_embeddings={name: record["rows"] for name, record in fitting.tables.items()},
+    )
+    values = schema.to_dict()
+    identity = {key: value for key, value in values.items() if key != "keep"}  # no id and no value depends on keep
+    manifest |= {
+        "stoker_version": __version__,
+        "created_by": task.recipe.command,
+        "recipe": {"name": task.recipe.name, "preset": task.recipe.preset_name},
+        "schema": values,
+        "schema_hash": stored.hash_schema(identity) if like is None else like.data.schema_hash,
+        "features": features.to_dict(),
+        "dense_stats": {c.name: vars(item) for c, item in zip(schema.dense, fitting.dense, strict=True)},
+        "files": files,
+        "sources": _sources(task, rows),
+        "quarantined": bad,
+    }
+    if like is not None:
+        manifest["like"] = {"source": str(like.data.path), "schema_hash": like.data.schema_hash}
+    stored.write_manifest(out, manifest)
+    return manifest
+
+
+def _sources(task: Task, rows: Rows) -> list[dict[str, Any]]:
+    # Parquet inputs of a derivation are read by the recipe: their rows are known from their footers.
+    read = {block.source.path for block in rows.raw}
+    found = {path: [0 if path in read else parquet_rows(path), 0] for path in task.files}
+    breaks = {block.source.path: block.lines_before + block.lines for block in rows.raw if block.broken}
+    for block in rows.raw:
+        found[block.source.path][0] += block.rows
+        found[block.source.path][1] += block.bad
+    return [
+        {"file": path.name, "bytes": path.stat().st_size, "rows": good, "bad": bad}
+        | ({"breaks_off": breaks[path]} if path in breaks else {})
+        for path, (good, bad) in found.items()
+    ]
