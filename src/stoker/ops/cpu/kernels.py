@@ -416,7 +416,7 @@ def chosen_values(offsets, columns, features, values, out):
 
 
 @lru_cache(maxsize=64)
-def forward_kernel(dim: int) -> Kernel:
+def interaction_kernel(dim: int) -> Kernel:
     """Kernel of [B, D] and [B, F, D] to [B, width]: the vectors are turned, so that one row meets 16 others at once."""
 
     def forward(p):
@@ -457,7 +457,7 @@ def forward_kernel(dim: int) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def backward_kernel(dim: int) -> Kernel:
+def interaction_gradient_kernel(dim: int) -> Kernel:
     """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
 
     def backward(p):

@@ -119,13 +119,9 @@ class TritonBackend(Backend):
         scales = None if bags.weights is None else bags.weights.reshape(-1).to(torch.float32).contiguous()
         ids = bags.ids.contiguous()
         constants = {
-            "F": count,
-            "D": dim,
-            "BF16": weight.dtype == torch.bfloat16,
-            "SCALED": scales is not None,
-            "BAGS": tile,
+            "F": count, "D": dim, "BF16": weight.dtype == torch.bfloat16, "SCALED": scales is not None, "BAGS": tile,
             "BLOCK": block,
-        }
+        }  # fmt: skip
         with _on(device):
             if bags.offsets is None:
                 kernels.lookup_kernel[grid](
