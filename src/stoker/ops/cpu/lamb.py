@@ -1,4 +1,7 @@
-"""LAMB's two passes on the CPU, by kernels; arguments and results as in :mod:`stoker.ops.lamb`."""
+"""LAMB's two passes on the CPU, by kernels that equal :mod:`stoker.ops.lamb` to the bit, with its arguments and results.
+
+Legend: U distinct rows of a batch, D (``dim``) columns, T tables.
+"""
 
 from __future__ import annotations
 

@@ -309,7 +309,11 @@ class _Report:
 
 
 class IdWatch:
-    """The error word of one device.
+    """The error word of one device: ids outside their table are reported without making the host wait.
+
+    Kernels write the position of the first bad id into one word on the device, and every update reads that word first:
+    from then on nothing is written. The host gets a copy of the word after each call and looks at it when the next one
+    comes.
 
     Args:
         device: where the tables lie.
