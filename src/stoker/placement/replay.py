@@ -1,7 +1,7 @@
 """``stoker.replay``: what cache strategies would do on a stream of ids, without training.
 
-Placement does not change the ids of a run, so its hits, misses and traffic follow from the ids alone. A stream becomes a
-trace: for each step its distinct rows, numbered from the most frequent on. The strategies are defined in
+Placement does not change the ids of a run, so its hits, misses and traffic follow from the ids alone. A stream becomes
+a trace: for each step its distinct rows, numbered from the most frequent on. The strategies are defined in
 :mod:`stoker.placement.replay_reference`; here they run as Numba kernels.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows that occur at all, N rows of all tables,

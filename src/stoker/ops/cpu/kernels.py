@@ -1,7 +1,7 @@
 """Numba kernels for tables and for the pairwise interaction; most are specialised by row width, once a process.
 
-Every :class:`Kernel` is called by several threads at once with the same arguments; a shared cursor hands out disjoint work, so
-no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
+Every :class:`Kernel` is called by several threads at once with the same arguments; a shared cursor hands out disjoint
+work, so no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
 
 Functions under ``@jit`` run on the calling thread: they number the distinct rows of a batch, table by table, as one
 table's hash fits a small cache, and choose bags.

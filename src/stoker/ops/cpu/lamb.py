@@ -1,4 +1,4 @@
-"""LAMB's two passes on the CPU, by kernels that equal :mod:`stoker.ops.lamb` to the bit, with its arguments and results.
+"""LAMB's two passes on the CPU, by kernels; arguments and results as in :mod:`stoker.ops.lamb`, equal to the bit.
 
 Legend: U distinct rows of a batch, D (``dim``) columns, T tables.
 """

@@ -8,7 +8,8 @@ The update sums segments of equal rows without float atomics and tree sums: the 
 occurrence, so the work is spread over rows and columns only. Rows with more than LONG occurrences are summed first, by
 programs of their own with many loads in flight, so that one popular row does not hold up the others of its tile.
 
-Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. BAGS and BLOCK are the tile's rows and columns.
+Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. BAGS and BLOCK are
+the tile's rows and columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
