@@ -48,12 +48,12 @@ def make_dataset(
         seed: same seed, same bytes.
         shard_rows: rows per shard.
         id_type: ``"int32"`` or ``"int64"``.
-        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.dataset.split.Split.groups>`) on average,
-        which lie
-            scattered over the split; None: a dataset without groups. The rows themselves do not depend on it.
+        group_rows: rows of a list to rank (:attr:`Split.groups <stoker.dataset.split.Split.groups>`) on average, which
+            are scattered over the split; None: a dataset without groups. The rows themselves do not depend on it.
     """
     from stoker.dataset.dataset import Dataset
     from stoker.dataset.manifest import hash_schema, write_counts, write_manifest
+    from stoker.dataset.shards import write_shard
     from stoker.dataset.spec import Feature, FeatureSpec
 
     path = Path(path)
@@ -79,8 +79,8 @@ def make_dataset(
         splits[name] = {"rows": size, "positives": 0, "shards": []}
         for number, start in enumerate(range(0, size, shard_rows)):
             shard = _shard(generator, min(shard_rows, size - start), spec, hidden, slope, id_type)
-            info = _write(path / name / f"{number:05d}.safetensors", shard, spec)
-            splits[name]["shards"].append(info)
+            info = write_shard(path / name / f"{number:05d}.safetensors", **shard)
+            splits[name]["shards"].append(info.to_dict())
             splits[name]["positives"] += int(shard["labels"].sum())
             if name == "train":
                 _count(counts, shard, spec)
@@ -130,13 +130,9 @@ def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -
 
 
 def _shard(
-    generator: np.random.Generator,
-    rows: int,
-    spec: Any,
-    hidden: list[npt.NDArray[np.float64]],
-    slope: npt.NDArray[np.float64],
-    id_type: str,
-) -> dict[str, npt.NDArray[Any]]:
+    generator: np.random.Generator, rows: int, spec: Any, hidden: list[npt.NDArray[np.float64]],
+    slope: npt.NDArray[np.float64], id_type: str,
+) -> dict[str, npt.NDArray[Any]]:  # fmt: skip
     dense = generator.normal(size=(rows, len(slope))).astype(np.float32)
     score = dense @ slope
     lengths = np.ones((rows, len(hidden)), np.int32)
@@ -163,25 +159,10 @@ def _shard(
     return shard | {"ids": flat, "lengths": lengths, "row_offsets": row_offsets}
 
 
-def _write(path: Path, shard: dict[str, npt.NDArray[Any]], spec: Any) -> dict[str, Any]:
-    from stoker.dataset.shards import write_shard
-
-    return write_shard(
-        path,
-        dense=shard["dense"],
-        labels=shard["labels"],
-        ids=shard["ids"],
-        lengths=shard.get("lengths"),
-        row_offsets=shard.get("row_offsets"),
-    ).to_dict()
-
-
 def _count(counts: dict[str, torch.Tensor], shard: dict[str, npt.NDArray[Any]], spec: Any) -> None:
-    lengths = shard.get("lengths")
-    rows, features = len(shard["labels"]), len(spec.features)
-    column = np.tile(np.arange(features), rows)
-    if lengths is not None:
-        column = np.repeat(column, lengths.reshape(-1))
+    column = np.tile(np.arange(len(spec.features)), len(shard["labels"]))
+    if "lengths" in shard:
+        column = np.repeat(column, shard["lengths"].reshape(-1))
     ids = shard["ids"].reshape(-1)
     for place, feature in enumerate(spec.features):
         size = spec.num_embeddings[feature.table]

@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Models by name, and by import path such as ``my_models.wide:Wide``, which names a model of one's own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Rows that have a place of their own: the first ones of every table, found by an addition.
+"""The distinct rows of a batch, and which of them each lookup wants.
 
-Legend: T tables, H fixed rows of a table, P places (all H together).
+Some rows have a place of their own, the first ones of every table: it is found by an addition.
+
+Legend: B examples, F features, L ids, U distinct rows, T tables, H fixed rows of a table, P places (all H together).
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ _arena = Arena()
 
 @cache
 def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.cpu.kernels import backward_kernel, forward_kernel
+    from stoker.ops.cpu.kernels import interaction_gradient_kernel, interaction_kernel
 
-    return forward_kernel(dim), backward_kernel(dim)
+    return interaction_kernel(dim), interaction_gradient_kernel(dim)
 
 
 def _width(embedded: Tensor, align: int) -> int:

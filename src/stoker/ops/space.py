@@ -1,4 +1,7 @@
-"""One address space for many tables: tables of equal width lie end to end and are worked on together."""
+"""What kernels get beside rows: the address space of several tables, the lookups of a batch, keys of random bits.
+
+Tables of equal width lie end to end in one address space and are worked on together.
+"""
 
 from __future__ import annotations
 

@@ -16,21 +16,6 @@ from stoker.optim.rows import (
 from stoker.optim.schedules import Constant, CosineDecay, OneCycle, PolynomialDecay, Schedule, StepDecay
 
 __all__ = [
-    "FTRL",
-    "LAMB",
-    "ROW_OPTIMIZERS",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Constant",
-    "CosineDecay",
-    "DenseLAMB",
-    "MomentumSGD",
-    "OneCycle",
-    "PolynomialDecay",
-    "RowOptimizer",
-    "RowWiseAdagrad",
-    "Schedule",
-    "StepDecay",
-]
+    "FTRL", "LAMB", "ROW_OPTIMIZERS", "SGD", "Adagrad", "Adam", "AdamW", "Constant", "CosineDecay", "DenseLAMB",
+    "MomentumSGD", "OneCycle", "PolynomialDecay", "RowOptimizer", "RowWiseAdagrad", "Schedule", "StepDecay",
+]  # fmt: skip

@@ -286,7 +286,7 @@ class LAMB(RowOptimizer):
         return rule._replace(min_trust=self.min_trust, max_trust=most, l2=self.l2)
 
 
-def _moments(betas: tuple[float, float], tick: int) -> dict[str, float]:
+def _moments(betas: tuple[float, float], tick: int) -> dict[str, Any]:
     """The constants of both moments at ``tick``, as fields of a rule."""
     (beta1, beta2), steps = betas, tick + 1
     return {"beta1": beta1, "beta2": beta2, "bias1": 1.0 - beta1**steps, "bias2": 1.0 - beta2**steps}

@@ -1,7 +1,7 @@
-"""What a lookahead cache will hit, from the training counts alone.
+"""What a lookahead cache or hot rows will hit, from the training counts alone, and which rows to make hot.
 
 Legend: N rows of a table, C slots, k lookups of a table in a batch, T batches of an epoch, W batches looked ahead,
-F batches in flight, J buckets.
+F batches in flight, J buckets of neighbouring ids, H hot rows, n uses of a row in an epoch.
 
 **How often a row is used.** Ids of a batch are taken for independent draws, as in shuffled training. A row that occurs
 n times in an epoch of T batches is in a given batch with probability q = 1 - (1 - 1/T)^n. It is there, and was not in
@@ -24,6 +24,10 @@ residency on 355 shuffled Zipf traces (exponents 0.6 to 1.3, 2 % to 30 % of the 
 rate was 0.8 points too low to 1.3 too high, and 0.3 too high on average: h is not quite the same from step to step.
 
 The first epoch begins with empty slots, so first uses, which no cache avoids, are among the misses.
+
+**Hot rows.** In shuffled batches a cache moves less than ``HotCold`` with as many slots: it may keep the same rows, and
+chooses anew from step to step. What speaks for hot rows is that finding them costs nothing, and a dataset whose batches
+were made of them alone (FAE, VLDB 2022, section 4.2): those move nothing.
 """
 
 from __future__ import annotations

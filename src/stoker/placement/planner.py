@@ -5,6 +5,8 @@ used rows per byte first, as far as that lowers the traffic of the others, which
 
 Finding and planning rows takes main memory beside them (:mod:`stoker.placement.footprint`). Where the slots lie in main
 memory too, their budget has to cover it; behind a GPU, that of the rows at home.
+
+Legend: C slots of a group, H hot rows of a table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""The ids of a stream of batches as a trace: for each step its distinct rows, numbered from the most frequent on.
+"""``stoker.replay``: what cache strategies would do on a stream of ids, without training.
+
+Placement does not change the ids of a run, so its hits, misses and traffic follow from the ids alone. A stream becomes
+a trace: for each step its distinct rows, numbered from the most frequent on. The strategies are defined in
+:mod:`stoker.placement.replay_reference`; here they run as Numba kernels.
 
 Legend: T steps, L distinct rows of all steps one after the other, K rows that occur at all, N rows of all tables,
-B examples, F features.
+C slots, B examples, F features.
 """
 
 from __future__ import annotations
@@ -171,13 +175,9 @@ def record(steps: Iterable[Int64], advance: Callable[[int], None] = lambda step:
     for begin, end in reversed(list(spool.spans(len(rows)))):
         link(rows, begin, end, nearest, places)  # the keys are no longer needed: their file takes the links
     trace = IdTrace(
-        offsets=np.array(offsets, np.int64),
-        rows=rows,
-        counts=occurrences,
-        following=places,
-        num_rows=len(known),
+        offsets=np.array(offsets, np.int64), rows=rows, counts=occurrences, following=places, num_rows=len(known),
         lookups=lookups,
-    )
+    )  # fmt: skip
     return trace, greatest
 
 
@@ -349,18 +349,10 @@ def replay(
     best = next((c.misses for strategy, c in counts.items() if strategy.kind == "belady"), None)
     figures = [_figures(s.name, c, trace, size, best) for s, c in counts.items()]
     return Replay(
-        steps=trace.steps,
-        batch_size=batch_size if from_dataset else None,
-        in_flight=in_flight,
-        num_rows=num_rows,
-        rows_used=trace.num_rows,
-        slots=capacity,
-        least_slots=least,
-        row_bytes=size,
-        rows_needed=trace.places,
-        lookups=trace.lookups,
-        strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
-    )
+        steps=trace.steps, batch_size=batch_size if from_dataset else None, in_flight=in_flight, num_rows=num_rows,
+        rows_used=trace.num_rows, slots=capacity, least_slots=least, row_bytes=size, rows_needed=trace.places,
+        lookups=trace.lookups, strategies=tuple(sorted(figures, key=lambda f: (-f.hit_rate, f.strategy != "belady"))),
+    )  # fmt: skip
 
 
 def _slots(
@@ -376,17 +368,11 @@ def _slots(
 def _figures(name: str, counts: Counts, trace: IdTrace, row_bytes: int, best: int | None) -> StrategyFigures:
     mib = row_bytes / 2**20 / trace.steps
     return StrategyFigures(
-        strategy=name,
-        hit_rate=counts.hits / trace.places,
-        lookup_hit_rate=counts.lookups_hit / trace.lookups,
-        hits=counts.hits,
-        misses=counts.misses,
-        compulsory=counts.compulsory,
-        written_back=counts.written_back,
-        mib_in_per_step=counts.misses * mib,
-        mib_out_per_step=counts.written_back * mib,
+        strategy=name, hit_rate=counts.hits / trace.places, lookup_hit_rate=counts.lookups_hit / trace.lookups,
+        hits=counts.hits, misses=counts.misses, compulsory=counts.compulsory, written_back=counts.written_back,
+        mib_in_per_step=counts.misses * mib, mib_out_per_step=counts.written_back * mib,
         above_belady=None if best is None else counts.misses / best - 1,
-    )
+    )  # fmt: skip
 
 
 def _pipelined(

@@ -1,7 +1,10 @@
-"""Numba kernels for one group of tables, specialised by row width and made once per process.
+"""Numba kernels for tables and for the pairwise interaction; most are specialised by row width, once a process.
 
-Every kernel is called by several threads at once with the same arguments; a shared cursor hands out disjoint work, so
-no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
+Every :class:`Kernel` is called by several threads at once with the same arguments; a shared cursor hands out disjoint
+work, so no result depends on the number of threads. Arrays of rows are flat; addresses are int64.
+
+Functions under ``@jit`` run on the calling thread: they number the distinct rows of a batch, table by table, as one
+table's hash fits a small cache, and choose bags.
 
 Legend: B examples, F features, L ids, T tables, D (``dim``) columns.
 """
@@ -416,7 +419,7 @@ def chosen_values(offsets, columns, features, values, out):
 
 
 @lru_cache(maxsize=64)
-def forward_kernel(dim: int) -> Kernel:
+def interaction_kernel(dim: int) -> Kernel:
     """Kernel of [B, D] and [B, F, D] to [B, width]: the vectors are turned, so that one row meets 16 others at once."""
 
     def forward(p):
@@ -457,7 +460,7 @@ def forward_kernel(dim: int) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def backward_kernel(dim: int) -> Kernel:
+def interaction_gradient_kernel(dim: int) -> Kernel:
     """Kernel of the gradients: each vector's is the sum of the others, weighted by the gradients of its pairs."""
 
     def backward(p):

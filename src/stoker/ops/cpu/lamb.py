@@ -1,4 +1,7 @@
-"""LAMB's two passes on the CPU, by kernels; arguments and results as in :mod:`stoker.ops.lamb`."""
+"""LAMB's two passes on the CPU, by kernels; arguments and results as in :mod:`stoker.ops.lamb`, equal to the bit.
+
+Legend: U distinct rows of a batch, D (``dim``) columns, T tables.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.ops.codegen.llvm_memory import fetch_add, prefetch
+from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_row
 from stoker.ops.codegen.llvm_rows import (
     CLIP_NORM,
     CLIP_VALUE,
@@ -79,7 +82,6 @@ def move(
     return combined(limbs)
 
 
-_LINE = 16  # float32 elements in a cache line
 _AHEAD = 12  # rows to ask for before they are needed
 _MOST = 2.0**40  # stoker.ops.lamb
 _LIMB = 2.0**40
@@ -99,10 +101,8 @@ def direct_kernel(dim: int, flags: int) -> Kernel:
                 return
             for u in range(start, min(start + block, len(rows))):
                 if u + _AHEAD < len(rows):
-                    ahead = rows[u + _AHEAD] * dim
-                    for line in range(0, dim, _LINE):
-                        prefetch(mean, ahead + line)
-                        prefetch(square, ahead + line)
+                    prefetch_row(dim, mean, rows[u + _AHEAD] * dim)
+                    prefetch_row(dim, square, rows[u + _AHEAD] * dim)
                 at = rows[u] * dim
                 if clipping:
                     occurs = np.int64(0)
@@ -137,8 +137,7 @@ def move_kernel(dim: int) -> Kernel:
                 return
             for u in range(start, min(start + block, len(rows))):
                 if u + _AHEAD < len(rows):
-                    for line in range(0, dim, _LINE):
-                        prefetch(weight, rows[u + _AHEAD] * dim + line)
+                    prefetch_row(dim, weight, rows[u + _AHEAD] * dim)
                 row = rows[u]
                 of = table[u]
                 at = row * dim

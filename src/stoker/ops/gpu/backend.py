@@ -119,13 +119,9 @@ class TritonBackend(Backend):
         scales = None if bags.weights is None else bags.weights.reshape(-1).to(torch.float32).contiguous()
         ids = bags.ids.contiguous()
         constants = {
-            "F": count,
-            "D": dim,
-            "BF16": weight.dtype == torch.bfloat16,
-            "SCALED": scales is not None,
-            "BAGS": tile,
+            "F": count, "D": dim, "BF16": weight.dtype == torch.bfloat16, "SCALED": scales is not None, "BAGS": tile,
             "BLOCK": block,
-        }
+        }  # fmt: skip
         with _on(device):
             if bags.offsets is None:
                 kernels.lookup_kernel[grid](
@@ -313,7 +309,11 @@ class _Report:
 
 
 class IdWatch:
-    """The error word of one device.
+    """The error word of one device: ids outside their table are reported without making the host wait.
+
+    Kernels write the position of the first bad id into one word on the device, and every update reads that word first:
+    from then on nothing is written. The host gets a copy of the word after each call and looks at it when the next one
+    comes.
 
     Args:
         device: where the tables lie.

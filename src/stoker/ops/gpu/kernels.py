@@ -1,12 +1,16 @@
-"""Triton kernels that read: lookup, gradient of per-sample weights, fresh rows, row addresses.
+"""Triton kernels: lookup and its gradients, fresh rows, row addresses, one update a row, copies of rows.
 
 Launch every kernel with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the reference
 rounds twice. bfloat16 rows are passed as int16 and widened by a shift, which keeps every bit and needs no
 hardware support.
 
-Legend: B examples, F features, L ids in all, D columns. BAGS and BLOCK are the tile's rows and columns.
+The update sums segments of equal rows without float atomics and tree sums: the additions of a row follow the order of
+occurrence, so the work is spread over rows and columns only. Rows with more than LONG occurrences are summed first, by
+programs of their own with many loads in flight, so that one popular row does not hold up the others of its tile.
+
+Legend: B examples, F features, L ids (occurrences) in all, U distinct rows, D columns. BAGS and BLOCK are
+the tile's rows and columns.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
@@ -387,6 +391,9 @@ def copy_rows_kernel(source, rows, target, places, count, D: tl.constexpr, ROWS:
 
 def copy_rows(source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
     """Row ``rows[i]`` of ``source`` goes to row ``places[i]`` of ``target``, queued on the current stream.
+
+    Out of page-locked memory of the host the GPU reads rows over the link itself, without a processor gathering them
+    first (zero-copy access, as in EMOGI, VLDB 2020). Rows move as integers, so not-a-numbers keep their bits.
 
     Args:
         source: [N, D] or [N], contiguous, of 2 or 4 bytes an element; on the device, or page-locked on the host.

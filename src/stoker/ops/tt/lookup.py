@@ -89,13 +89,9 @@ def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor |
         distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
         digits, start = distinct.tolist(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
     return Level(
-        digit=ordered,
-        parent=None if inverse is None or above is None else above[inverse[order]],
-        digits=digits,
-        start=start,
-        by_prefix=place,
-        children=children,
-    )
+        digit=ordered, parent=None if inverse is None or above is None else above[inverse[order]], digits=digits,
+        start=start, by_prefix=place, children=children,
+    )  # fmt: skip
 
 
 def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
