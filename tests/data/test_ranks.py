@@ -25,8 +25,8 @@ def found(columns: Array, cuts: list[int]) -> list[float]:
     """The median of each column [K, n], over parts of it that are cut before the rows ``cuts``."""
 
     def of(values: Array) -> float:
-        def passes() -> Iterator[Array]:
-            return (ordered_int(part[~np.isnan(part)]) for part in np.split(values, sorted(cuts)))
+        def passes() -> Iterator[tuple[Array, None]]:
+            return ((ordered_int(part[~np.isnan(part)]), None) for part in np.split(values, sorted(cuts)))
 
         return median(passes, int((~np.isnan(values)).sum()))
 

@@ -58,19 +58,23 @@ def test_the_same_seed_gives_the_same_bytes_on_any_number_of_threads(recipe: str
 
 
 _BEFORE_UNIVERSES = {
-    "criteo": "0c32615f2fbbf29d",
-    "avazu": "635c66e633e1fcd5",
-    "taobao": "98f699ce23b450b6",
-    "trivago": "88b8d14f4ecab8c0",
-    "movielens": "a9ae0b620ff2d885",
-    "online-retail": "ebacf7d2153aba8d",
-    "globo": "31969855ee1bb422",
-    "ebnerd": "b5562307011905c3",
+    "criteo": "3b2a77555884e0b3",
+    "avazu": "d36956b645518d2f",
+    "taobao": "9794a6dc910fb48a",
+    "trivago": "120b8ee5c979b13b",
+    "movielens": "b102c249b4293642",
+    "online-retail": "4a4fae125ceb7321",
+    "globo": "4f60c97822e3d435",
+    "ebnerd": "83a63abec777f94f",
 }
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of text; the values of Parquet, whose bytes depend on the version of Arrow."""
+    """The bytes of text; the values of Parquet, whose bytes depend on the version of Arrow; ten digits of the truth,
+    whose last ones depend on the processor."""
+    if path.suffix == ".json":
+        truth = json.loads(path.read_text())
+        return repr({key: f"{one:.10g}" if isinstance(one, float) else one for key, one in truth.items()}).encode()
     return repr(pq.read_table(path).to_pydict()).encode() if path.suffix == ".parquet" else path.read_bytes()
 
 

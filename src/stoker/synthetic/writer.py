@@ -317,7 +317,8 @@ class TruthMeter:
         np.minimum(bins, self.BINS - 1, out=bins)
         self._positive += np.bincount(bins, weights=positive, minlength=self.BINS)
         self._negative += np.bincount(bins, weights=negative, minlength=self.BINS)
-        self._entropy += float(positive @ np.logaddexp(0.0, -z) + negative @ np.logaddexp(0.0, z))
+        # Not a product by BLAS, whose order of additions depends on the processor.
+        self._entropy += float(np.sum(positive * np.logaddexp(0.0, -z) + negative * np.logaddexp(0.0, z)))
         self.examples += len(z)
 
     def truth(self, **log: Any) -> SyntheticTruth:

@@ -35,7 +35,8 @@ Keys = npt.NDArray[np.int64]
 P = TypeVar("P")
 R = TypeVar("R")
 RowsOf = Callable[[P, Callable[[Sequence[Array], Array], R]], R]  # calls with raw columns [n] and training rows [m]
-Passes = Callable[[Callable[[Array], Any]], Iterable[Any]]  # a function of the stored training values of a part
+Counts = npt.NDArray[np.int64] | None  # how often each value occurs; None: once
+Passes = Callable[[Callable[[Array, Counts], Any]], Iterable[Any]]  # calls with float64 training values of a part
 
 TYPES = (np.uint8, np.uint16, np.float32)  # tried in this order before float64
 BLOCK = 2**12  # rows that are worked on together, so that temporary arrays and rows of the output stay in cache
@@ -152,8 +153,8 @@ def fit_dense(
 ) -> list[DenseFit]:
     """Fit every column on the training rows, one column after the other.
 
-    A column takes one pass for its range; a fill by mean one more, by median four or eight; ``zscore`` two. Values must
-    be finite.
+    A column that all parts store in 8 or 16 bits takes one pass, which counts its values. Any other takes one more for
+    its range, a fill by mean one, by median four or eight; ``zscore`` two. Values must be finite.
 
     Args:
         columns: D of them.
@@ -163,12 +164,37 @@ def fit_dense(
     """
 
     def fit(index: int, column: DenseColumn) -> DenseFit:
-        def passes(look: Callable[[Array], Any]) -> Iterable[Any]:
+        if not column.fitted:
+            return DenseFit.of(column)
+
+        def stored(look: Callable[[Array], Any]) -> Iterator[Any]:
             return ordered_map(lambda part: rows_of(part, lambda raw, rows: look(raw[index][rows])), parts, threads)
 
-        return _fit(column, passes) if column.fitted else DenseFit.of(column)
+        counts = list(stored(_count))
+        if all(one is not None for one in counts):
+            known = _distinct(counts)
+            return _fit(column, lambda look: [look(*known)])
+        return _fit(column, lambda look: stored(lambda values: look(values_of(values), None)))
 
     return [fit(index, column) for index, column in enumerate(columns)]
+
+
+def _count(column: Array) -> Array | None:
+    """Return how often each value of 8 or 16 bits occurs, [256] or [65536]; None for other types."""
+    return np.bincount(column, minlength=2 ** (8 * column.itemsize)) if column.dtype.kind == "u" else None
+
+
+def _distinct(counts: Sequence[Array]) -> tuple[Array, npt.NDArray[np.int64]]:
+    """Return the values that occur in any part, as float64, and how often; from counts of 8 or 16 bits."""
+    values, times = [np.empty(0)], [np.empty(0, np.int64)]
+    for dtype in (np.uint8, np.uint16):
+        size = np.iinfo(dtype).max + 1
+        total = np.sum([one for one in counts if len(one) == size], axis=0, initial=0)
+        total = np.broadcast_to(total, size)
+        there = np.flatnonzero(total)
+        values.append(values_of(there.astype(dtype)))
+        times.append(total[there].astype(np.int64))
+    return np.concatenate(values), np.concatenate(times)
 
 
 def _fit(column: DenseColumn, passes: Passes) -> DenseFit:
@@ -180,7 +206,7 @@ def _fit(column: DenseColumn, passes: Passes) -> DenseFit:
     elif not present:
         fill = 0.0
     elif column.fill == "mean":
-        fill = float(_sum(passes, lambda values: np.nan_to_num(values, copy=False), _power(max(-low, high))) / present)
+        fill = float(_sum(passes, np.nan_to_num, _power(max(-low, high))) / present)
     else:
         fill = median(lambda: passes(_keys), present)
     kind = column.transforms[-1] if column.transforms else ""
@@ -207,27 +233,29 @@ def _fit(column: DenseColumn, passes: Passes) -> DenseFit:
     return DenseFit(fill=fill, shift=mean, scale=_inverse(deviation))
 
 
-def _range(column: Array) -> tuple[float, float, int, int]:
+def _range(values: Array, counts: Counts) -> tuple[float, float, int, int]:
     """Return the least and the greatest training value of a part, and how many are present and missing."""
-    values = values_of(column) + 0.0  # zeros of either sign are one value
-    missing = int(np.isnan(values).sum())
+    values = values + 0.0  # zeros of either sign are one value
+    empty = np.isnan(values)
+    missing = int(empty.sum() if counts is None else counts[empty].sum())
     low, high = np.fmin.reduce(values, initial=np.inf), np.fmax.reduce(values, initial=-np.inf)
-    return float(low), float(high), len(values) - missing, missing
+    return float(low), float(high), (len(values) if counts is None else int(counts.sum())) - missing, missing
 
 
-def _keys(column: Array) -> Keys:
-    values = values_of(column)
-    return ordered_int(values[~np.isnan(values)])
+def _keys(values: Array, counts: Counts) -> tuple[Keys, Counts]:
+    present = ~np.isnan(values)
+    return ordered_int(values[present]), None if counts is None else counts[present]
 
 
 def _sum(passes: Passes, change: Callable[[Array], Array], exponent: int) -> Fraction:
     """Return the sum of what ``change`` makes of the training values, all below 2**exponent, to 78 bits of that."""
 
-    def limbs(column: Array) -> list[int]:
-        rest, sums = np.ldexp(change(values_of(column)), _LIMB - exponent), []
+    def limbs(values: Array, counts: Counts) -> list[int]:
+        rest, sums = np.ldexp(change(values.copy()), _LIMB - exponent), []
         for _ in range(_LIMBS):
             whole = np.rint(rest)
-            sums.append(int(whole.sum()))  # of whole numbers far below 2**53: exact
+            # Whole numbers far below 2**53, or 2**63: exact.
+            sums.append(int(whole.sum() if counts is None else whole.astype(np.int64) @ counts))
             rest -= whole
             rest *= 2.0**_LIMB
         return sums
@@ -265,17 +293,21 @@ def _turned(bits: Keys) -> Keys:
     return np.where(bits < 0, np.int64(-(2**63)) - bits - 1, bits)
 
 
-def select_rank(passes: Callable[[], Iterable[Keys]], rank: int) -> int:
-    """Return the value of ``rank`` (from 0) among all int64 values that ``passes()`` yields, each of four times."""
+def select_rank(passes: Callable[[], Iterable[tuple[Keys, Counts]]], rank: int) -> int:
+    """Return the value of ``rank`` (from 0) among all int64 values that ``passes()`` yields, with how often each occurs.
+
+    ``passes`` is called four times.
+    """
     prefix = 0
     for shift in _SHIFTS:
         bins = np.zeros(2**_DIGIT, np.int64)
-        for values in passes():
+        for values, counts in passes():
             keys = values.view(np.uint64) ^ np.uint64(2**63)
             if shift < _SHIFTS[0]:
-                keys = keys[(keys >> np.uint64(shift + _DIGIT)) == np.uint64(prefix)]
-            digits = (keys >> np.uint64(shift)) & np.uint64(2**_DIGIT - 1)
-            bins += np.bincount(digits.astype(np.int64), minlength=2**_DIGIT)
+                alike = (keys >> np.uint64(shift + _DIGIT)) == np.uint64(prefix)
+                keys, counts = keys[alike], None if counts is None else counts[alike]
+            digits = ((keys >> np.uint64(shift)) & np.uint64(2**_DIGIT - 1)).astype(np.int64)
+            bins += np.bincount(digits, counts, 2**_DIGIT).astype(np.int64)
         sums = np.cumsum(bins)
         digit = int(np.searchsorted(sums, rank, side="right"))
         rank -= int(sums[digit - 1]) if digit else 0
@@ -283,11 +315,12 @@ def select_rank(passes: Callable[[], Iterable[Keys]], rank: int) -> int:
     return int(np.uint64(prefix ^ 2**63).astype(np.int64))
 
 
-def median(passes: Callable[[], Iterable[Keys]], count: int) -> float:
+def median(passes: Callable[[], Iterable[tuple[Keys, Counts]]], count: int) -> float:
     """Return the median of ``count`` float64 values, the mean of the two middle ones; 0 if there are none.
 
     Args:
-        passes: yields the values of every part as :func:`ordered_int` gives them, each of four or eight times.
+        passes: yields the values of every part as :func:`ordered_int` gives them, and how often each occurs (None:
+            once); called four or eight times.
         count: of all values.
     """
     if not count:

@@ -160,11 +160,15 @@ class Splitter:
     def _cut(self, times: Array) -> npt.NDArray[np.uint8]:
         return np.searchsorted(np.array(self._cuts, np.int64), times, side="right").astype(np.uint8)
 
-    def _find_cuts(self, passes: Callable[[], Iterator[npt.NDArray[np.int64]]], total: int) -> None:
+    def _find_cuts(self, times: Callable[[], Iterator[npt.NDArray[np.int64]]], total: int) -> None:
         """Find the times at which validation and test begin. Equal times stay together, on the later side."""
         shares = np.cumsum([self.rule.train, self.rule.valid])
         highest = np.iinfo(np.int64).max
         ranks = [int(np.ceil(share * total - 1e-9)) for share in shares]
+
+        def passes() -> Iterator[tuple[npt.NDArray[np.int64], None]]:
+            return ((values, None) for values in times())
+
         self._cuts = [select_rank(passes, rank) if rank < total else highest for rank in ranks]
 
     def _fit_time(self) -> None:
