@@ -294,7 +294,7 @@ def _turned(bits: Keys) -> Keys:
 
 
 def select_rank(passes: Callable[[], Iterable[tuple[Keys, Counts]]], rank: int) -> int:
-    """Return the value of ``rank`` (from 0) among all int64 values that ``passes()`` yields, with how often each occurs.
+    """Return the value of ``rank`` (from 0) among all int64 values that ``passes()`` yields, and how often each occurs.
 
     ``passes`` is called four times.
     """
