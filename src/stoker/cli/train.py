@@ -248,7 +248,7 @@ def train_settings(given: dict[str, Any]) -> dict[str, Any]:
             settings["batch_size"] = int(size)
         except ValueError as error:
             raise ConfigError(f"--batch-size {size!r} is neither a whole number nor auto.") from error
-    if clip := settings.get("row_cow_clip"):
+    if (clip := settings.get("row_cow_clip")) is not None:
         try:
             ratio, floor = (float(part) for part in clip.split(","))
         except ValueError as error:

@@ -23,20 +23,18 @@ BackendName = Literal["auto", "reference", "cpu", "triton"]
 def _load(name: str) -> Backend:
     if name == "reference":
         return ReferenceBackend()
+    package = {"cpu": "numba", "triton": "triton"}.get(name)
+    if package is None:
+        raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")
+    if importlib.util.find_spec(package) is None:
+        raise DependencyError(f"backend {name!r} needs {package}, which is not installed. Run: pip install {package}")
     if name == "cpu":
-        if importlib.util.find_spec("numba") is None:
-            raise DependencyError("backend 'cpu' needs numba, which is not installed. Run: pip install numba")
         from stoker.ops.cpu.backend import CpuBackend
 
         return CpuBackend()
-    if name == "triton":
-        if importlib.util.find_spec("triton") is None:
-            raise DependencyError("backend 'triton' needs triton, which is not installed. Run: pip install triton")
-        from stoker.ops.gpu.backend import TritonBackend
+    from stoker.ops.gpu.backend import TritonBackend
 
-        backend: Backend = TritonBackend()
-        return backend
-    raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")
+    return TritonBackend()
 
 
 def get_backend(name: BackendName, device: torch.device) -> Backend:

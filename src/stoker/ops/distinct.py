@@ -110,7 +110,7 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     offsets = bags.offsets.contiguous().numpy() if bags.offsets is not None else np.zeros(1, np.int64)
     if bags.offsets is not None and not offsets_fit(bags.offsets, count):
         raise ValueError(f"offsets must rise from 0 to the number of ids, {count}; they do not.")
-    table_of, start, features, first, sizes = _tables(space)
+    table_of, start, features, first, sizes = space.by_table
     inverse_ids = np.empty(count, np.int32)
     others, placed = np.zeros(len(sizes), np.int64), 0
     if len(fixed):
@@ -154,16 +154,3 @@ def _scratch(size: int) -> tuple[Any, Any]:
     if held is None or len(held[0]) < size:
         held = _local.held = (np.full(size, -1, np.int64), np.empty(size, np.int32))
     return held
-
-
-def _tables(space: AddressSpace) -> tuple[Any, ...]:
-    """The table of each feature; features by table: where each table's begin, the features; first address and rows of
-    each table."""
-    known: tuple[Any, ...] | None = getattr(space, "_by_table", None)
-    if known is None:
-        tables = np.asarray(space.table_of, np.int64)
-        features = np.argsort(tables, kind="stable").astype(np.int64)
-        start = np.searchsorted(tables[features], np.arange(len(space.rows) + 1)).astype(np.int64)
-        known = (tables, start, features, np.ascontiguousarray(space.first_row), np.asarray(space.rows, np.int64))
-        object.__setattr__(space, "_by_table", known)
-    return known

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.ops import reference
+
+
+class ByTable(NamedTuple):
+    """Tables and their features as kernels walk them; int64."""
+
+    table_of: np.ndarray  # [F] table of each feature
+    start: np.ndarray  # [T + 1] where each table's features begin
+    features: np.ndarray  # [F] the features, by table
+    first_row: np.ndarray  # [T + 1]
+    rows: np.ndarray  # [T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +51,14 @@ class AddressSpace:
     def num_rows(self) -> int:
         """Rows of all tables together."""
         return int(self.first_row[-1])
+
+    @cached_property
+    def by_table(self) -> ByTable:
+        """The tables as arrays, and the features in their order."""
+        tables, rows = np.asarray(self.table_of, np.int64), np.asarray(self.rows, np.int64)
+        features = np.argsort(tables, kind="stable").astype(np.int64)
+        start = np.searchsorted(tables[features], np.arange(len(rows) + 1)).astype(np.int64)
+        return ByTable(tables, start, features, np.ascontiguousarray(self.first_row), rows)
 
     def table_range(self, table: int) -> tuple[int, int]:
         """First address of a table and the one after its last."""

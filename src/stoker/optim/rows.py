@@ -38,11 +38,7 @@ class RowOptimizer:
     cow_clip: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "clip_value", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{type(self).__name__}({name}={value}) must be finite and not negative.")
-
+        self._check_not_negative("lr", "weight_decay", "clip_value", "clip_norm")
         if self.cow_clip is not None:
             if len(self.cow_clip) != 2 or not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
                 raise ConfigError(
@@ -53,6 +49,12 @@ class RowOptimizer:
                 raise ConfigError(
                     f"{type(self).__name__}(cow_clip={self.cow_clip}) would clip every gradient to 0. Raise r or zeta."
                 )
+
+    def _check_not_negative(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"{type(self).__name__}({name}={value}) must be finite and not negative.")
 
     def rule(self, tick: int) -> RowRule:
         """The constants of the update at ``tick`` (updates done so far, counted from 0)."""
@@ -247,9 +249,7 @@ class FTRL(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beta", "l1", "l2"):
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ConfigError(f"FTRL({name}={getattr(self, name)}) must be finite and not negative.")
+        self._check_not_negative("beta", "l1", "l2")
 
     def rule(self, tick: int) -> RowRule:
         return super().rule(tick)._replace(eps=self.beta, l1=self.lr * self.l1, l2=self.lr * self.l2)
@@ -276,8 +276,7 @@ class LAMB(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.l2 >= 0 and math.isfinite(self.l2)):
-            raise ConfigError(f"LAMB(l2={self.l2}) must be finite and not negative.")
+        self._check_not_negative("l2")
         check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -46,7 +46,8 @@ _KEPT = 1.1  # times what is asked for: what allocator and threads keep in hand 
 _SMALL = 16 * 2**20  # bytes that a cache of any size may take uncounted, as the interpreter does
 
 
-class Beside(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Beside:
     """Bytes of main memory that a cache takes beside its rows."""
 
     page_table: int
@@ -59,7 +60,7 @@ class Beside(NamedTuple):
     @property
     def total(self) -> int:
         """All of it, at its peak."""
-        return sum(self)
+        return int(sum(astuple(self)))
 
 
 class Window:
@@ -118,6 +119,7 @@ class Footprint:
         self.on_cpu = on_cpu
         self.foresight = foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
+        self.hot_bytes = self.slot_bytes + (HOT_MARK if on_cpu else 0)  # of fast memory that a hot row takes
         self._window = Window(uses, lookahead)
         self._most = lookahead + 1
         # Rows from the most frequent on, and how many of them a batch has.
@@ -161,9 +163,7 @@ class Footprint:
 
     def hot_slots_within(self, memory: int, transit: int) -> int:
         """C where only ``transit`` of the slots are planned, and the others belong to hot rows."""
-        beside = self._fast_beside(transit)
-        each = self.slot_bytes + (HOT_MARK if self.on_cpu else 0)
-        return min(self.rows, max(0, memory - beside) // each)
+        return min(self.rows, max(0, memory - self._fast_beside(transit)) // self.hot_bytes)
 
     def slots_within(self, memory: int) -> int:
         """C, as many as ``memory`` bytes of fast memory hold; 0 if not even one."""

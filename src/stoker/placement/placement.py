@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from stoker.base.device import available_memory
-from stoker.base.errors import ConfigError
-from stoker.base.units import format_count, format_size
+from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.units import format_count, format_size, plural
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
@@ -196,9 +196,7 @@ class Placement(MutableMapping[str, Strategy]):
     def groups(self) -> tuple[Group, ...]:
         """Every group. Without a profile the first look measures this machine (see :func:`measure_profile`)."""
         if self._groups is None:
-            self._groups = tuple(
-                self._judge(strategy, tables, self._measured) for strategy, tables in self._buckets().items()
-            )
+            self._groups = tuple(self._judge(bucket, tables) for bucket, tables in self._buckets().items())
         return self._groups
 
     def _buckets(self) -> dict[_Bucket, list[TableConfig]]:
@@ -215,9 +213,7 @@ class Placement(MutableMapping[str, Strategy]):
             directory=strategy.path, file=strategy.home == "file", writes=strategy.writes,
         )  # fmt: skip
 
-    def _judge(
-        self, bucket: _Bucket, tables: Sequence[TableConfig], measured: Callable[[TableConfig, Slotted], Profile]
-    ) -> Group:
+    def _judge(self, bucket: _Bucket, tables: Sequence[TableConfig]) -> Group:
         work, strategy = self.workload, bucket.strategy
         rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], work.state)
         slots, beside, home, seconds, disk, parts, hot = rows, 0, None, 0.0, 0.0, False, 0
@@ -228,7 +224,7 @@ class Placement(MutableMapping[str, Strategy]):
             beside = work.footprint(tables).beside(slots - hot).total + HOT_MARK * hot
             beside += index_bytes(rows) if appends(strategy, rows) else 0
             traffic, parts = work.traffic(tables, strategy, slots)
-            profile = measured(tables[0], strategy)
+            profile = self._measured(tables[0], strategy)
             found = resting([parted(work.uses[t.name], count)[0] for t, count in zip(tables, hot_of, strict=True)])
             planned = replace(
                 traffic, distinct=traffic.distinct - found.distinct, hits=traffic.hits - found.distinct,
@@ -272,33 +268,30 @@ class Placement(MutableMapping[str, Strategy]):
             compressed = [table for table in self.tables if table.name in trains]
             small = sum(_stored_bytes([table], trains[table.name], self.workload.state) for table in compressed)
             large = sum(table.num_embeddings * row_bytes(table, self.workload.state) for table in compressed)
-            parts.append(
-                f"{_tables(len(trains))} TensorTrain ({format_size(small)} instead of {format_size(large)}, with state)"
-            )
+            sizes = f"{format_size(small)} instead of {format_size(large)}, with state"
+            parts.append(f"{plural(len(trains), 'table')} TensorTrain ({sizes})")
             fast = sum(table.num_embeddings for table in compressed)
         if not slotted:
-            rest = [f"{_tables(len(self.tables) - len(trains))} on the device, with all rows"]
+            rest = [f"{plural(len(self.tables) - len(trains), 'table')} on the device, with all rows"]
             return f"placement: {', '.join(rest + parts if len(trains) < len(self.tables) else parts)}"
         total = sum(table.num_embeddings for table in self.tables)
         behind = {table.name for tables in slotted.values() for table in tables} | set(trains)
         if direct := [table for table in self.tables if table.name not in behind]:
             fast += sum(table.num_embeddings for table in direct)
-            parts.append(f"{_tables(len(direct))} on the device")
+            parts.append(f"{plural(len(direct), 'table')} on the device")
         for key, tables in slotted.items():
             strategy = key.strategy
             assert isinstance(strategy, Slotted)
             rows, size = sum(table.num_embeddings for table in tables), row_bytes(tables[0], self.workload.state)
             slots = strategy.count_slots(rows, size)
             fast += slots
-            where = (
-                "in memory"
-                if strategy.home == "memory"
-                else f"in a file in {strategy.path or 'the temporary directory'}"
-            )
+            where = "in memory"
+            if strategy.home == "file":
+                where = f"in a file in {strategy.path or 'the temporary directory'}"
             hot = sum(strategy.count_hot(tables)) if isinstance(strategy, HotCold) else 0
             own = f", {format_count(hot)} of them for hot rows" if hot else ""
             parts.append(
-                f"{_tables(len(tables))} {type(strategy).__name__} in {format_count(slots)} slots{own} "
+                f"{plural(len(tables), 'table')} {type(strategy).__name__} in {format_count(slots)} slots{own} "
                 f"({slots / rows:.1%} of their rows, {format_size(slots * size)}), home {where} "
                 f"({format_size(rows * size)})"
             )
@@ -321,8 +314,6 @@ class Placement(MutableMapping[str, Strategy]):
         try:
             from rich.table import Table
         except ImportError as error:
-            from stoker.base.errors import DependencyError
-
             raise DependencyError("the report needs rich, which is not installed. Run: pip install rich") from error
         table = Table(show_header=False)
         table.add_column("")
@@ -359,8 +350,7 @@ _FIGURES: dict[str, Callable[[Group], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     strategy: Strategy
     dim: int
     pooling: str
@@ -371,10 +361,6 @@ def _stored_bytes(tables: Sequence[TableConfig], train: TensorTrain, state: Mapp
     """Of the cores of compressed tables, with optimizer state."""
     cores = stored_tables(tables, dict.fromkeys([table.name for table in tables], train))
     return sum(core.num_embeddings * row_bytes(core, state) for core in cores)
-
-
-def _tables(count: int) -> str:
-    return f"{count} table{'' if count == 1 else 's'}"
 
 
 def _named(tables: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -27,7 +27,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.units import format_size, parse_size
 from stoker.optim import RowOptimizer
 from stoker.placement.expected import HotBatches, Uses, choose_hot, parted, phases, roomy, uses_of
-from stoker.placement.footprint import HOT_MARK, Footprint
+from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
 from stoker.placement.profile import Profile
 from stoker.tables.compressed.tensor_train import stored_tables
@@ -482,13 +482,10 @@ def weigh(
         ConfigError: hot rows were asked for, and there is no room for them.
     """
     found: dict[str, Division] = {"cached": cached}
-    problem = ""
     hot, problem = _hot_cold(cached, work, budget, largest)
     if hot is not None:
         found["hot-cold"] = hot
-    found["host-pipelined"] = Division(
-        strategy=HostPipelined, resident=cached.resident, rest=cached.rest, slots=cached.slots
-    )
+    found["host-pipelined"] = replace(cached, strategy=HostPipelined)
     if strategy != "auto" and strategy not in found:
         # A profile's hot rows take the same room whatever the batch.
         smaller = "a smaller batch_size, " if work.hot_batches is None else ""
@@ -543,7 +540,7 @@ def _hot_cold(
         hot |= {table.name: count for table, count in zip(members, chosen, strict=True)}
     if not any(hot.values()):
         return None, "the rows of a batch take all slots, and leave none for hot rows"
-    return Division(strategy=HotCold, resident=cached.resident, rest=cached.rest, slots=slots, hot=hot), ""
+    return replace(cached, strategy=HotCold, slots=slots, hot=hot), ""
 
 
 def _classified(
@@ -565,12 +562,10 @@ def _classified(
         uses[kind] = [phases(work.uses[table.name], hot[table.name], batches.share)[1] for table in members]
         cold = [parted(use, hot[table.name])[1] for use, table in zip(uses[kind], members, strict=True)]
         transit[kind] = roomy(sum(use.distinct_of(work.depth(None)) for use in cold))
-        own = sum(hot[table.name] for table in members)
         footprint = work.footprint(members)
-        needed[kind], wanted[kind] = (
-            footprint.fast(rows) + own * (footprint.slot_bytes + (HOT_MARK if footprint.on_cpu else 0))
-            for rows in (largest(members), max(largest(members), transit[kind]))
-        )
+        own = footprint.hot_bytes * sum(hot[table.name] for table in members)
+        needed[kind] = footprint.fast(largest(members)) + own
+        wanted[kind] = footprint.fast(max(largest(members), transit[kind])) + own
     least = sum(needed.values())
     if least > left:
         return None, (
@@ -586,10 +581,8 @@ def _classified(
     slots: dict[Kind, int] = {}
     for kind, members in kinds.items():
         least_hot = [hot[table.name] for table in members]
-        own = sum(least_hot)
-        footprint = work.footprint(members)
-        each = footprint.slot_bytes + (HOT_MARK if footprint.on_cpu else 0)
-        slots[kind] = own + footprint.slots_within(given[kind] - own * each)
+        own, footprint = sum(least_hot), work.footprint(members)
+        slots[kind] = own + footprint.slots_within(given[kind] - own * footprint.hot_bytes)
         if slots[kind] > own + transit[kind]:  # room for more hot rows than the profile has
             slots[kind] = footprint.hot_slots_within(given[kind], transit[kind])
             more_hot = choose_hot(uses[kind], slots[kind], work.depth(None), least_hot)

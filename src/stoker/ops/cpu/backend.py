@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -42,14 +43,8 @@ class _Layout:
     """Tables and their features as arrays, largest table first, for one address space."""
 
     def __init__(self, space: AddressSpace) -> None:
-        self.bases = space.bases.numpy()
-        self.limits = space.limits.numpy()
-        self.first_row = space.first_row
-        self.rows = np.asarray(space.rows, dtype=np.int64)
-        tables = np.asarray(space.table_of, dtype=np.int64)
-        self.table_of = tables
-        self.features = np.argsort(tables, kind="stable").astype(np.int64)
-        self.start = np.searchsorted(tables[self.features], np.arange(len(space.rows) + 1)).astype(np.int64)
+        self.bases, self.limits = space.bases.numpy(), space.limits.numpy()
+        self.table_of, self.start, self.features, self.first_row, self.rows = space.by_table
         self.per_table = np.diff(self.start)
         # The largest first, so that no thread is left with a big one at the end.
         weight = self.per_table * np.minimum(np.asarray(space.rows, dtype=np.float64), 1e6)
@@ -103,18 +98,16 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def __init__(self) -> None:
-        self._layouts: dict[int, tuple[AddressSpace, _Layout]] = {}
+        self._layouts: WeakKeyDictionary[AddressSpace, _Layout] = WeakKeyDictionary()
         self._scratch = _Scratch()
         self._busy = threading.Lock()
         self._arena = Arena()
 
     def _layout(self, space: AddressSpace) -> _Layout:
-        known = self._layouts.get(id(space))
-        if known is None or known[0] is not space:
-            if len(self._layouts) > 64:
-                self._layouts.clear()
-            known = self._layouts[id(space)] = (space, _Layout(space))
-        return known[1]
+        known = self._layouts.get(space)
+        if known is None:
+            known = self._layouts[space] = _Layout(space)
+        return known
 
     def init_rows(self, out: Tensor, key: int, start: int, scale: float) -> None:
         cursor = np.zeros(1, dtype=np.int64)
