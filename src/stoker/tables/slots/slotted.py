@@ -298,6 +298,8 @@ class SlottedRows(Storage):
     def read(self, start: int, stop: int) -> Rows:
         with self._lock:
             self.flush()
+            if not self.num_hot:
+                return self.home.read(start, stop)
             self._link.finish()
             found = self.home.empty(stop - start)
             for begin, end, slot in self.hot.runs(start, stop):
