@@ -220,56 +220,50 @@ class TableGroup:
             raise
 
     def _by_examples(self, work: Callable[..., Tensor], lookups: Lookups, *each: Tensor) -> Tensor:
-        """``work(lease, *tensors of those examples)`` for blocks of examples that fit; results one after the other.
-
-        Raises:
-            TooFewSlots: one example alone has more rows than there are slots to give.
-        """
-        bags, space = lookups
-        features = len(space.features)
+        """``work(lease, *tensors of those examples)`` for blocks of examples that fit; results one after the other."""
+        bags, features = lookups.bags, len(lookups.space.features)
         batch = bags.batch_size(features)
         done: list[Tensor] = []
-        start, size = 0, batch
-        while start < batch:
-            stop = min(start + size, batch)
-            try:
-                lease = self.storage.acquire(_examples(bags, features, start, stop), space)
-            except TooFewSlots as error:
-                if size == 1:
-                    raise error.of_one_example() from None
-                size = max(1, (stop - start) // 2)
-                continue
-            if not lease.begin():
-                continue  # another thread took its slots
+        blocks = self._blocks(lookups.space, batch, batch, lambda start, stop: _examples(bags, features, start, stop))
+        for start, stop, lease in blocks:
             done.append(work(lease, *(tensor[start:stop] for tensor in each)).clone())
             lease.release(changed=False)
-            start = stop
         return torch.cat(done)
 
     def _by_rows(self, work: Callable[[Lease], object], lookups: Lookups) -> None:
         """``work(lease)`` for blocks of distinct rows that fit, each with all its lookups, in order of occurrence."""
         storage = self.storage
         assert isinstance(storage, SlottedRows)
-        bags, space = lookups.bags.cpu(), lookups.space
-        rows, which, _ = storage.distinct(bags, space)
+        bags = lookups.bags.cpu()
+        rows, which, _ = storage.distinct(bags, lookups.space)
         number = which.reshape(-1).numpy()
-        start, size = 0, max(1, min(len(rows), storage.available))
-        while start < len(rows):
-            stop = min(start + size, len(rows))
-            # Rows with a slot of their own, which have no number, go with the first part.
-            keep = torch.from_numpy((number < stop) & (number >= start) if start else number < stop)
+
+        def lookups_of(start: int, stop: int) -> Bags:
+            # Rows with a slot of their own, which have no number, go with the first block.
+            return keep_lookups(bags, torch.from_numpy((number < stop) & (number >= start) if start else number < stop))
+
+        size = max(1, min(len(rows), storage.available))
+        for _, _, lease in self._blocks(lookups.space, len(rows), size, lookups_of):
+            work(lease)
+            lease.release(changed=True)
+
+    def _blocks(
+        self, space: AddressSpace, count: int, size: int, bags_of: Callable[[int, int], Bags]
+    ) -> Iterator[tuple[int, int, Lease]]:
+        """(start, stop, lease on the rows of ``bags_of(start, stop)``) for blocks of 0..count that fit, begun."""
+        start = 0
+        while start < count:
+            stop = min(start + size, count)
             try:
-                lease = storage.acquire(keep_lookups(bags, keep), space)
+                lease = self.storage.acquire(bags_of(start, stop), space)
             except TooFewSlots as error:
                 if size == 1:
                     raise error.of_one_example() from None
-                size = max(1, size // 2)
+                size = max(1, (stop - start) // 2)
                 continue
-            if not lease.begin():
-                continue  # another thread took its slots
-            work(lease)
-            lease.release(changed=True)
-            start = stop
+            if lease.begin():  # else another thread took its slots
+                yield start, stop, lease
+                start = stop
 
     def place(self, name: str) -> tuple[Storage, int, int]:
         """Where a table is: its storage, its first row there, and the row after its last."""

@@ -579,7 +579,7 @@ class FastResidency(Residency):
         self._slots = np.zeros((slots, 4), np.int64)
         self._slots[:, [ROW, NEXT]] = -1
         self.row_in_slot = self._slots[:, ROW]
-        self._empty_slots = np.arange(slots - 1, -1, -1, dtype=np.int64)
+        self._empty = np.arange(slots - 1, -1, -1, dtype=np.int64)
         self._heap = np.zeros(2 * slots, np.int64)  # memory comes when it is touched, which few runs do
         self._counters = np.zeros(8, np.int64)
         self._counters[FREE] = slots
@@ -625,7 +625,7 @@ class FastResidency(Residency):
             landed, gone = self._leaving[0]
         status, fence, fetched, written = _plan(
             rows, staged, self.plans, self.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
-            evict_slots, gone, landed, self.first_row, self._ranks, self._directory, self._ring, self._empty_slots,
+            evict_slots, gone, landed, self.first_row, self._ranks, self._directory, self._ring, self._empty,
             *self._structures,
         )  # fmt: skip
         if status < 0:

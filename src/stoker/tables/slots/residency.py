@@ -93,7 +93,7 @@ class Residency:
     def _prepare(self) -> None:
         """Make what is known of rows and slots."""
         self._rows: dict[int, _Row] = {}
-        self._empty = list(range(self.slots - 1, -1, -1))
+        self._unused = list(range(self.slots - 1, -1, -1))
         self._users = [0] * self.slots
         self._changed: set[int] = set()
         self._parked: set[int] = set()  # slots that may be given up
@@ -183,7 +183,7 @@ class Residency:
         kept = {item.slot for item in known if item.slot >= 0}
         missing = sum(item.slot < 0 for item in known)
         candidates = self._parked - kept
-        if missing > len(self._empty) + len(candidates):
+        if missing > len(self._unused) + len(candidates):
             return None
         number, self.plans = self.plans, self.plans + 1
         self._parked -= kept
@@ -193,7 +193,7 @@ class Residency:
             row = int(self.row_in_slot[slot])
             return (self._rows[row].next_use, *self._local(row))
 
-        needed = len(candidates) if self.transient else max(0, missing - len(self._empty))
+        needed = len(candidates) if self.transient else max(0, missing - len(self._unused))
         victims = nlargest(needed, candidates, key=far)
         evict_rows, evict_slots = [], []
         left = []
@@ -215,13 +215,13 @@ class Residency:
             if staged:
                 _, item.hint = item.uses.popleft()
             if item.slot < 0:
-                item.slot, item.left = self._empty.pop() if self._empty else given_up.popleft(), -1
+                item.slot, item.left = self._unused.pop() if self._unused else given_up.popleft(), -1
                 self.row_in_slot[item.slot] = row
                 fetch_rows.append(row)
                 fetch_slots.append(item.slot)
             self._users[item.slot] += 1
             slots.append(item.slot)
-        self._empty.extend(reversed(given_up))
+        self._unused.extend(reversed(given_up))
         self._leaving.append((number, np.array(left, np.int64)))
         while self._leaving[0][0] <= number - LANDED:
             landed, gone = self._leaving.popleft()
@@ -280,7 +280,7 @@ class Residency:
     @property
     def free(self) -> int:
         """Slots that a plan could use now."""
-        return len(self._empty) + len(self._parked)
+        return len(self._unused) + len(self._parked)
 
     @property
     def wanted(self) -> int:

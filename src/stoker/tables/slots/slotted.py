@@ -154,6 +154,11 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
+    @property
+    def staged(self) -> int:
+        """Batches that are resident and not handed out yet."""
+        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
+
     def queue(self) -> Queue:
         """A queue of upcoming batches for one stage."""
         return Queue(self)
@@ -292,6 +297,8 @@ class SlottedRows(Storage):
     def read(self, start: int, stop: int) -> Rows:
         with self._lock:
             self.flush()
+            if not self.num_hot:
+                return self.home.read(start, stop)
             self._link.finish()
             found = self.home.empty(stop - start)
             for begin, end, slot in self.hot.runs(start, stop):
