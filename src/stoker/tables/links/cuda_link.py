@@ -364,6 +364,7 @@ class _Buffer:
     def _name(self, which: int) -> Tensor:
         """The slots or addresses, on the device."""
         host: Tensor
+        device: Tensor
         host, device = self.names[which]
         _copy(device, host)
         return device
