@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from stoker.base.errors import DataError
 from stoker.dataset import rebuild
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.gather import NumpyGather
 from stoker.dataset.manifest import read_manifest, write_manifest
-from stoker.dataset.reading.gather import NumpyGather
 from stoker.dataset.shards import open_shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.dataset.split import Split

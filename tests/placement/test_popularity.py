@@ -16,9 +16,9 @@ import torch
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.dataset import gather
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json, hash_schema, write_counts, write_manifest
-from stoker.dataset.reading import gather
 from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.rewrite.fae import popularity, sampling

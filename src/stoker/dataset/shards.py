@@ -12,8 +12,8 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ __all__ = [
     "ShardInfo",
     "allow_open_files",
     "open_shard",
+    "tensor_views",
     "write_shard",
+    "write_tensors",
 ]
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
@@ -53,7 +55,7 @@ class ShardInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"file": self.file, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256}
+        return asdict(self)
 
 
 def write_shard(
@@ -96,15 +98,27 @@ def write_shard(
         begin, end = end, end + arrays[name].nbytes
         kind = _NAMES[arrays[name].dtype.newbyteorder("<")]
         header[name] = {"dtype": kind, "shape": list(arrays[name].shape), "data_offsets": [begin, end]}
+    size, digest = write_tensors(path, header, chain.from_iterable(_pieces(arrays[name]) for name in order))
+    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest)
+
+
+def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) -> tuple[int, str]:
+    """Write a file of safetensors atomically: its header, then the bytes of the tensors, some at a time.
+
+    Returns:
+        Size in bytes and sha256 of the file.
+
+    Raises:
+        DataError: a full disk.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
     digest, size = hashlib.sha256(), 0
     with atomic_file(path) as file:
-        head = len(text).to_bytes(8, "little") + text
-        for piece in chain([head], chain.from_iterable(_pieces(arrays[name]) for name in order)):
+        for piece in chain([len(text).to_bytes(8, "little") + text], pieces):
             digest.update(piece)
             size += file.write(piece)
-    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
+    return size, digest.hexdigest()
 
 
 def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
@@ -233,7 +247,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}.") from error
     try:
-        tensors, starts = _views(mapped)
+        tensors, starts = tensor_views(mapped)
         problem = _problem({name: (array.dtype, array.shape) for name, array in tensors.items()})
         if problem is None and len(tensors["labels"]) != rows:
             problem = f"it holds {len(tensors['labels']):,} rows, the manifest says {rows:,}"
@@ -243,21 +257,11 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
         ) from error
     if problem:
         raise DataError(f"{path} is not the shard it should be: {problem}. Prepare the dataset again.")
-    return MappedShard(
-        path=path,
-        rows=rows,
-        identity=identity,
-        map=mapped,
-        dense=tensors["dense"],
-        labels=tensors["labels"],
-        ids=tensors["ids"],
-        lengths=tensors.get("lengths"),
-        row_offsets=tensors.get("row_offsets"),
-        starts=starts,
-    )
+    return MappedShard(path=path, rows=rows, identity=identity, map=mapped, starts=starts, **tensors)
 
 
-def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+def tensor_views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+    """Return the tensors of a mapped file of safetensors, and the byte where each starts."""
     length = int.from_bytes(mapped[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER, len(mapped) - 8):
         raise ValueError(f"its header claims {format_size(length)} of {format_size(len(mapped))}")

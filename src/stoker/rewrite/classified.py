@@ -28,13 +28,10 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import quoted
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.group_writer import GroupWriter
-from stoker.dataset.groups import group_file, write_group_file
-from stoker.dataset.integrity import ShardChecks
+from stoker.dataset.gather import make_gather
 from stoker.dataset.manifest import describe_file, write_manifest
-from stoker.dataset.reading.gather import make_gather
-from stoker.dataset.reading.kept import kept_writer
 from stoker.dataset.rebuild import rebuilt
+from stoker.dataset.row_files import GroupWriter, group_file, kept_writer, write_group_file
 from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
@@ -268,12 +265,10 @@ def hot_mask(shard: Shard, limits: Int64) -> npt.NDArray[np.bool_]:
 
 def _find_hot(split: Split, limits: Int64, threads: int, progress: Progress) -> HotBits:
     """Check every shard and find its hot rows."""
-    checks = ShardChecks(split) if split.rows else None
 
     def find(number: int) -> npt.NDArray[np.uint8]:
         shard = split.shards[number]
-        if checks is not None:
-            checks.before(split.starts[number], split.starts[number + 1])
+        split.check_rows(split.starts[number], split.starts[number + 1])
         found = np.packbits(hot_mask(shard, limits))
         shard.release()
         return found

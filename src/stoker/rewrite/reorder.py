@@ -29,7 +29,6 @@ from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.integrity import ShardChecks
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
 from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.shards import Shard, write_shard
@@ -236,7 +235,6 @@ def _orders(
 ) -> tuple[dict[str, Int64], dict[str, TableReport]]:
     """The new ids of every table, and what they are good for."""
     split, orders, told = data.train, {}, {}
-    checks = ShardChecks(split) if split.rows else None
     batches = split.rows / how.window
 
     def work(job: tuple[str, TableUse]) -> tuple[str, Int64, TableReport]:
@@ -256,8 +254,7 @@ def _orders(
             }
             for number, shard in enumerate(split.shards if split.rows else []):
                 start = split.starts[number]
-                if checks is not None:
-                    checks.before(start, start + shard.rows)
+                split.check_rows(start, start + shard.rows)
                 list(pool.map(lambda name: _add(found[name], shard, data.schema, name, start), group))  # noqa: B023
                 shard.release()
                 progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
@@ -328,11 +325,10 @@ def _write_shards(
         if not split.rows:
             splits[name] = dict(split.entry)
             continue
-        checks = ShardChecks(split)
 
         def work(number: int) -> dict[str, Any]:
             shard, entry = split.shards[number], split.entry["shards"][number]  # noqa: B023
-            checks.before(split.starts[number], split.starts[number + 1])  # noqa: B023
+            split.check_rows(split.starts[number], split.starts[number + 1])  # noqa: B023
             tensors: dict[str, Any] = {
                 "dense": shard.dense,
                 "labels": shard.labels,

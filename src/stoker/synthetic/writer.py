@@ -16,7 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
-from stoker.dataset.leftovers import absent_folders, remove_empty
+from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic import choices, formats, purchases
 from stoker.synthetic.clicks import Options

@@ -19,7 +19,7 @@ from stoker.base.timeline import span
 from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import BatchStream
 from stoker.models import MODELS, RecModel
 from stoker.models.imported import class_path
 from stoker.optim import Constant, Schedule

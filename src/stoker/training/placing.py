@@ -13,8 +13,8 @@ import torch
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream, EpochRest
 from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import BatchStream, EpochRest
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.hot_cold import HotBatches

@@ -18,7 +18,7 @@ import numpy as np
 
 from stoker.base.checks import choice, fail, positive
 from stoker.base.errors import DataError
-from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW, Derivation, texts
 from stoker.prep.features.explain import explained
 from stoker.prep.features.lists import lists_of, previous_values

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from stoker.base.files import hash_file
 from stoker.base.ordered import ordered_map
-from stoker.dataset.leftovers import UnusableInput
 from stoker.dataset.manifest import describe_file
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.build_tables import build_table, look_up_table
 from stoker.prep.fit.dense_fit import fit_dense
 from stoker.prep.fit.split_rules import PartRows, SplitFile, Splitter

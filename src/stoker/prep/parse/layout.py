@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.ranks import ordered_floats, ordered_int
 from stoker.prep.fit.transforms import compact, dense_values
 from stoker.prep.parse.columns import Block, Field, RawColumn

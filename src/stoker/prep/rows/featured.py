@@ -21,7 +21,7 @@ import polars as pl
 from stoker.base.device import give_back_memory
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
-from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW
 from stoker.prep.features.learned import LABEL
 from stoker.prep.fit.split_rules import PartRows, Splitter

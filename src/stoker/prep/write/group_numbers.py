@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.units import plural
-from stoker.dataset.group_writer import GroupWriter
-from stoker.dataset.groups import group_file, write_group_file
+from stoker.dataset.row_files import GroupWriter, group_file, write_group_file
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.schema import Schema

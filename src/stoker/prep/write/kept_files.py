@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 
 from stoker.base.checks import near
-from stoker.dataset.leftovers import UnusableInput
 from stoker.dataset.manifest import describe_file
-from stoker.dataset.reading.kept import kept_file, kept_writer
+from stoker.dataset.rebuild import UnusableInput
+from stoker.dataset.row_files import kept_file, kept_writer
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.parse.frames import common_types
 from stoker.prep.parse.ingest import file_columns

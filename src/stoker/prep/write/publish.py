@@ -17,8 +17,8 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import format_size
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
-from stoker.dataset.integrity import written
-from stoker.dataset.reading.kept import kept_file
+from stoker.dataset.row_files import kept_file
+from stoker.dataset.rows import note_checked
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features, store_state
@@ -148,7 +148,7 @@ class _Publisher:
         for job, (record, reused) in zip(jobs, self.task.map(_make_shard, jobs), strict=True):
             if not reused:
                 self.task.journal.add(f"shard {job.file}", record)
-                written(self.out / job.file, record["sha256"], self._table_sizes)
+                note_checked(self.out / job.file, record["sha256"], self._table_sizes)
             self.task.reused += reused
             split = SPLITS[job.split]
             found.add(split, record["rows"], record["positives"], record.get("absent", 0), record["unknown"])

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stoker.dataset.reading.order import permutation
+from stoker.dataset.order import permutation
 
 __all__ = ["ChunkRows", "ExactRows", "RowEstimate", "follows_count", "half_width"]
 

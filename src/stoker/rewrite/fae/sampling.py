@@ -20,8 +20,8 @@ import torch
 
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.gather import make_gather
-from stoker.dataset.reading.order import permutation
+from stoker.dataset.gather import make_gather
+from stoker.dataset.order import permutation
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.base.device import resolve_device
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.optim import Constant, Schedule
 from stoker.training.config import TrainConfig

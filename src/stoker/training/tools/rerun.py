@@ -15,7 +15,7 @@ from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import BatchStream
 from stoker.placement.placement import Placement
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
