@@ -22,8 +22,8 @@ from stoker.dataset.shards import MappedShard
 from stoker.dataset.split import Split
 from stoker.placement.replay import row_size
 from stoker.rewrite.classified import ClassifyReport, run_classify
-from stoker.rewrite.fae.hot_profile import HotProfile
-from stoker.rewrite.fae.popularity import profile
+from stoker.rewrite.hot_profile import HotProfile
+from stoker.rewrite.popularity import profile
 
 __all__ = ["bars", "byte_budget"]
 

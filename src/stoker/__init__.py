@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
     from stoker.prep.prepare import prepare
     from stoker.prep.schema import Schema
     from stoker.rewrite.classified import classify
-    from stoker.rewrite.fae.hot_profile import HotProfile
-    from stoker.rewrite.fae.popularity import profile
+    from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.id_order import Reordering
+    from stoker.rewrite.popularity import profile
     from stoker.rewrite.reorder import reorder
     from stoker.tables import (
         Cached,
@@ -92,7 +92,7 @@ _HOME = {
     "FeatureSpec": "stoker.dataset.spec",
     "HostPipelined": "stoker.tables",
     "HotCold": "stoker.tables",
-    "HotProfile": "stoker.rewrite.fae.hot_profile",
+    "HotProfile": "stoker.rewrite.hot_profile",
     "LAMB": "stoker.optim",
     "MomentumSGD": "stoker.optim",
     "OneCycle": "stoker.optim",
@@ -124,7 +124,7 @@ _HOME = {
     "predict": "stoker.training",
     "Reordering": "stoker.rewrite.id_order",
     "prepare": "stoker.prep.prepare",
-    "profile": "stoker.rewrite.fae.popularity",
+    "profile": "stoker.rewrite.popularity",
     "reorder": "stoker.rewrite.reorder",
     "replay": "stoker.placement.replay",
     "save": "stoker.training",

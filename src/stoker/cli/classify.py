@@ -60,8 +60,8 @@ def classify(
     from stoker.base.units import format_duration, format_size, quoted
     from stoker.dataset.dataset import Dataset
     from stoker.rewrite.classified import run_classify
-    from stoker.rewrite.fae.hot_profile import HotProfile
-    from stoker.rewrite.fae.popularity import profile as run_profile
+    from stoker.rewrite.hot_profile import HotProfile
+    from stoker.rewrite.popularity import profile as run_profile
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:

@@ -16,7 +16,7 @@ from stoker.cli.common.options import ROW_OPTIMIZERS, DataArgument, OneObject, o
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stoker.rewrite.fae.hot_profile import HotProfile
+    from stoker.rewrite.hot_profile import HotProfile
 
 __all__ = ["register"]
 
@@ -80,7 +80,7 @@ def profile(
             raise ConfigError(f"{path} exists. Choose another name, or delete it first.")
         check_target(path)
     from stoker.dataset.dataset import Dataset
-    from stoker.rewrite.fae import popularity
+    from stoker.rewrite import popularity
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:

@@ -25,7 +25,7 @@ __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "ResidentRows", "
 
 Int64 = npt.NDArray[np.int64]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
-_WORD = np.dtype(np.int32)
+_WORD = 4  # bytes
 
 
 class Gather(Protocol):
@@ -160,7 +160,10 @@ class ResidentRows:
 
     def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
         self._device = device
-        self._columns, width = _pack(shards[0])
+        self._widths = _pack(shards[0])
+        like = {name: getattr(shards[0], name) for name in self._widths if name}
+        self._types = {name: _torch_type(array) for name, array in like.items()}
+        width = sum(self._widths.values())
         self._matrix = torch.empty((rows, width), dtype=torch.int32, device=device)
         self._ids: Tensor | None = None
         taken = [(shard, min(shard.rows, rows - start)) for shard, start in zip(shards, _starts(shards), strict=True)]
@@ -173,9 +176,11 @@ class ResidentRows:
             self._ids = torch.empty(int(ends[-1]), dtype=_torch_type(shards[0].ids), device=device)
         done = ids = 0
         for shard, count in taken:
-            packed = np.zeros((count, width), np.int32)
-            for name, (begin, end, like) in self._columns.items():
-                packed[:, begin:end].view(like.dtype)[...] = getattr(shard, name)[:count].reshape(count, -1)
+            packed, at = np.zeros((count, width), np.int32), 0
+            for name, array in like.items():
+                column = packed[:, at : at + self._widths[name]].view(array.dtype)
+                column[...] = getattr(shard, name)[:count].reshape(count, -1)
+                at += self._widths[name]
             self._matrix[done : done + count].copy_(torch.from_numpy(packed))
             done += count
             if self._ids is not None and shard.row_offsets is not None:
@@ -187,7 +192,7 @@ class ResidentRows:
     @staticmethod
     def bytes(shards: Sequence[Shard], rows: int) -> int:
         """Return the bytes that a copy of the first ``rows`` rows takes, of sequences about."""
-        size = rows * _pack(shards[0])[1] * _WORD.itemsize
+        size = rows * sum(_pack(shards[0]).values()) * _WORD
         if shards[0].lengths is not None:
             ids = sum(shard.ids.nbytes for shard in shards) / max(1, sum(shard.rows for shard in shards))
             size += round(rows * (ids + 16))
@@ -202,9 +207,8 @@ class ResidentRows:
         else:
             chosen = chosen.pin_memory().to(self._device, non_blocking=True)
             packed = self._matrix.index_select(0, chosen)
-        found = {
-            name: packed[:, begin:end].view(_torch_type(like)) for name, (begin, end, like) in self._columns.items()
-        }
+        columns = packed.split(list(self._widths.values()), dim=1)
+        found = {name: column.view(kind) for (name, kind), column in zip(self._types.items(), columns, strict=False)}
         found["labels"] = found["labels"].squeeze(1)
         if self._ids is None:
             return found
@@ -224,12 +228,9 @@ def _starts(shards: Sequence[Shard]) -> list[int]:
     return list(accumulate((shard.rows for shard in shards[:-1]), initial=0))
 
 
-def _pack(shard: Shard) -> tuple[dict[str, tuple[int, int, npt.NDArray[Any]]], int]:
-    """Where each tensor's words begin and end in a packed row, the widest type first, and the words of a row."""
-    columns, at = {}, 0
-    for name in ("ids" if shard.lengths is None else "lengths", "dense", "labels"):
-        array = getattr(shard, name)
-        width = array.itemsize * int(np.prod(array.shape[1:])) // _WORD.itemsize
-        columns[name] = (at, at + width, array[:0])
-        at += width
-    return columns, at + at % (shard.ids.itemsize // _WORD.itemsize)  # ids of 64 bits begin at their multiples
+def _pack(shard: Shard) -> dict[str, int]:
+    """Words of each tensor in a packed row, the widest type first; of the unnamed rest, so that ids are aligned."""
+    names = ("ids" if shard.lengths is None else "lengths", "dense", "labels")
+    arrays = [getattr(shard, name) for name in names]
+    words = [array.itemsize * int(np.prod(array.shape[1:])) // _WORD for array in arrays]
+    return dict(zip(names, words, strict=True)) | {"": -sum(words) % (arrays[0].itemsize // _WORD)}

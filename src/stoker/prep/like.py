@@ -22,7 +22,7 @@ from stoker.prep.fit.transforms import DenseFit
 from stoker.prep.fit.vocabulary import TableBuilder
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
-from stoker.rewrite.vocabulary_files import read_vocabulary
+from stoker.rewrite.reorder import read_vocabulary
 
 __all__ = ["FEATURES", "Like"]
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from stoker.base.errors import DataError
 from stoker.ops.memory import zeros
 from stoker.prep.fit import table_kernels as kernels
-from stoker.rewrite.vocabulary_files import write_vocabulary
+from stoker.rewrite.reorder import write_vocabulary
 
 __all__ = ["TableBuilder", "Vocabulary"]
 
