@@ -20,7 +20,7 @@ import stoker
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
 from stoker.dataset.gather import NumpyGather, ResidentRows, new_tensor
-from stoker.dataset.shards import MappedShard
+from stoker.dataset.shards import Shard
 from stoker.dataset.split import copied_ahead, resident_bytes
 from stoker.testing import make_dataset
 
@@ -93,7 +93,7 @@ def test_no_row_is_resident_that_is_not_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int, count: int
 ) -> None:
     split, released = dataset(tmp_path / "d", kind).train, list[Any]()
-    monkeypatch.setattr(MappedShard, "release", lambda shard: released.append(shard))
+    monkeypatch.setattr(Shard, "release", lambda shard: released.append(shard))
     resident = ResidentRows(split.shards, rows, torch.device("cpu"))
     assert released == split.shards[:count]
     expected = NumpyGather(split.shards, split.starts)(np.arange(rows), new_tensor)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import hash_schema, write_manifest
-from stoker.dataset.shards import MappedShard, write_shard
+from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.prep.prepare import prepare
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule
@@ -41,13 +41,13 @@ def path(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files as they are hashed."""
     names: list[str] = []
-    real = MappedShard.digest
+    real = Shard.digest
 
-    def digest(self: MappedShard) -> tuple[int, str]:
+    def digest(self: Shard) -> tuple[int, str]:
         names.append(self.path.name)
         return real(self)
 
-    monkeypatch.setattr(MappedShard, "digest", digest)
+    monkeypatch.setattr(Shard, "digest", digest)
     return names
 
 

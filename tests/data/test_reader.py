@@ -27,7 +27,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather
 from stoker.dataset.manifest import hash_schema, write_manifest
 from stoker.dataset.order import EpochOrder
-from stoker.dataset.shards import MappedShard, Shard, write_shard
+from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.dataset.split import prefetched
 from stoker.testing import make_dataset
@@ -35,7 +35,7 @@ from stoker.testing import make_dataset
 FEATURES = 3
 
 
-def plain_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Any:
+def plain_gather(shards: list[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Any:
     """What reads where Numba is missing."""
     return NumpyGather(shards, starts, ids_only=ids_only)
 

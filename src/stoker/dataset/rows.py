@@ -28,7 +28,7 @@ from stoker.base.files import file_identity
 from stoker.base.ordered import ordered_map
 from stoker.dataset.memory import home_of
 from stoker.dataset.row_files import KeptColumns, map_groups
-from stoker.dataset.shards import MappedShard, Shard, allow_open_files, open_shard
+from stoker.dataset.shards import Shard, allow_open_files, open_shard
 from stoker.dataset.spec import FeatureSpec
 
 __all__ = ["MadeBy", "SplitRows", "note_checked"]
@@ -145,7 +145,7 @@ class SplitRows:
         return self._path / file, self._files[file]
 
     @cached_property
-    def shards(self) -> Sequence[MappedShard]:
+    def shards(self) -> Sequence[Shard]:
         """The shards, mapped.
 
         Raises:

@@ -13,7 +13,7 @@ import json
 import mmap
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from stoker.base.units import format_size
 
 __all__ = [
     "SHARD_ROWS",
-    "MappedShard",
     "Shard",
     "ShardInfo",
     "allow_open_files",
@@ -152,7 +151,7 @@ def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One shard's tensors, in memory."""
+    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
 
     path: Path
     rows: int
@@ -161,6 +160,9 @@ class Shard:
     ids: npt.NDArray[np.integer]  # [n, F] or [L]
     lengths: npt.NDArray[np.int32] | None = None  # [n, F]
     row_offsets: npt.NDArray[np.int64] | None = None  # [n + 1]
+    identity: tuple[int, ...] = ()  # of the file's state when it was mapped: device, inode, bytes, time of last change
+    map: mmap.mmap | None = None  # None: the tensors are in memory
+    starts: Mapping[str, int] = field(default_factory=dict)  # tensor name -> byte where it starts in the file
 
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -169,23 +171,8 @@ class Shard:
         return {name: array for name, array in found.items() if array is not None}
 
     def will_need(self, start: int, stop: int) -> None:
-        """Nothing: the rows are there."""
-
-    def release(self) -> None:
-        """Nothing: there is no other place for the rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MappedShard(Shard):
-    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
-
-    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
-    map: mmap.mmap
-    starts: Mapping[str, int]  # tensor name -> byte where it starts in the file
-
-    def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel to read rows [start, stop) soon; returns at once."""
-        if not hasattr(self.map, "madvise"):
+        if self.map is None or not hasattr(self.map, "madvise"):
             return
         for name, origin in self.starts.items():
             array = getattr(self, name)
@@ -224,11 +211,11 @@ class MappedShard(Shard):
 
     def release(self) -> None:
         """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
-        if hasattr(self.map, "madvise"):
+        if self.map is not None and hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED)
 
 
-def open_shard(path: str | Path, *, rows: int) -> MappedShard:
+def open_shard(path: str | Path, *, rows: int) -> Shard:
     """Map one shard. Reads the header only.
 
     Raises:
@@ -257,7 +244,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
         ) from error
     if problem:
         raise DataError(f"{path} is not the shard it should be: {problem}. Prepare the dataset again.")
-    return MappedShard(path=path, rows=rows, identity=identity, map=mapped, starts=starts, **tensors)
+    return Shard(path=path, rows=rows, identity=identity, map=mapped, starts=starts, **tensors)
 
 
 def tensor_views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:

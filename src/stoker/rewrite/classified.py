@@ -28,9 +28,8 @@ from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.units import quoted
 from stoker.base.version import __version__
-from stoker.dataset.dataset import Dataset
+from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import describe_file, write_manifest
-from stoker.dataset.rebuild import rebuilt
 from stoker.dataset.row_files import GroupWriter, kept_writer, write_group_file
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
@@ -128,21 +127,14 @@ def write_classified(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> ClassifyReport:
-    """Classify the training rows of ``data`` by the hot rows of its tables; the directory appears whole or not at all.
+    """Classify the training rows of ``data``: in each table, ids below ``hot_rows`` are hot.
 
     Args:
-        data: the source.
-        out: as for :func:`classify`.
-        hot_rows: table -> H; its ids below H are hot.
-        profile_hash: of the profile that they are from.
-        profile: its plain values, kept in the manifest.
-        overwrite: replace a dataset that is there.
-        progress: called with (what, rows done, rows in all).
+        profile_hash: of the ``profile`` that they are from, whose plain values the manifest keeps.
         threads: None: one per core. Does not change a byte of the result.
 
     Raises:
-        DataError: ``out`` holds something else, a shard of ``data`` is damaged, hot rows that do not fit its tables,
-            or a full disk.
+        DataError: as :func:`classify`; or hot rows that do not fit the tables.
     """
     started, out, split = time.perf_counter(), Path(out), data.train
     if not overwrite and (there := derived_at(out, data, "hot_cold")) is not None:
@@ -156,7 +148,7 @@ def write_classified(
     progress, threads = progress or quiet, check_threads(threads)
     named = {name: str(split.entry[name]["file"]) for name in ("groups", "keep") if name in split.entry}
     size = split.bytes + (int(data.manifest["files"][named["keep"]]["bytes"]) if "keep" in named else 0)
-    with rebuilt(data, out, splits=("train",), files=named.values(), size=size, overwrite=overwrite) as folder:
+    with rebuilt_from(data, out, splits=("train",), files=named.values(), size=size, overwrite=overwrite) as folder:
         hot_bits = _find_hot(split, hot_limits(data.schema, hot_rows), threads, progress)
         shards, hot, done = [], {"rows": 0, "positives": 0, "shards": 0}, 0
         for entry, positives in write_shards(split, _new_shards(split, hot_bits), folder, threads, {}):

@@ -129,7 +129,7 @@ def profile(
         raise DataError(f"{dataset.path} has no training rows.")
     report = progress or (lambda what, done, total: None)
     names = _table_names(dataset.schema)
-    tables: Sequence[ExactRows | ChunkRows]
+    tables: Sequence[ExactRows]
     if settings.sample is None:
         tables = [ExactRows(dataset.counts[name].numpy()) for name in names]
     else:
@@ -166,20 +166,17 @@ def profile(
             HotTable(
                 name=name, rows=table.rows, row_bytes=size, accesses=table.accesses, hot_rows=int(hot[z]),
                 estimate=estimate, low=low, high=high, access_share=float(served[place, z]), whole=whole[z],
-                by_count=table.by_count if isinstance(table, ExactRows) else ExactRows.falls(counts),
+                by_count=ExactRows.falls(counts) if isinstance(table, ChunkRows) else table.by_count,
             )
         )  # fmt: skip
+    measured = zip(shares, hot_at, np.delete(access_shares, place), np.delete(input_shares, place), strict=True)
     curve = [
         CurvePoint(
-            threshold=min(float(share), 1.0),
-            hot_bytes=int(rows.sum()) * size,
-            access_share=float(access),
+            threshold=min(float(share), 1.0), hot_bytes=int(rows.sum()) * size, access_share=float(served_here),
             input_share=float(inputs_hot),
         )
-        for share, rows, access, inputs_hot in zip(
-            shares, hot_at, np.delete(access_shares, place), np.delete(input_shares, place), strict=True
-        )
-    ]
+        for share, rows, served_here, inputs_hot in measured
+    ]  # fmt: skip
     return HotProfile(
         schema_hash=dataset.schema_hash, data_hash=dataset.train.data_hash, settings=settings, threshold=threshold,
         tables=tuple(found), access_share=float(access_shares[place]), input_share=float(input_shares[place]),
@@ -250,13 +247,9 @@ class ExactRows:
 
     def served(self, hot: Int64) -> Floats:
         """Accesses of the ids below ``hot``, as a share of all, [Q]."""
-        return _served(self._counts, hot)
-
-
-def _served(counts: npt.NDArray[Any], hot: Int64) -> Floats:
-    ends, place = np.unique(hot, return_inverse=True)
-    parts = [int(counts[a:b].sum(dtype=np.int64)) for a, b in pairwise([0, *ends, len(counts)])]
-    return np.asarray(np.cumsum(parts)[place] / max(sum(parts), 1))
+        ends, place = np.unique(hot, return_inverse=True)
+        parts = [int(self._counts[a:b].sum(dtype=np.int64)) for a, b in pairwise([0, *ends, len(self._counts)])]
+        return np.asarray(np.cumsum(parts)[place] / max(sum(parts), 1))
 
 
 def half_width(deviation: float, samples: int, share: float, confidence: float) -> float:
@@ -274,7 +267,7 @@ def half_width(deviation: float, samples: int, share: float, confidence: float) 
     return t * deviation * math.sqrt(max(0.0, 1 - share) / samples)
 
 
-class ChunkRows:
+class ChunkRows(ExactRows):
     """The same as :class:`ExactRows`, estimated from sampled accesses by row [N] as published (section 4.1.2).
 
     Rows are drawn at random in n chunks of m, their sampled accesses are compared with Equation 1's cut-off, and the
@@ -320,21 +313,16 @@ class ChunkRows:
         return np.where((found > 0) | own, found + 1, 0).astype(np.int64)
 
     def hot(self, cuts: Floats) -> Int64:
-        """See :meth:`ExactRows.hot`."""
         return self._of_all(self._hits(cuts).mean(axis=0), cuts)
 
     def interval(self, cut: float) -> tuple[int, int]:
-        """See :meth:`ExactRows.interval`. It covers the chunks' error only: its truth is the whole sampled log."""
+        """See :meth:`ExactRows.interval`. This covers the chunks' error only: its truth is the whole sampled log."""
         cuts = np.array([cut])
         hits = self._hits(cuts)[:, 0]
         n = len(hits)
         half = half_width(float(hits.std(ddof=1)), n, n / self._of, self._confidence) if n > 1 else 0.0
         low, high = (int(self._of_all(hits.mean(keepdims=True) + side, cuts)[0]) for side in (-half, half))
         return low, high
-
-    def served(self, hot: Int64) -> Floats:
-        """See :meth:`ExactRows.served`."""
-        return _served(self._counts, hot)
 
 
 class Thresholds:
@@ -349,9 +337,7 @@ class Thresholds:
         whole: which tables are hot as a whole.
     """
 
-    def __init__(
-        self, tables: Sequence[ExactRows | ChunkRows], row_bytes: Sequence[int], whole: Sequence[bool]
-    ) -> None:
+    def __init__(self, tables: Sequence[ExactRows], row_bytes: Sequence[int], whole: Sequence[bool]) -> None:
         self._tables, self._whole = tables, whole
         self._row_bytes = np.array(row_bytes, np.int64)
         most = max((table.accesses for table in tables), default=0)

@@ -30,9 +30,8 @@ from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
-from stoker.dataset.dataset import Dataset
+from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
-from stoker.dataset.rebuild import rebuilt
 from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
 from stoker.rewrite.id_order import (
     IdWindows,
@@ -135,7 +134,7 @@ def run_reorder(
     """As :func:`reorder`, returning what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
-    ``request``: of a preparation that reorders, for :func:`stoker.prep.stages.task.note_request`.
+    ``request``: of a preparation that reorders, for :func:`stoker.dataset.manifest.note_request`.
     """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
@@ -155,15 +154,16 @@ def run_reorder(
     # Shards only: what else is written takes a hundredth, and the disk is watched again at every file.
     rewritten = {"counts.safetensors", *(f"vocab/{name}.parquet" for name in names)}
     files = [file for file in data.manifest.get("files", {}) if file in rewritten]
-    with rebuilt(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
+    with rebuilt_from(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
         orders, told = _orders(data, names, how, progress, threads)
         splits = _write_splits(data, orders, folder, progress, threads)
         written = _write_files(data, orders, folder)
-        order_hash = _hash(orders)
+        hashes = {name: _sha256(np.ascontiguousarray(ids, "<i8").tobytes()) for name, ids in orders.items()}
+        order_hash = _sha256(canonical_json(hashes).encode())
         manifest = {
             **data.manifest,
             # Rows of a model belong to ids, so another order is another schema to whoever compares them.
-            "schema_hash": hashlib.sha256(f"{data.schema_hash} {order_hash}".encode()).hexdigest(),
+            "schema_hash": _sha256(f"{data.schema_hash} {order_hash}".encode()),
             "splits": splits,
             "files": {**data.manifest.get("files", {}), **written},
             "reordered": {
@@ -179,6 +179,10 @@ def run_reorder(
         note_request(folder, request)
         write_manifest(folder, manifest)
     return _report(Dataset(out), started, reused=False)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
@@ -270,13 +274,6 @@ def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
         shuffled_before=blocks_of_shuffled(use, by_count, BLOCK_IDS, batches),
         shuffled_after=blocks_of_shuffled(use, made, BLOCK_IDS, batches),
     )
-
-
-def _hash(orders: Mapping[str, Int64]) -> str:
-    parts = {
-        name: hashlib.sha256(np.ascontiguousarray(ids, "<i8").tobytes()).hexdigest() for name, ids in orders.items()
-    }
-    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
 
 
 def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> dict[str, Any]:
