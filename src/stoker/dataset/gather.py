@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,23 +25,13 @@ __all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "ResidentRows", "
 
 Int64 = npt.NDArray[np.int64]
 Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
+# Rows of the split [B] in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets.
+Gather = Callable[[Int64, Allocate], dict[str, Tensor]]
 _WORD = 4  # bytes
 
 
-class Gather(Protocol):
-    """Rows in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets."""
-
-    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """Copy ``rows`` ([B] int64, rows of the split) into tensors from ``allocate``.
-
-        Raises:
-            DataError: a shard whose lengths and offsets disagree.
-        """
-        ...
-
-
 def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of its own for each tensor of a batch: an :data:`Allocate`."""
+    """Memory of its own for each tensor of a batch: an ``Allocate``."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -65,7 +55,11 @@ class NumpyGather:
         self._names = [*([] if ids_only else ["dense", "labels"]), *([] if self._features else ["ids"])]
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """See :class:`Gather`."""
+        """Copy rows of the split [B] into tensors from ``allocate``.
+
+        Raises:
+            DataError: a shard whose lengths and offsets disagree.
+        """
         shard = np.searchsorted(self._starts, rows, side="right") - 1
         row = rows - self._starts[shard]
         tensors = {}
@@ -148,7 +142,7 @@ def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = 
 
 
 class ResidentRows:
-    """A copy of the first rows of a split in the memory of a device, and batches gathered there: a :class:`Gather`.
+    """A copy of the first rows of a split in the memory of a device, and batches gathered there.
 
     What has the same size in every row is packed as [n, W] int32; the tensors of a batch are views of its rows.
 
@@ -199,7 +193,7 @@ class ResidentRows:
         return size
 
     def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
-        """See :class:`Gather`; on a GPU, ``allocate`` is not asked."""
+        """Return the tensors of rows [B]; on a GPU, ``allocate`` is not asked."""
         chosen = torch.from_numpy(rows)
         if self._device.type == "cpu":
             out = allocate("rows", (len(rows), self._matrix.shape[1]), torch.int32)

@@ -116,11 +116,19 @@ def _once(value, keys, low_bits, low_mask, high_mask):
 @jit
 def encrypt(start, words, low_bits, low_mask, high_mask, limit, out):
     """out[i] = the place of ``start + i`` among the first ``limit``: encrypted until it falls inside."""
-    # A row stays in registers through all rounds. Without a branch the first loop is worked out several rows at a time.
     keys = (words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
-    found = out.view(np.uint64)
-    for i in range(found.size):
-        found[i] = _once(np.uint64(start) + np.uint64(i), keys, low_bits, low_mask, high_mask)
-    for i in range(found.size):
-        while found[i] >= limit:
-            found[i] = _once(found[i], keys, low_bits, low_mask, high_mask)
+    found, outside = out.view(np.uint64), np.arange(out.size)
+    values = np.uint64(start) + outside.astype(np.uint64)
+    left = out.size
+    while left > 0:
+        # Without a branch this loop is worked out several rows at a time, and a row stays in registers for all rounds.
+        for k in range(left):
+            values[k] = _once(values[k], keys, low_bits, low_mask, high_mask)
+        still = 0
+        for k in range(left):
+            if values[k] < limit:
+                found[outside[k]] = values[k]
+            else:
+                outside[still], values[still] = outside[k], values[k]
+                still += 1
+        left = still
