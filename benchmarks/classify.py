@@ -18,12 +18,12 @@ from benchmarks.popularity import CASES, SHARES, criteo_rows, forget
 from benchmarks.workload import KAGGLE
 from stoker.base.units import format_size
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.shards import MappedShard
+from stoker.dataset.shards import Shard
 from stoker.dataset.split import Split
 from stoker.placement.replay import row_size
 from stoker.rewrite.classified import ClassifyReport, run_classify
-from stoker.rewrite.fae.hot_profile import HotProfile
-from stoker.rewrite.fae.popularity import profile
+from stoker.rewrite.hot_profile import HotProfile
+from stoker.rewrite.popularity import profile
 
 __all__ = ["bars", "byte_budget"]
 
@@ -38,7 +38,7 @@ def byte_budget(data: Dataset, share: float) -> int:
     return int(share * sum(data.schema.num_embeddings.values()) * row_size(16, "float32", "rowwise_adagrad"))
 
 
-def _hot_rows(split: Split, found: HotProfile) -> Iterator[tuple[MappedShard, np.ndarray]]:
+def _hot_rows(split: Split, found: HotProfile) -> Iterator[tuple[Shard, np.ndarray]]:
     """Every shard of a split, with which of its rows are hot by the definition."""
     limits = [found.hot_rows[feature.table] for feature in split.schema.features]
     for shard in split.shards:

@@ -22,10 +22,8 @@ from benchmarks import reader
 from benchmarks.harness import Bar, Outcome, Run, Table, WrongResult
 from stoker.base.device import resident_memory
 from stoker.base.units import format_size
-from stoker.dataset.reading.held import bytes_held
-from stoker.dataset.reading.order import EpochOrder
-from stoker.dataset.reading.reader import BatchStream
-from stoker.dataset.split import Split
+from stoker.dataset.order import EpochOrder
+from stoker.dataset.split import BatchStream, Split, resident_bytes
 
 __all__ = ["bars"]
 
@@ -37,7 +35,7 @@ _NAMES = ("dense", "ids", "labels")
 
 def streams(split: Split) -> dict[str, BatchStream]:
     """Our readers, by what they are called in the table."""
-    room = bytes_held(split, len(split))
+    room = resident_bytes(split, len(split))
     made = {
         "files, mapped": split.batches(BATCH, seed=SEED),
         "held in main memory": split.batches(BATCH, seed=SEED, data_memory=room),
@@ -177,7 +175,7 @@ def whole_batch_loaders(split: Split, batch: int) -> dict[str, Callable[[], Iter
 def batches(run: Run) -> Outcome:
     """How many times faster than the fastest loader of whole batches, at the worst batch size."""
     split = reader.dataset(run).train
-    room = bytes_held(split, len(split))
+    room = resident_bytes(split, len(split))
     rows, ratios, times = [], {}, {}
     for size in BATCHES:
         stream = split.batches(size, seed=SEED, data_memory=room)
@@ -223,7 +221,7 @@ def batches(run: Run) -> Outcome:
 def shuffle(run: Run) -> Outcome:
     """Memory that shuffled epochs take on top of the rows held, in percent of them."""
     split = reader.dataset(run).train
-    room = bytes_held(split, len(split))
+    room = resident_bytes(split, len(split))
     before = resident_memory() or 0
     stream = split.batches(BATCH, seed=SEED, data_memory=room, reuse=True)
     next(iter(stream))  # copies the rows

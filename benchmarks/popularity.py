@@ -29,11 +29,8 @@ from stoker.dataset.dataset import Dataset
 from stoker.ops.codegen.jit import jit
 from stoker.placement.replay import row_size
 from stoker.prep.prepare import run_prepare
-from stoker.rewrite.fae.hot_profile import HotProfile, HotTable
-from stoker.rewrite.fae.popularity import profile, true_hot_rows
-from stoker.rewrite.fae.row_estimates import ExactRows
-from stoker.rewrite.fae.sampling import count_accesses, draw
-from stoker.rewrite.fae.threshold import Thresholds
+from stoker.rewrite.hot_profile import HotProfile, HotTable
+from stoker.rewrite.popularity import ExactRows, Thresholds, count_accesses, draw, profile, true_hot_rows
 
 __all__ = ["CASES", "SHARES", "bars", "book_crossing", "criteo_rows", "forget"]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from benchmarks.harness import CACHE, Bar, Outcome, Run, Table, WrongResult
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.order import EpochOrder
+from stoker.dataset.order import EpochOrder
 from stoker.dataset.split import Split
 from stoker.testing import make_dataset
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # what editors and type checkers see; tests/test_typing.py co
     from stoker.prep.prepare import prepare
     from stoker.prep.schema import Schema
     from stoker.rewrite.classified import classify
-    from stoker.rewrite.fae.hot_profile import HotProfile
-    from stoker.rewrite.fae.popularity import profile
+    from stoker.rewrite.hot_profile import HotProfile
     from stoker.rewrite.id_order import Reordering
+    from stoker.rewrite.popularity import profile
     from stoker.rewrite.reorder import reorder
     from stoker.tables import (
         Cached,
@@ -85,8 +85,8 @@ _NAMES = {
     "stoker.prep.prepare": "prepare",
     "stoker.prep.schema": "Schema",
     "stoker.rewrite.classified": "classify",
-    "stoker.rewrite.fae.hot_profile": "HotProfile",
-    "stoker.rewrite.fae.popularity": "profile",
+    "stoker.rewrite.hot_profile": "HotProfile",
+    "stoker.rewrite.popularity": "profile",
     "stoker.rewrite.id_order": "Reordering",
     "stoker.rewrite.reorder": "reorder",
     "stoker.tables": (

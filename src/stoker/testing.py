@@ -117,8 +117,7 @@ def _group(path: Path, name: str, split: dict[str, Any], mean: int, seed: int) -
     """Write the groups of a split, note them in its entry, and give the entry of the file."""
     from safetensors.numpy import load_file
 
-    from stoker.dataset.group_writer import GroupWriter
-    from stoker.dataset.groups import group_file, write_group_file
+    from stoker.dataset.row_files import GroupWriter, group_file, write_group_file
 
     rows, groups = split["rows"], max(1, split["rows"] // mean)
     names = np.random.default_rng([seed, *name.encode()]).integers(0, groups, rows)

@@ -380,7 +380,7 @@ def test_an_existing_out_is_found_before_anything_is_built(
     code, _, err = say("trace", run, "--out", tmp_path / "no" / "t.json")
     assert code == 2
     assert f"{tmp_path}/no/t.json cannot be written: No such file or directory. Choose another file with --out" in err
-    monkeypatch.setattr("stoker.rewrite.fae.popularity.profile", late)
+    monkeypatch.setattr("stoker.rewrite.popularity.profile", late)
     monkeypatch.setattr("stoker.cli.runs._open", late)
     inside = tmp_path / "file" / "x"
     for command in (

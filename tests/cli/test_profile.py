@@ -11,7 +11,7 @@ from calling import output
 import stoker
 from stoker.base import progress
 from stoker.dataset.dataset import Dataset
-from stoker.rewrite.fae.popularity import true_hot_rows
+from stoker.rewrite.popularity import true_hot_rows
 from stoker.testing import make_dataset
 
 

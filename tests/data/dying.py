@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import stoker.prep.prepare
+from stoker.dataset import gather, split
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading import gather, reader
-from stoker.rewrite import classified as hot_cold
+from stoker.rewrite import derived
 from stoker.rewrite.classified import write_classified
 
 JOB, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -93,7 +93,7 @@ def whole(work: Callable[[int], None], number: int) -> dict[str, str]:
 
 def main() -> None:
     # The twins: no child has machine code to load.
-    hot_cold.make_gather = reader.make_gather = lambda shards, starts, **_: gather.NumpyGather(shards, starts)
+    derived.make_gather = split.make_gather = lambda shards, starts, **_: gather.NumpyGather(shards, starts)
     work = {"classify": classify, "prepare": prepare, "reorder": reorder}[JOB]
     PLACE.mkdir()
     old, new = whole(work, 0), whole(work, 1)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from stoker.base.errors import DataError
 from stoker.dataset import rebuild
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.gather import NumpyGather
 from stoker.dataset.manifest import read_manifest, write_manifest
-from stoker.dataset.reading.gather import NumpyGather
 from stoker.dataset.shards import open_shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.dataset.split import Split
@@ -173,7 +173,7 @@ def test_a_garbled_record_is_named(data: Dataset, tmp_path: Path) -> None:
 def test_threads_and_gathers_change_no_byte(data: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classified(data, tmp_path / "one", threads=1)
     classified(data, tmp_path / "three", threads=3)
-    monkeypatch.setattr(rewriting, "make_gather", NumpyGather)
+    monkeypatch.setattr("stoker.rewrite.derived.make_gather", NumpyGather)
     classified(data, tmp_path / "plain", threads=1)
     assert contents(tmp_path / "one") == contents(tmp_path / "three") == contents(tmp_path / "plain")
 

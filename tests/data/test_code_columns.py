@@ -20,7 +20,7 @@ from stoker.prep.schema import CategoricalColumn, Label, Schema, SequenceColumn,
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import write_part
 from stoker.prep.write.encode import Encoder
-from stoker.rewrite.vocabulary_files import read_vocabulary
+from stoker.rewrite.reorder import read_vocabulary
 
 
 def test_the_narrowest_type_of_codes() -> None:

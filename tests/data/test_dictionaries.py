@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
-from stoker.dataset.group_writer import GroupWriter
+from stoker.dataset.row_files import GroupWriter
 from stoker.prep.parse.columns import Field
 from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
 from stoker.prep.parse.frames import column_series, frame_block, parquet_cuts

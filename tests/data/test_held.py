@@ -19,9 +19,9 @@ from small_runs import SMALL, assert_same_run
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
-from stoker.dataset.reading import copies, held
-from stoker.dataset.reading.gather import NumpyGather
-from stoker.dataset.reading.held import HeldTensors, bytes_held, empty_rows, row_bytes
+from stoker.dataset.gather import NumpyGather, ResidentRows, new_tensor
+from stoker.dataset.shards import Shard
+from stoker.dataset.split import copied_ahead, resident_bytes
 from stoker.testing import make_dataset
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -33,10 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def dataset(path: Path, kind: str) -> stoker.Dataset:
     return make_dataset(path, rows=1500, shard_rows=256, **KINDS[kind])
-
-
-def fresh(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
@@ -55,10 +51,10 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 def test_held_batches_equal_those_from_files(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     split = dataset(tmp_path / "d", kind).train
     plain = split.batches(64, **settings)
-    held = split.batches(64, **settings, data_memory=bytes_held(split, plain.rows))
+    held = split.batches(64, **settings, data_memory=resident_bytes(split, plain.rows))
     assert held.held
     assert not plain.held
-    assert not split.batches(64, **settings, data_memory=bytes_held(split, plain.rows) - 1).held
+    assert not split.batches(64, **settings, data_memory=resident_bytes(split, plain.rows) - 1).held
     for _ in range(2):
         for ours, theirs in zip(held, plain, strict=True):
             assert ours.step == theirs.step
@@ -70,36 +66,39 @@ def test_held_batches_equal_those_from_files(kind: str, settings: dict[str, Any]
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_on_a_device_equal_those_from_files(kind: str, tmp_path: Path) -> None:
     split = dataset(tmp_path / "d", kind).train
-    held, plain = HeldTensors(split.shards, torch.device("cpu")), NumpyGather(split.shards, split.starts)
+    held, plain = ResidentRows(split.shards, len(split), torch.device("cpu")), NumpyGather(split.shards, split.starts)
     for rows in (np.array([5]), np.random.default_rng(0).permutation(len(split))[:300], np.arange(250, 260)):
-        ours, theirs = held(rows, fresh), plain(rows, fresh)
+        ours, theirs = held(rows, new_tensor), plain(rows, new_tensor)
         assert ours.keys() == theirs.keys()
         assert_equal([ours[name] for name in theirs], theirs.values())
 
 
-def test_rows_lie_together() -> None:
-    ids, dense, labels = empty_rows(
-        5, np.empty((0, 3), np.int64), np.empty((0, 2), np.float32), np.empty(0, np.float32)
-    )
-    ids[:], dense[:], labels[:] = 1, 2, 3
-    assert ids.shape == (5, 3)
-    assert dense.shape == (5, 2)
-    assert labels.shape == (5,)
-    assert ids.strides[0] == dense.strides[0] == labels.strides[0] == 64  # 36 bytes, to the next 32
-    assert row_bytes(ids, dense, labels) == ([24, 8, 4], 64)
-    assert ids.sum() == 15
-    assert dense.sum() == 20
-    assert labels.sum() == 15
+def test_a_batch_is_one_gather_of_packed_rows(tmp_path: Path) -> None:
+    split = dataset(tmp_path / "d", "one-hot").train
+    width = len(split.schema.features) + len(split.schema.dense) + 1
+    assert resident_bytes(split, 10) == 10 * 4 * width
+    batch = next(iter(split.batches(7, data_memory="1GiB")))
+    assert batch.labels is not None
+    views = (batch.ids, batch.dense, batch.labels)
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+    assert {view.stride(0) for view in views} == {width}
+    wide = dataset(tmp_path / "wide", "no dense, wide ids").train
+    width = 2 * len(wide.schema.features) + 1
+    assert resident_bytes(wide, 10) == 10 * 4 * (width + width % 2)
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 1), (256, 1), (257, 2), (512, 2), (1200, 5)])
-def test_no_shard_is_held_of_which_no_row_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, count: int
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_row_is_resident_that_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int, count: int
 ) -> None:
-    split, copied = dataset(tmp_path / "d", "one-hot").train, list[Any]()
-    monkeypatch.setattr(held, "_copied", lambda shard: copied.append(shard) or shard)
-    held.hold(split, rows, torch.device("cpu"))
-    assert copied == split.shards[:count]
+    split, released = dataset(tmp_path / "d", kind).train, list[Any]()
+    monkeypatch.setattr(Shard, "release", lambda shard: released.append(shard))
+    resident = ResidentRows(split.shards, rows, torch.device("cpu"))
+    assert released == split.shards[:count]
+    expected = NumpyGather(split.shards, split.starts)(np.arange(rows), new_tensor)
+    found = resident(np.arange(rows), new_tensor)
+    assert_equal([found[name] for name in expected], expected.values())
 
 
 def test_held_rows_do_not_need_their_files(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_copies_run_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         for step in range(3):
             yield Batch(dense=torch.zeros(1, 1), ids=torch.zeros(1, 1), step=step)
 
-    for batch in copies.copied_ahead(made(), torch.device("cuda")):
+    for batch in copied_ahead(made(), torch.device("cuda")):
         log.append(f"train {batch.step}")
     assert [entry for entry in log if entry != "record"] == [
         "start 0", "start 1", "wait for copy 0", "train 0", "start 2", "wait for copy 1", "train 1",

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stoker.dataset.integrity as integrity
 from stoker.base.errors import DataError
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import hash_schema, write_manifest
-from stoker.dataset.shards import MappedShard, write_shard
+from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
 from stoker.prep.prepare import prepare
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule
@@ -42,13 +41,13 @@ def path(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files as they are hashed."""
     names: list[str] = []
-    real = MappedShard.digest
+    real = Shard.digest
 
-    def digest(self: MappedShard) -> tuple[int, str]:
+    def digest(self: Shard) -> tuple[int, str]:
         names.append(self.path.name)
         return real(self)
 
-    monkeypatch.setattr(MappedShard, "digest", digest)
+    monkeypatch.setattr(Shard, "digest", digest)
     return names
 
 
@@ -104,7 +103,7 @@ def test_the_message_has_both_checksums_the_rows_and_the_remedy(path: Path) -> N
     with pytest.raises(DataError) as caught:
         next(iter(Dataset(path).train.batches(10, seed=0)))
     text = str(caught.value)
-    found = integrity.ShardChecks(Dataset(path).train)._split.shards[1].digest()[1]
+    found = Dataset(path).train.shards[1].digest()[1]
     assert text.startswith(str(file))
     for part in (found[:16], entry["sha256"][:16], "Rows 150 to 299 of split train", "stoker prepare", "--overwrite"):
         assert part in text
@@ -204,7 +203,7 @@ def with_ids(path: Path, ids: np.ndarray, lengths: np.ndarray | None) -> Dataset
 
 @pytest.fixture(params=[64, 2**20], ids=["small steps", "one step"])
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integrity, "_IDS", request.param)
+    monkeypatch.setattr("stoker.dataset.rows._IDS", request.param)
 
 
 @pytest.mark.parametrize("wide", [np.int32, np.int64])

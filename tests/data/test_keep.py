@@ -22,8 +22,8 @@ from prepared import digests, quarantine
 import stoker
 from stoker import features as f
 from stoker.base.errors import DataError, SchemaError
+from stoker.dataset import row_files as kept_module
 from stoker.dataset import split as dataset_split
-from stoker.dataset.reading import kept as kept_module
 from stoker.prep.prepare import run_prepare
 from stoker.prep.recipe import RawInput, Recipe
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule, Timestamp

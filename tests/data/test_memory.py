@@ -335,7 +335,7 @@ def test_datasets_come_and_go_while_files_are_written() -> None:
 def test_samples_of_it_are_of_the_same_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.prep.parse.ingest.PARQUET_ROWS", 70)
     monkeypatch.setattr(publish, "SHARD_ROWS", 256)
-    monkeypatch.setattr("stoker.rewrite.fae.sampling._BLOCKS", 8)
+    monkeypatch.setattr("stoker.rewrite.popularity._BLOCKS", 8)
     held, lying = both(KINDS[kind], table(tmp_path / "rows.parquet", 2000, row_group=70), tmp_path / "lying")
     assert len(held.train.shards) == len(lying.train.shards) > 2
     for sample in (None, 0.3, 1.0):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.dataset.reading.order import EpochOrder, permutation, rows_that_fit
+from stoker.dataset.order import EpochOrder, permutation, rows_that_fit
 
 
 @settings(deadline=None, max_examples=100)

@@ -20,22 +20,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stoker.dataset.reading.reader as reader_module
+import stoker.dataset.split as reader_module
 from stoker.base.errors import CheckpointError, ConfigError, DataError
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
+from stoker.dataset.gather import NumbaGather, NumpyGather, make_gather
 from stoker.dataset.manifest import hash_schema, write_manifest
-from stoker.dataset.reading.gather import NumbaGather, NumpyGather, make_gather
-from stoker.dataset.reading.order import EpochOrder
-from stoker.dataset.reading.prefetch import prefetched
-from stoker.dataset.shards import MappedShard, Shard, write_shard
+from stoker.dataset.order import EpochOrder
+from stoker.dataset.shards import Shard, write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
+from stoker.dataset.split import prefetched
 from stoker.testing import make_dataset
 
 FEATURES = 3
 
 
-def plain_gather(shards: list[MappedShard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Any:
+def plain_gather(shards: list[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Any:
     """What reads where Numba is missing."""
     return NumpyGather(shards, starts, ids_only=ids_only)
 
@@ -301,7 +301,7 @@ def test_the_pool_is_what_may_be_resident(sets: dict[tuple[int, int, bool], Data
 def test_the_kernels_equal_numpy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, sequence: bool, wide: bool
 ) -> None:
-    monkeypatch.setattr("stoker.dataset.reading.gather_cpu._BLOCK", 8)
+    monkeypatch.setattr("stoker.dataset.kernels._BLOCK", 8)
     pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
     split = numbered(tmp_path, 1000, 130, sequence=sequence, wide=wide).train
     assert isinstance(make_gather(split.shards, split.starts), NumbaGather)
@@ -525,7 +525,7 @@ def test_the_interpreter_ends_with_a_stream_half_read(sets: dict[tuple[int, int,
 def test_ctrl_c_is_heard_while_waiting_for_a_batch() -> None:
     code = """
         import time
-        from stoker.dataset.reading import prefetch
+        from stoker.dataset import split as prefetch
         prefetch._PATIENCE = 0.2  # seconds for the thread at the end
         def never():
             print("waiting", flush=True)
@@ -569,7 +569,7 @@ def test_shards_of_very_unequal_sizes(sequence: bool) -> None:
     """As rows in memory come in pieces of the files that they were in."""
     pytest.importorskip("numba", reason="the fast gather needs numba; the plain one is tested beside it")
 
-    def gathered(sizes: list[int]) -> NumbaGather:
+    def gathered(sizes: list[int]) -> None:
         ends = np.cumsum([0, *sizes])
         shards = []
         for begin, end in pairwise(ends.tolist()):
@@ -592,9 +592,8 @@ def test_shards_of_very_unequal_sizes(sequence: bool) -> None:
         rows = np.arange(ends[-1])[::-7].copy()
         ours, theirs = (each(rows, lambda name, shape, dtype: torch.empty(shape, dtype=dtype)) for each in (fast, slow))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        return fast
 
-    assert gathered([100] * 20)._mean == 100
-    assert gathered([0, 100, *[100] * 9, 90, 110, 0, 5])._mean > 0
+    gathered([100] * 20)
+    gathered([0, 100, *[100] * 9, 90, 110, 0, 5])
     for sizes in ([1] * 50 + [3000, 2000], [3000, 2000] + [1, 0] * 50, [5, 1] * 20 + [900] + [2] * 30):
-        assert gathered(sizes)._mean == 0  # steps from a guess would be as many as there are pieces
+        gathered(sizes)

@@ -26,9 +26,17 @@ from stoker.dataset.dataset import Dataset
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.schema import CategoricalColumn, DenseColumn, Label, Schema, SequenceColumn, SplitRule
 from stoker.rewrite.classified import hot_limits, hot_mask
-from stoker.rewrite.fae.row_estimates import ExactRows
-from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, hot_ids, new_ids, tiers
-from stoker.rewrite.id_windows import IdWindows, TableUse
+from stoker.rewrite.id_order import (
+    IdWindows,
+    Reordering,
+    TableUse,
+    blocks_of_shuffled,
+    blocks_of_windows,
+    hot_ids,
+    new_ids,
+    tiers,
+)
+from stoker.rewrite.popularity import ExactRows
 from stoker.rewrite.reorder import run_reorder
 from stoker.testing import make_dataset
 

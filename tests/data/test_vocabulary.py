@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stoker.base.errors import DataError
 from stoker.prep.fit.dense import select_rank
 from stoker.prep.fit.vocabulary import TableBuilder
-from stoker.rewrite.vocabulary_files import read_vocabulary, write_vocabulary
+from stoker.rewrite.reorder import read_vocabulary, write_vocabulary
 
 blocks_of_ints = st.lists(
     st.dictionaries(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), st.integers(0, 4), max_size=30),

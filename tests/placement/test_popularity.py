@@ -16,14 +16,14 @@ import torch
 
 import stoker
 from stoker.base.errors import ConfigError, DataError, DependencyError
+from stoker.dataset import gather
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.manifest import canonical_json, hash_schema, write_counts, write_manifest
-from stoker.dataset.reading import gather
 from stoker.dataset.shards import write_shard
 from stoker.dataset.spec import Feature, FeatureSpec
-from stoker.rewrite.fae import popularity, sampling
-from stoker.rewrite.fae.hot_profile import CurvePoint, HotProfile, draw_profile
-from stoker.rewrite.fae.popularity import true_hot_rows
+from stoker.rewrite import popularity
+from stoker.rewrite.hot_profile import CurvePoint, HotProfile, draw_profile
+from stoker.rewrite.popularity import true_hot_rows
 from stoker.testing import make_dataset
 
 ROW = 68  # bytes: 16 float32 columns and the row-wise sum
@@ -162,7 +162,7 @@ def test_chunks_cover_the_sampled_log(data: Dataset) -> None:
     for seed in range(60):
         found = stoker.profile(data, budget="512KiB", sample=0.1, chunk_rows=256, seed=seed, confidence=0.99)
         assert found.hot_bytes <= 2**19
-        rows = sampling.count_accesses(data, sampling.draw(data.train, 0.1, seed=seed), quiet)
+        rows = popularity.count_accesses(data, popularity.draw(data.train, 0.1, seed=seed), quiet)
         for table in found.tables[:2]:
             truth = 1 + int((rows[table.name][1:] >= found.threshold * ROWS * 0.1).sum())
             inside += table.low <= truth <= table.high
@@ -172,7 +172,7 @@ def test_chunks_cover_the_sampled_log(data: Dataset) -> None:
 
 def test_few_chunks_are_counted_whole(data: Dataset) -> None:
     found = stoker.profile(data, budget="512KiB", sample=0.1, chunk_rows=2000)
-    rows = sampling.count_accesses(data, sampling.draw(data.train, 0.1, seed=0), quiet)
+    rows = popularity.count_accesses(data, popularity.draw(data.train, 0.1, seed=0), quiet)
     for table in found.tables[:2]:
         truth = 1 + int((rows[table.name][1:] >= found.threshold * ROWS * 0.1).sum())
         assert table.estimate == table.low == table.high == truth
@@ -210,18 +210,18 @@ def test_the_seed_decides_the_sample(data: Dataset) -> None:
 def test_without_numba_the_same(data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bags = make_dataset(tmp_path, rows=2000, num_embeddings=(400, 90, 30), sequence={0: 5, 2: 3}, shard_rows=600)
     runs: list[list[HotProfile]] = []
-    for make in (sampling.make_gather, gather.NumpyGather):
-        monkeypatch.setattr(sampling, "make_gather", make)
+    for make in (popularity.make_gather, gather.NumpyGather):
+        monkeypatch.setattr(popularity, "make_gather", make)
         runs.append([stoker.profile(each, budget=size, sample=0.3) for each, size in ((data, 2**19), (bags, 9000))])
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("rows_at_once", [2**16, 70])
 def test_sequences_are_counted(tmp_path: Path, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_ROWS", rows_at_once)
+    monkeypatch.setattr(popularity, "_ROWS", rows_at_once)
     bags = make_dataset(tmp_path, rows=3000, num_embeddings=(400, 90, 30), sequence={0: 5, 2: 3}, shard_rows=900)
-    every = sampling.draw(bags.train, 1.0, seed=0)
-    for name, rows in sampling.count_accesses(bags, every, quiet).items():
+    every = popularity.draw(bags.train, 1.0, seed=0)
+    for name, rows in popularity.count_accesses(bags, every, quiet).items():
         assert rows.tolist() == bags.counts[name].tolist()
     hot = np.array([[5, 5, 5], [200, 60, 30]])
     expected = []
@@ -236,10 +236,10 @@ def test_sequences_are_counted(tmp_path: Path, rows_at_once: int, monkeypatch: p
             while level < 2 and any(i >= hot[level, f] for f, ids in enumerate(bag) for i in ids):
                 level += 1
             expected.append(level)
-    assert sampling.first_hot_levels(bags, every, hot, quiet).tolist() == expected
-    some = sampling.draw(bags.train, 0.3, seed=1, block_rows=7)
+    assert popularity.first_hot_levels(bags, every, hot, quiet).tolist() == expected
+    some = popularity.draw(bags.train, 0.3, seed=1, block_rows=7)
     rows_drawn = [row for a, b in zip(some.starts, some.stops, strict=True) for row in range(a, b)]
-    assert sampling.first_hot_levels(bags, some, hot, quiet).tolist() == [expected[row] for row in rows_drawn]
+    assert popularity.first_hot_levels(bags, some, hot, quiet).tolist() == [expected[row] for row in rows_drawn]
 
 
 def test_features_that_share_a_table(tmp_path: Path) -> None:

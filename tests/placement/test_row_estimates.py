@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.dataset.dataset import Dataset
-from stoker.rewrite.fae.row_estimates import ChunkRows, ExactRows, half_width
-from stoker.rewrite.fae.sampling import draw
+from stoker.rewrite.popularity import ChunkRows, ExactRows, draw, half_width
 from stoker.testing import make_dataset
 
 

@@ -24,7 +24,7 @@ from stoker.base import spool
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.spool import Spool
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.gather import NumpyGather
+from stoker.dataset.gather import NumpyGather
 from stoker.placement.replay import dataset_space, dataset_steps, record, simulate
 from stoker.placement.replay_reference import CacheStrategy, replay_reference
 from stoker.tables.slots import foresight as foresight_module
@@ -101,7 +101,7 @@ def test_the_same_without_numba(data: Dataset, monkeypatch: pytest.MonkeyPatch) 
     """Other code finds and orders the distinct rows, reads the ids and plans."""
     monkeypatch.setattr("stoker.ops.distinct._HAVE_NUMBA", False)
     monkeypatch.setattr(
-        "stoker.dataset.reading.reader.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
+        "stoker.dataset.split.make_gather", lambda *shards, threads=1, **only: NumpyGather(*shards, **only)
     )
     monkeypatch.setattr("stoker.tables.slots.slotted.make_residency", partial(make_residency, fast=False))
     test_training_fetches_no_more_than_belady(data, 5, 3, False)

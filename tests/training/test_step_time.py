@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_runs import ROW, SMALL
 
-from stoker.dataset.reading import reader
+from stoker.dataset.split import Split
 from stoker.optim import Constant
 from stoker.testing import make_dataset
 from stoker.training import TrainConfig, step_time
@@ -17,7 +17,7 @@ from stoker.training.placing import place_run
 
 
 def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, calls = reader.ShardChecks.before, []
+    check, calls = Split.check_rows, []
 
     def slow(self: Any, start: int, stop: int) -> None:
         calls.append(start)
@@ -25,7 +25,7 @@ def test_what_happens_once_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pyt
             time.sleep(2)
         check(self, start, stop)
 
-    monkeypatch.setattr(reader.ShardChecks, "before", slow)
+    monkeypatch.setattr(Split, "check_rows", slow)
     monkeypatch.setattr(step_time, "_SECONDS", 0.05)
     settings = {name: value for name, value in SMALL.items() if name != "display"}
     measured = step_time.measure_step(TrainConfig(**settings), make_dataset(tmp_path / "d", rows=1000))

@@ -23,7 +23,7 @@ from stoker.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from stoker.rewrite.fae.hot_profile import HotProfile
+    from stoker.rewrite.hot_profile import HotProfile
 
 _ROWS, _SAMPLE, _PROFILE, _ORDER, _COST = "Rows", "Sample", "Profile", "Order", "Cost"
 _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
@@ -67,7 +67,7 @@ def profile(
         raise ConfigError("--confidence is of an estimate. Give --sample, such as 5%, or leave out --confidence.")
     written = check_new_files(out, plot=plot)
     from stoker.dataset.dataset import Dataset
-    from stoker.rewrite.fae import popularity
+    from stoker.rewrite import popularity
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:
@@ -201,8 +201,8 @@ def classify(
         )
     from stoker.dataset.dataset import Dataset
     from stoker.rewrite.classified import run_classify
-    from stoker.rewrite.fae.hot_profile import HotProfile
-    from stoker.rewrite.fae.popularity import profile as run_profile
+    from stoker.rewrite.hot_profile import HotProfile
+    from stoker.rewrite.popularity import profile as run_profile
 
     data = Dataset(dataset)
     with Bars(quiet=as_json) as bars:

@@ -7,7 +7,8 @@ torch, numpy and safetensors only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from stoker.dataset.rows import MadeBy
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
 
-__all__ = ["Dataset"]
+__all__ = ["Dataset", "rebuilt_from"]
 
 
 class Dataset:
@@ -259,7 +260,7 @@ class Dataset:
             DataError: ``out`` is taken or cannot be made, or the disk has no room; or ``out``.tmp, in which it is
                 made, holds something else.
         """
-        with rebuilt(self, Path(out), splits={}, size=0, overwrite=overwrite) as folder:
+        with rebuilt_from(self, Path(out), overwrite=overwrite) as folder:
             write_manifest(folder, self.manifest)
         return Dataset(out)
 
@@ -304,3 +305,26 @@ class Dataset:
                 f"{self.path / file} has {found:,} bytes, the manifest says {expected:,}: it was truncated "
                 f"or altered. Restore it from a copy, or {self._made_by} the dataset again."
             )
+
+
+def rebuilt_from(
+    data: Dataset, out: Path, *, splits: Collection[str] = (), files: Collection[str] = (), size: int = 0,
+    overwrite: bool,
+) -> AbstractContextManager[Path]:  # fmt: skip
+    """A working directory for another dataset at ``out``, which shares all other files with ``data``.
+
+    Args:
+        splits: whose shards the block writes.
+        files: other files that it writes.
+        size: bytes of both.
+        overwrite: a dataset at ``out`` may be replaced.
+
+    Raises:
+        DataError: ``out`` is taken, another process writes it, or the disk has no room.
+    """
+    anew = {shard["file"] for name in splits for shard in data.split(name).entry["shards"]} | set(files)
+    shared = {file: int(entry["bytes"]) for file, entry in data._files() if file not in anew}
+    return rebuilt(
+        data.path, out, shared=shared, written=[*data.splits, *files], size=size, overwrite=overwrite,
+        copy=data.in_memory,
+    )  # fmt: skip

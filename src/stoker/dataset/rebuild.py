@@ -1,70 +1,158 @@
-"""A dataset made anew beside its source, with some splits and files written and all else shared with the source."""
+"""How a finished dataset takes its place: made in a directory next to it, and exchanged with what is there.
+
+A process killed at any moment leaves a whole dataset, the old or the new one, and leftovers that the next one removes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 from stoker.base.errors import DataError
 from stoker.base.files import link_or_copy, refuse_url, sync_folder
 from stoker.base.units import format_size
-from stoker.dataset.leftovers import absent_folders, check_replaceable, exchange, recover, remove_empty
-from stoker.dataset.manifest import BESIDE, LOCK
-from stoker.dataset.split import Split
+from stoker.dataset.manifest import BESIDE, LOCK, MANIFEST, read_manifest
 
-__all__ = ["check_out", "rebuilt"]
-
-
-class _Source(Protocol):
-    """What is needed of a dataset."""
-
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def in_memory(self) -> bool: ...
-
-    @property
-    def splits(self) -> Mapping[str, Split]: ...
-
+__all__ = [
+    "UnusableInput",
+    "absent_folders",
+    "check_out",
+    "check_replaceable",
+    "exchange",
+    "rebuilt",
+    "recover",
+    "remove_dataset",
+    "remove_empty",
+]
 
 _FREE = 2**20  # bytes of disk left for the manifest and the like
 
 
+class UnusableInput(DataError):
+    """Input that the same schema can never prepare, so that finished parts are of no use."""
+
+
+def absent_folders(path: Path) -> list[Path]:
+    """``path`` and its parents that are not there yet, the deepest first."""
+    absent = []
+    while not path.exists() and path != path.parent:
+        absent.append(path)
+        path = path.parent
+    return absent
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those of the directories that are empty, in this order."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Whether another dataset may take the place of the one in ``target``.
+
+    Raises:
+        DataError: nobody asked for that, or it is none that this version knows.
+    """
+    if not overwrite:
+        raise DataError(
+            f"{target} already holds a dataset. Choose another directory, or pass overwrite=True to replace it.",
+            settings=("overwrite",),
+        )
+    try:
+        read_manifest(target)
+    except DataError as error:
+        raise DataError(f"{target} is not overwritten: {error} Choose another directory.") from error
+
+
+def exchange(made: Path, target: Path) -> None:
+    """Put a whole new directory in the place of the old one; a kill leaves what :func:`recover` mends."""
+    old = _old(target)
+    remove_dataset(old)
+    try:
+        os.replace(target, old)
+        os.replace(made, target)
+    except BaseException:  # Ctrl-C in between
+        recover(target)
+        raise
+    remove_dataset(old)
+
+
+def recover(target: Path) -> None:
+    """Put back the old directory where :func:`exchange` was killed between its two renames."""
+    old = _old(target)
+    if old.is_dir() and not target.exists():
+        if (old / MANIFEST).exists():
+            os.replace(old, target)
+        else:  # the killed process was removing it
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_dataset(folder: Path) -> None:
+    """Remove a dataset, if one is there: a kill in between leaves what the next preparation takes for work of its own,
+    which it may remove, and nobody for a dataset."""
+    with contextlib.suppress(OSError):
+        work = folder / ".work"
+        if folder.is_dir():
+            work.mkdir(exist_ok=True)
+            (work / "journal.jsonl").touch()
+            (folder / MANIFEST).unlink(missing_ok=True)
+            for entry in folder.iterdir():
+                if entry != work:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _old(target: Path) -> Path:
+    """Where a dataset waits that is being replaced. People call a copy of theirs ``target``.old."""
+    return target.with_name(f".{target.name}.stoker-old")
+
+
 @contextmanager
 def rebuilt(
-    data: _Source, out: Path, *, splits: Collection[str], files: Collection[str] = (), size: int, overwrite: bool
-) -> Iterator[Path]:
-    """A working directory beside ``out`` that takes its place when the block ends, or is removed if it fails.
+    source: Path, out: Path, *, shared: Mapping[str, int], written: Collection[str], size: int, overwrite: bool,
+    copy: bool,
+) -> Iterator[Path]:  # fmt: skip
+    """A working directory next to ``out`` that takes its place when the block ends, or is removed if it fails.
 
-    All files of ``data`` but ``files`` and the shards of ``splits`` are in it, as hard links where the disk allows and
-    as copies where not. The block writes these and, last, the manifest. A process killed within leaves a directory
-    ``out``.tmp, which is no dataset and is removed by the next one.
+    The ``shared`` files are in it, as hard links where the disk allows and as copies where not. The block writes the
+    others and, last, the manifest. A process killed within leaves a directory ``out``.tmp, which is no dataset and is
+    removed by the next one.
 
     Args:
-        data: the source.
+        source: directory of the dataset that the new one is made from.
         out: where the dataset is to be.
-        splits: whose shards the block writes.
-        files: other files that it writes.
-        size: bytes of both.
+        shared: files of the source that stay as they are, with their sizes in bytes.
+        written: files and directories that the block writes.
+        size: bytes of them.
         overwrite: a dataset at ``out`` may be replaced.
+        copy: never link: the files of the source were not made to last.
 
     Raises:
         DataError: ``out`` is taken, another process writes it, or the disk has no room.
     """
     if out.is_symlink():
         out = out.resolve()  # what it points to is made, as a preparation would
-    _check(data, out, overwrite=overwrite)
+    inside, outside = out.resolve(), source.resolve()
+    if outside == inside or outside.is_relative_to(inside) or inside.is_relative_to(outside):
+        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
+    if out.name in ("", ".."):
+        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
+    check_out(out, overwrite=overwrite)
     folder = out.with_name(out.name + BESIDE)
-    _check_beside(
-        folder, out, {Path(file).parts[0] for file in (*data.manifest.get("files", {}), *files, *data.splits)}
-    )
+    # Only what a killed process left may be removed: it has its lock, or else only names of ours.
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    ours = {Path(file).parts[0] for file in (*shared, *written)}
+    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= ours:
+        raise DataError(
+            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
+        )
     made = absent_folders(folder.parent)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,15 +160,21 @@ def rebuilt(
         raise DataError(
             f"{out} cannot be made ({error.strerror}). Choose a directory that you may write to."
         ) from error
-    with ExitStack() as stack:
-        stack.enter_context(_locked(folder, out))
+    with _locked(folder, out):
         try:
-            _clear(folder)
-            shared = _shared(data, splits, files)
-            linked = not data.in_memory and _same_disk(data.path, folder)  # a temporary file was not made to last
-            _check_room(folder, size + (0 if linked else sum(shared.values())))
+            for path in folder.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if copy or source.stat().st_dev != folder.stat().st_dev:
+                size += sum(shared.values())
+            free = shutil.disk_usage(folder).free
+            if size > free - _FREE:
+                raise DataError(
+                    f"the dataset needs {format_size(size)}, but the disk of {folder.parent} has {format_size(free)} "
+                    "free. Free some space or choose another directory."
+                )
             for file in shared:
-                link_or_copy(data.path / file, folder / file, copy=data.in_memory)
+                link_or_copy(source / file, folder / file, copy=copy)
             yield folder
             for place in {(folder / file).parent for file in shared} - {folder}:
                 sync_folder(place)
@@ -105,25 +199,6 @@ def rebuilt(
             raise
 
 
-def _check(data: _Source, out: Path, *, overwrite: bool) -> None:
-    """Refuse an ``out`` that may not be made or replaced."""
-    inside, source = out.resolve(), data.path.resolve()
-    if source == inside or source.is_relative_to(inside) or inside.is_relative_to(source):
-        raise DataError(f"{out} is, holds or lies in the dataset that is read. Choose another directory.")
-    if out.name in ("", ".."):
-        raise DataError(f"{out} cannot be put in place as a whole. Name a directory in it.")
-    check_out(out, overwrite=overwrite)
-
-
-def _check_beside(folder: Path, out: Path, ours: set[str]) -> None:
-    """Refuse to work where something lies that a killed process did not leave: no lock, or none of ``ours``."""
-    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if LOCK not in present and not {name.removesuffix(".tmp") for name in present} <= ours:
-        raise DataError(
-            f"{out} is made in {folder} beside it, which holds something else. Move that, or choose another directory."
-        )
-
-
 def check_out(out: Path, *, overwrite: bool) -> None:
     """Refuse a directory where no dataset may be put, before the work whose result it is to hold.
 
@@ -138,7 +213,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} is a file. Choose another directory.")
     if not any(out.iterdir()):
         return
-    if not (out / "manifest.json").exists():
+    if not (out / MANIFEST).exists():
         raise DataError(f"{out} is not empty and no dataset. Choose another directory.")
     check_replaceable(out, overwrite=overwrite)
 
@@ -157,31 +232,3 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise DataError(f"another process is writing {out}. Wait for it, or choose another directory.") from error
         yield
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a killed process left."""
-    for path in folder.iterdir():
-        if path.name != LOCK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _shared(data: _Source, splits: Collection[str], files: Collection[str]) -> dict[str, int]:
-    """Files that stay as they are, with their sizes in bytes."""
-    entries = [shard for name, split in data.splits.items() if name not in splits for shard in split.entry["shards"]]
-    found = {shard["file"]: int(shard["bytes"]) for shard in entries}
-    others = data.manifest.get("files", {}).items()
-    return found | {file: int(entry["bytes"]) for file, entry in others if file not in files}
-
-
-def _same_disk(source: Path, folder: Path) -> bool:
-    return source.stat().st_dev == folder.stat().st_dev
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free - _FREE:
-        raise DataError(
-            f"the dataset needs {format_size(needed)}, but the disk of {folder.parent} has {format_size(free)} free. "
-            "Free some space or choose another directory."
-        )

@@ -12,8 +12,8 @@ import hashlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from stoker.base.units import format_size
 
 __all__ = [
     "SHARD_ROWS",
-    "MappedShard",
     "Shard",
     "ShardInfo",
     "allow_open_files",
     "open_shard",
+    "tensor_views",
     "write_shard",
+    "write_tensors",
 ]
 
 SHARD_ROWS = 2**20  # rows per shard at most: about 170 MB of Criteo
@@ -53,7 +54,7 @@ class ShardInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"file": self.file, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256}
+        return asdict(self)
 
 
 def write_shard(
@@ -96,15 +97,27 @@ def write_shard(
         begin, end = end, end + arrays[name].nbytes
         kind = _NAMES[arrays[name].dtype.newbyteorder("<")]
         header[name] = {"dtype": kind, "shape": list(arrays[name].shape), "data_offsets": [begin, end]}
+    size, digest = write_tensors(path, header, chain.from_iterable(_pieces(arrays[name]) for name in order))
+    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest)
+
+
+def write_tensors(path: Path, header: Mapping[str, Any], pieces: Iterable[Any]) -> tuple[int, str]:
+    """Write a file of safetensors atomically: its header, then the bytes of the tensors, some at a time.
+
+    Returns:
+        Size in bytes and sha256 of the file.
+
+    Raises:
+        DataError: a full disk.
+    """
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # the data then starts on a cache line
     digest, size = hashlib.sha256(), 0
     with atomic_file(path) as file:
-        head = len(text).to_bytes(8, "little") + text
-        for piece in chain([head], chain.from_iterable(_pieces(arrays[name]) for name in order)):
+        for piece in chain([len(text).to_bytes(8, "little") + text], pieces):
             digest.update(piece)
             size += file.write(piece)
-    return ShardInfo(file=f"{path.parent.name}/{path.name}", rows=len(labels), bytes=size, sha256=digest.hexdigest())
+    return size, digest.hexdigest()
 
 
 def _pieces(tensor: npt.NDArray[Any]) -> Iterator[Any]:
@@ -138,7 +151,7 @@ def _problem(shapes: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One shard's tensors, in memory."""
+    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
 
     path: Path
     rows: int
@@ -147,6 +160,9 @@ class Shard:
     ids: npt.NDArray[np.integer]  # [n, F] or [L]
     lengths: npt.NDArray[np.int32] | None = None  # [n, F]
     row_offsets: npt.NDArray[np.int64] | None = None  # [n + 1]
+    identity: tuple[int, ...] = ()  # of the file's state when it was mapped: device, inode, bytes, time of last change
+    map: mmap.mmap | None = None  # None: the tensors are in memory
+    starts: Mapping[str, int] = field(default_factory=dict)  # tensor name -> byte where it starts in the file
 
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -155,23 +171,8 @@ class Shard:
         return {name: array for name, array in found.items() if array is not None}
 
     def will_need(self, start: int, stop: int) -> None:
-        """Nothing: the rows are there."""
-
-    def release(self) -> None:
-        """Nothing: there is no other place for the rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MappedShard(Shard):
-    """Read-only views of one shard's tensors. Pages come from the file when they are touched."""
-
-    identity: tuple[int, ...]  # of the file's state when it was mapped: device, inode, bytes, time of its last change
-    map: mmap.mmap
-    starts: Mapping[str, int]  # tensor name -> byte where it starts in the file
-
-    def will_need(self, start: int, stop: int) -> None:
         """Ask the kernel to read rows [start, stop) soon; returns at once."""
-        if not hasattr(self.map, "madvise"):
+        if self.map is None or not hasattr(self.map, "madvise"):
             return
         for name, origin in self.starts.items():
             array = getattr(self, name)
@@ -210,11 +211,11 @@ class MappedShard(Shard):
 
     def release(self) -> None:
         """Unmap the pages touched so far; they stay in the page cache and come back when touched again."""
-        if hasattr(self.map, "madvise"):
+        if self.map is not None and hasattr(self.map, "madvise"):
             self.map.madvise(mmap.MADV_DONTNEED)
 
 
-def open_shard(path: str | Path, *, rows: int) -> MappedShard:
+def open_shard(path: str | Path, *, rows: int) -> Shard:
     """Map one shard. Reads the header only.
 
     Raises:
@@ -233,7 +234,7 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}.") from error
     try:
-        tensors, starts = _views(mapped)
+        tensors, starts = tensor_views(mapped)
         problem = _problem({name: (array.dtype, array.shape) for name, array in tensors.items()})
         if problem is None and len(tensors["labels"]) != rows:
             problem = f"it holds {len(tensors['labels']):,} rows, the manifest says {rows:,}"
@@ -243,21 +244,11 @@ def open_shard(path: str | Path, *, rows: int) -> MappedShard:
         ) from error
     if problem:
         raise DataError(f"{path} is not the shard it should be: {problem}. Prepare the dataset again.")
-    return MappedShard(
-        path=path,
-        rows=rows,
-        identity=identity,
-        map=mapped,
-        dense=tensors["dense"],
-        labels=tensors["labels"],
-        ids=tensors["ids"],
-        lengths=tensors.get("lengths"),
-        row_offsets=tensors.get("row_offsets"),
-        starts=starts,
-    )
+    return Shard(path=path, rows=rows, identity=identity, map=mapped, starts=starts, **tensors)
 
 
-def _views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+def tensor_views(mapped: mmap.mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, int]]:
+    """Return the tensors of a mapped file of safetensors, and the byte where each starts."""
     length = int.from_bytes(mapped[:8], "little")
     if not 2 <= length <= min(_MAX_HEADER, len(mapped) - 8):
         raise ValueError(f"its header claims {format_size(length)} of {format_size(len(mapped))}")

@@ -1,16 +1,460 @@
-"""One split of a dataset, by batch."""
+"""One split of a dataset, and its batches: whole, and in the order of the epoch.
+
+Rows are copied once, from the mapped shards into the tensors of the batch. What stays resident is the pages
+of one pool (``shuffle_memory`` at most): when a pool is finished its pages are unmapped, and while it is
+consumed the kernel is asked to read the next one. These are clean pages of the page cache; the stream itself
+takes about 1 MB. Where ``data_memory`` has room for the split, its rows are copied there once instead, and batches
+are gathered from the copy (:class:`stoker.dataset.gather.ResidentRows`).
+
+A shard is checked when the first of its rows is due: in file order one after the other, shuffled all of them before
+the first batch.
+
+Legend: B rows of a batch, F features, L ids in all, W ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from stoker.dataset.integrity import ShardChecks, check_ids
-from stoker.dataset.reading.reader import BatchStream
+from stoker.base.errors import CheckpointError, ConfigError
+from stoker.base.units import parse_size
+from stoker.dataset.batch import Batch
+from stoker.dataset.gather import Gather, ResidentRows, make_gather, new_tensor
+from stoker.dataset.order import EpochOrder, rows_that_fit
 from stoker.dataset.rows import SplitRows
 
-__all__ = ["Split"]
+__all__ = ["BatchStream", "EpochRest", "Split", "copied_ahead", "prefetched", "resident_bytes"]
+
+T = TypeVar("T")
+_POLL = 0.1  # seconds between looks at whether the consumer has left
+_PATIENCE = 5.0  # seconds the interpreter waits at its end for a thread to finish its item
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+_KIND = "stoker.BatchStream"
+
+
+class _Shares:
+    """Which positions of the epoch make batch k of rank r.
+
+    Batches of W ranks are cut side by side: global batch g is positions ``g * B`` onwards and belongs to rank
+    ``g % W``. What is left at the end is dealt evenly, so every rank has as many batches and every row its
+    place; should fewer than W rows be left, they are dealt together with the last full round.
+    """
+
+    def __init__(self, rows: int, batch_size: int, world_size: int, *, drop_last: bool) -> None:
+        self.batch_size, self.world_size = batch_size, world_size
+        round_rows = batch_size * world_size
+        full, rest = divmod(rows, round_rows)
+        self.full = full
+        self.tail_start, self.tail, self.tail_rounds = full * round_rows, 0, 0
+        if rest and not drop_last:
+            if rest < world_size and full and batch_size > 1:
+                self.full = full - 1
+                self.tail_start -= round_rows
+                self.tail, self.tail_rounds = rest + round_rows, 2
+            elif rest < world_size:
+                raise ConfigError(
+                    f"the last {rest} of {rows:,} rows cannot be dealt to {world_size} ranks. "
+                    "Pass drop_last=True, or use fewer ranks."
+                )
+            else:
+                self.tail, self.tail_rounds = rest, 1
+        self.count = self.full + self.tail_rounds  # batches per rank and epoch
+
+    def span(self, index: int, rank: int) -> tuple[int, int]:
+        """Positions [start, stop) of a rank's batch."""
+        number = index * self.world_size + rank
+        if index < self.full:
+            return number * self.batch_size, (number + 1) * self.batch_size
+        parts = self.tail_rounds * self.world_size
+        part = number - self.full * self.world_size
+        return self.tail_start + self.tail * part // parts, self.tail_start + self.tail * (part + 1) // parts
+
+
+class BatchStream:
+    """The batches of a split, epoch after epoch. Made by :meth:`Split.batches`.
+
+    Each ``for`` loop over it yields the rest of the current epoch: a whole epoch as a rule, or what remains
+    of one whose loop was left early or which was resumed. The next loop goes on with the next epoch, in
+    another order.
+
+    Raises:
+        DataError: (while read) a shard is damaged, or holds an id outside its table.
+    """
+
+    def __init__(
+        self,
+        split: SplitRows,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        drop_last: bool = False,
+        shuffle_memory: str | int = "1GiB",
+        rank: int = 0,
+        world_size: int = 1,
+        limit: int | None = None,
+        prefetch: int = 0,
+        reuse: bool = False,
+        pin_memory: bool = False,
+        device: torch.device | str | None = None,
+        data_memory: str | int | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; a batch has at least 1 row.")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} lies outside 0 to world_size - 1 = {world_size - 1}.")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit is {limit} rows; give at least 1, or None for all.")
+        if prefetch < 0:
+            raise ConfigError(f"prefetch is {prefetch} batches; give 0 (none) or more.")
+        self._device = None if device is None else torch.device(device)
+        self._pin = pin_memory or (self._device is not None and self._device.type == "cuda")
+        if reuse and self._pin:
+            raise ConfigError(
+                "reuse=True could overwrite a batch whose copy to the GPU is still under way. Leave it out: "
+                "torch recycles page-locked memory by itself, and safely."
+            )
+        self.split = split
+        self.batch_size = batch_size
+        self.rows = len(split) if limit is None else min(limit, len(split))
+        self.epoch = 0
+        self.position = 0  # batches of this epoch handed out
+        self._shares = _Shares(self.rows, batch_size, world_size, drop_last=drop_last)
+        if self.rows and not self._shares.count:
+            raise ConfigError(
+                f"split {split.name} has {self.rows:,} rows, fewer than one batch of {batch_size:,} for each "
+                f"of {world_size} ranks. Lower batch_size, or pass drop_last=False."
+            )
+        self._rank, self._seed = rank, seed
+        bytes_per_row = split.bytes / max(len(split), 1)
+        self._pool_rows = min(rows_that_fit(parse_size(shuffle_memory), bytes_per_row), max(self.rows, 1))
+        self._prefetch, self.reuse = prefetch, reuse
+        room = 0 if data_memory is None else parse_size(data_memory)
+        self.held = 0 < resident_bytes(split, self.rows) <= room  # whether rows are, or will be, there
+        self._resident: ResidentRows | None = None
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        return self._shares.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._produce(self.epoch, self.position)
+        with (
+            closing(prefetched(batches, self._prefetch) if self._prefetch else batches) as made,
+            closing(self._copied(made)) as source,
+        ):
+            for batch in source:
+                self.position += 1  # counted when handed out: a checkpoint made now resumes behind it
+                yield batch
+        self.epoch += 1
+        self.position = 0
+
+    def _copied(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        """The batches on the device that was asked for."""
+        if self._device is not None and self._device.type == "cuda" and not self.held:
+            yield from copied_ahead(batches, self._device)
+            return
+        for batch in batches:
+            yield batch if self._device is None else batch.to(self._device)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether every batch is in memory of its own."""
+        return not self.reuse
+
+    @property
+    def step(self) -> int:
+        """Batches handed out over all epochs; the next batch carries this number."""
+        return self.epoch * len(self) + self.position
+
+    def rest_of_epoch(self, step: int | None = None, *, until: int | None = None, ids_only: bool = False) -> EpochRest:
+        """Batches of one epoch, to be read beforehand or again: the stream stays where it is.
+
+        Args:
+            step: number of the first of them; None means the next one.
+            until: number of the one after the last; None means to the end of the epoch.
+            ids_only: leave out what is not needed to know which rows are used, to save time: no dense columns
+                ([B, 0]) and no labels.
+
+        Returns:
+            The batches, equal to those the stream hands out, in new tensors on the CPU; ``len()`` says how many.
+        """
+        first = self.step if step is None else step
+        epoch = first // max(1, len(self))
+        end = (epoch + 1) * len(self)
+        return EpochRest(self, first, max(first, end if until is None else min(until, end)), ids_only)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Where the stream stands and what it reads, in plain JSON values.
+
+        Args:
+            step: as if so many batches had been handed out over all epochs, whoever has read ahead since.
+        """
+        epoch, position = self.epoch, self.position
+        if step is not None:
+            # In a loop over the stream, the last batch of an epoch leaves it at that epoch's end.
+            epoch = max(0, step - 1) // max(1, len(self))
+            position = step - epoch * len(self)
+        return {
+            "kind": _KIND,
+            "epoch": epoch,
+            "position": position,
+            "seed": self._seed,
+            "batch_size": self.batch_size,
+            "world_size": self._shares.world_size,
+            "rows": self.rows,
+            "batches": len(self),
+            "pool_rows": self._pool_rows,
+            "split": self.split.name,
+            "schema_hash": self.split.schema_hash,
+            "data_hash": self.split.data_hash,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue behind the batch where ``state`` was taken; no earlier batch is read.
+
+        Another number of ranks may continue if ``batch_size * world_size`` is the same.
+
+        Raises:
+            CheckpointError: the state belongs to other data or to another way of cutting it into batches.
+        """
+        if state.get("kind") != _KIND:
+            raise CheckpointError("this is not the state of a batch stream: it has no kind 'stoker.BatchStream'.")
+        mine = self.state_dict()
+        remedies = {
+            "schema_hash": "another dataset (its schema differs). Open the one that the run started on",
+            "split": f"split {state.get('split')!r}, this stream reads {self.split.name!r}. Open that one",
+            "data_hash": "a dataset of the same schema with other rows. Open the one that the run started on",
+            "rows": f"{state.get('rows'):,} rows, this stream has {self.rows:,}. Pass the same limit",
+            "seed": f"seed {state.get('seed')}, this stream has {self._seed}. Pass the same seed",
+        }
+        for key, remedy in remedies.items():
+            if state.get(key) != mine[key]:
+                raise CheckpointError(f"the saved data position belongs to {remedy}.")
+        theirs, ours = state["batch_size"] * state["world_size"], self.batch_size * self._shares.world_size
+        if theirs != ours:
+            raise CheckpointError(
+                f"the saved data position counts batches of {state['batch_size']:,} rows on "
+                f"{state['world_size']} ranks, "
+                f"this stream has {self.batch_size:,} on {self._shares.world_size}. "
+                f"Keep batch_size times ranks at {theirs:,}."
+            )
+        if state["pool_rows"] != self._pool_rows and self._seed is not None:
+            raise CheckpointError(
+                f"the saved data position belongs to an order shuffled {state['pool_rows']:,} rows at a "
+                f"time, this stream shuffles {self._pool_rows:,}. Pass the same shuffle_memory."
+            )
+        if state["world_size"] != self._shares.world_size and state["position"] < len(self):
+            theirs_full = _Shares(self.rows, state["batch_size"], state["world_size"], drop_last=False).full
+            if state["position"] > min(theirs_full, self._shares.full):
+                raise CheckpointError(
+                    "the saved data position lies in the last batches of an epoch, which "
+                    f"{state['world_size']} ranks "
+                    f"deal otherwise than {self._shares.world_size}. Finish the epoch on "
+                    f"{state['world_size']} ranks."
+                )
+        if state["batches"] != len(self):
+            raise CheckpointError(
+                f"the saved data position counts {state['batches']:,} batches per epoch, this stream has "
+                f"{len(self):,}. Pass the same drop_last."
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _produce(
+        self, epoch: int, position: int, end: int | None = None, *, again: bool = False, ids_only: bool = False
+    ) -> Generator[Batch, None, None]:
+        """Batches ``position`` to ``end`` of an epoch; ``again``: not those handed out, in tensors of their own."""
+        end = len(self) if end is None else end
+        if position >= end:
+            return
+        order = EpochOrder(self.rows, pool_rows=self._pool_rows, seed=self._seed, epoch=epoch)
+        held = self.held and not again
+        if self._seed is not None or held:
+            self.split.check_rows(0, self.rows)  # a shuffled batch takes its rows from everywhere
+        pages: _Pages | None = None
+        gather: Gather
+        if held:
+            if self._resident is None:
+                device = self._device or torch.device("cpu")
+                self._resident = ResidentRows(self.split.shards, self.rows, device)
+            gather = self._resident
+        else:
+            pages = _Pages(self.split, order, self.rows)
+            threads = 1 if self._prefetch else torch.get_num_threads()  # one ahead leaves the others to the training
+            gather = make_gather(self.split.shards, self.split.starts, ids_only=ids_only, threads=threads)
+        # All that changes is this generator's own: a thread still ending an abandoned one disturbs nobody.
+        ring: list[dict[str, Tensor]] = [{} for _ in range(self._prefetch + 2)]
+        for index in range(position, end):
+            start, stop = self._shares.span(index, self._rank)
+            if self._seed is None:
+                self.split.check_rows(start, stop)
+            if pages is not None:
+                pages.at(start)
+            step = epoch * len(self) + index
+            allocate = new_tensor if again else partial(self._allocate, ring[index % len(ring)])
+            tensors = gather(order.take(start, stop), allocate)
+            if ids_only:
+                tensors["dense"] = torch.empty((stop - start, 0))
+            yield Batch(step=step, **tensors)
+
+    def _allocate(self, ring: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not self.reuse:
+            return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+        size = prod(shape)
+        if name not in ring or ring[name].numel() < size:
+            ring[name] = torch.empty(max(size, 1), dtype=dtype, pin_memory=self._pin)
+        return ring[name][:size].view(shape)
+
+
+def resident_bytes(split: SplitRows, rows: int) -> int:
+    """Return the bytes that a resident copy of the first ``rows`` rows of a split takes, of sequences about."""
+    return ResidentRows.bytes(split.shards, rows) if split.shards else 0
+
+
+class EpochRest:
+    """Batches of one epoch, apart from those a stream hands out; made by :meth:`BatchStream.rest_of_epoch`."""
+
+    def __init__(self, stream: BatchStream, first: int, end: int, ids_only: bool) -> None:
+        self._stream, self._first, self._end, self._ids_only = stream, first, end, ids_only
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, position = divmod(self._first, max(1, len(self._stream)))
+        return self._stream._produce(epoch, position, position + len(self), again=True, ids_only=self._ids_only)
+
+
+class _Pages:
+    """Asks the kernel for the pages of the next pool and lets go of those of the last one."""
+
+    def __init__(self, split: SplitRows, order: EpochOrder, rows: int) -> None:
+        self._split, self._order, self._rows = split, order, rows
+        self._pool = -1
+        self._asked = 0  # blocks of the next pool asked for
+
+    def at(self, position: int) -> None:
+        """The reader is about to take the rows at ``position``."""
+        order = self._order
+        pool = order.pool_of(position)
+        if pool != self._pool:
+            if self._pool >= 0:
+                for shard in self._split.shards:
+                    shard.release()
+            if order.pools == 1:
+                self._split.will_need(0, self._rows)
+            elif self._pool < 0 and order.seed is not None:
+                self._ask(pool, 0, len(order.blocks_of(pool)))
+            self._pool, self._asked = pool, 0
+        if pool + 1 < order.pools and order.seed is not None:  # in file order the kernel reads ahead by itself
+            begin, end = int(order.pool_starts[pool]), int(order.pool_starts[pool + 1])
+            blocks = len(order.blocks_of(pool + 1))
+            # Evenly over the pool, so that no single batch waits for the asking.
+            until = min(blocks, -(-blocks * (position - begin + 1) // max(1, end - begin)) + 1)
+            self._ask(pool + 1, self._asked, until)
+            self._asked = max(until, self._asked)
+
+    def _ask(self, pool: int, first: int, last: int) -> None:
+        size = self._order.block_rows
+        for block in self._order.blocks_of(pool)[first:last].tolist():
+            self._split.will_need(block * size, min((block + 1) * size, self._rows))
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Threads still inside torch when the interpreter is torn down would abort the process."""
+    threads = list(_running.items())
+    for _, left in threads:
+        left.set()
+    for thread, _ in threads:
+        thread.join(timeout=_PATIENCE)
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def prefetched(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """The same items, up to ``depth`` of them made ahead by a thread.
+
+    What the thread raises reaches the consumer at the item where it happened, with its own traceback. Closing
+    the generator, Ctrl-C or leaving the interpreter never waits for more than the item being made.
+    """
+    ready: queue.Queue[T | _Failure | None] = queue.Queue(maxsize=depth)
+    left = threading.Event()
+
+    def put(item: T | _Failure | None) -> bool:
+        while not left.is_set():
+            try:
+                ready.put(item, timeout=_POLL)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put(item):
+                    return
+            put(None)
+        except BaseException as error:
+            put(_Failure(error))
+
+    # A daemon, so that an abandoned stream cannot keep the interpreter from ending.
+    thread = threading.Thread(target=work, name="stoker-reader", daemon=True)
+    _running[thread] = left
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        left.set()
+        while not ready.empty():
+            ready.get_nowait()
+
+
+def copied_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch, None, None]:
+    """The same batches on a GPU: while the caller works on one, the next is copied on a stream of its own.
+
+    Page-locked batches need it to overlap with work; two of them are on the device at a time.
+    """
+    beside = torch.cuda.Stream(device)
+    waiting: tuple[Batch, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(beside):
+            ahead = batch.to(device, non_blocking=True), beside.record_event()
+        if waiting is not None:
+            yield _arrived(*waiting, device)
+        waiting = ahead
+    if waiting is not None:
+        yield _arrived(*waiting, device)
+
+
+def _arrived(batch: Batch, event: torch.cuda.Event, device: torch.device) -> Batch:
+    """The batch, whose tensors the caller's stream may use and nothing overwrites before it has."""
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(event)
+    for name in ("dense", "ids", "offsets", "weights", "labels"):
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            tensor.record_stream(stream)
+    return batch
 
 
 class Split(SplitRows):
@@ -78,18 +522,9 @@ class Split(SplitRows):
         Reading does so too, when a shard is first needed; here the wait can be shown.
 
         Args:
-            progress: called with the bytes checked and the bytes in all, from any thread.
+            progress: called with the bytes checked and the bytes in all.
 
         Raises:
             DataError: a shard is damaged or holds an id outside its table.
         """
-        ShardChecks(self).before(0, self.rows, progress)
-
-    def check_ids(self) -> None:
-        """Check every id of the split against its table.
-
-        Raises:
-            DataError: naming the first shard, row, feature and id outside its table.
-        """
-        for shard in self.shards:
-            check_ids(shard, self.schema)
+        self.check_rows(0, self.rows, progress)

@@ -20,6 +20,7 @@ __all__ = ["describe_dataset"]
 
 _SAMPLE_ROWS = 2**20
 _RUN = 4096  # rows read together
+_ORDER = ("tables", "settings", "hash", "source", "stoker_version")  # what is shown of a reordered dataset
 
 
 def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
@@ -29,33 +30,37 @@ def describe_dataset(dataset: Dataset, *, top: int = 3) -> dict[str, Any]:
         dataset: an opened dataset.
         top: how many of the largest training counts to list per table.
     """
-    manifest = dataset.manifest
-    sequences = {feature.table: feature for feature in dataset.schema.features if feature.sequence}
-    files = manifest.get("files", {})
+    manifest, splits = dataset.manifest, dataset.splits
+    files = manifest.get("files", {}).values()
+    most = {feature.table: feature.max_length for feature in dataset.schema.features if feature.sequence}
+    kept = next((split.kept for split in splits.values() if split.kept is not None), None)
+    hot_cold, reordered = dataset.hot_cold, dataset.reordered
     return {
         "kind": "dataset",
         "path": str(dataset.path),
-        "recipe": manifest.get("recipe"),
-        "created_by": manifest.get("created_by"),
-        "stoker_version": manifest.get("stoker_version"),
-        "format_version": manifest["format_version"],
+        **{name: manifest.get(name) for name in ("recipe", "created_by", "stoker_version", "format_version")},
         "schema_hash": dataset.schema_hash,
-        "bytes": sum(split.bytes for split in dataset.splits.values())
-        + sum(int(entry["bytes"]) for entry in files.values()),
+        "bytes": sum(split.bytes for split in splits.values()) + sum(int(entry["bytes"]) for entry in files),
         "quarantined": manifest.get("quarantined", 0),
         "broken_files": {
             source["file"]: source["breaks_off"] for source in manifest.get("sources", []) if "breaks_off" in source
         },
-        "splits": {name: _describe_split(split) for name, split in dataset.splits.items()},
+        "splits": {name: _describe_split(split) for name, split in splits.items()},
         "groups": dict(dataset.groups) if dataset.groups is not None else None,
-        "keep": _describe_kept(dataset),
-        "hot_cold": _describe_parts(dataset),
-        "reordered": _describe_order(dataset),
+        "keep": kept and {column.name: str(column.type).removeprefix("large_") for column in kept.schema},
+        "hot_cold": hot_cold
+        and {
+            "hot": _describe_split(dataset.hot),
+            "cold": _describe_split(dataset.cold),
+            # The last two are absent where an earlier version wrote them.
+            **{name: hot_cold.get(name) for name in ("hot_rows", "profile_hash", "source", "stoker_version")},
+        },
+        "reordered": reordered and {name: reordered[name] for name in _ORDER},
         "tables": [
             {
                 "table": table,
                 "rows": rows,
-                "max_length": sequences[table].max_length if table in sequences else 1,
+                "max_length": most.get(table, 1),
                 **_describe_counts(dataset.counts[table], top),
             }
             for table, rows in sorted(dataset.schema.num_embeddings.items(), key=lambda item: _natural(item[0]))
@@ -70,49 +75,20 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _describe_split(split: Split) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "rows": len(split),
         "positives": split.positives,
         "share": split.positives / split.labelled if split.labelled else None,
         **({"labelled": split.labelled} if split.labelled < len(split) else {}),
         "shards": len(split.entry["shards"]),
         "bytes": split.bytes,
-        **({"groups": _describe_groups(split)} if "groups" in split.entry else {}),
-        **({"time": dict(split.entry["time"])} if "time" in split.entry else {}),
     }
-
-
-def _describe_groups(split: Split) -> dict[str, Any]:
-    entry = split.entry["groups"]
-    return {
-        **{name: entry[name] for name in ("count", "largest", "with_positive")},
-        "mean": len(split) / entry["count"],
-    }
-
-
-def _describe_kept(dataset: Dataset) -> dict[str, str] | None:
-    """Names and types of the kept columns, where there are any."""
-    kept = next((split.kept for split in dataset.splits.values() if split.kept is not None), None)
-    return None if kept is None else {column.name: str(column.type).removeprefix("large_") for column in kept.schema}
-
-
-def _describe_parts(dataset: Dataset) -> dict[str, Any] | None:
-    """Hot and cold training rows, where they are classified."""
-    known = dataset.hot_cold
-    if known is None:
-        return None
-    parts = {"hot": _describe_split(dataset.hot), "cold": _describe_split(dataset.cold)}
-    told = {name: known[name] for name in ("hot_rows", "profile_hash")}
-    # Absent where an earlier version wrote them.
-    return {**parts, **told, **{name: known.get(name) for name in ("source", "stoker_version")}}
-
-
-def _describe_order(dataset: Dataset) -> dict[str, Any] | None:
-    """How ids were numbered anew, where they were."""
-    known = dataset.reordered
-    if known is None:
-        return None
-    return {name: known[name] for name in ("tables", "settings", "hash", "source", "stoker_version")}
+    if groups := split.entry.get("groups"):
+        found["groups"] = {name: groups[name] for name in ("count", "largest", "with_positive")}
+        found["groups"]["mean"] = len(split) / groups["count"]
+    if "time" in split.entry:
+        found["time"] = dict(split.entry["time"])
+    return found
 
 
 def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
@@ -136,22 +112,16 @@ def _describe_counts(counts: Tensor, top: int) -> dict[str, Any]:
 
 
 def _describe_dense(dataset: Dataset) -> list[dict[str, Any]]:
-    names = dataset.schema.dense
-    split = dataset.splits.get("train")
+    names, split = dataset.schema.dense, dataset.splits.get("train")
     if not names or split is None or not len(split):
         return []
     step = max(_RUN, -(-len(split) * _RUN // _SAMPLE_ROWS))
-    parts = []
-    for shard in split.shards:
-        parts += [shard.dense[start : start + _RUN] for start in range(0, shard.rows, step)]
+    parts = [shard.dense[at : at + _RUN] for shard in split.shards for at in range(0, shard.rows, step)]
     values = np.concatenate(parts).astype(np.float64)
     return [
         {
             "column": name,
-            "min": float(column.min()),
-            "mean": float(column.mean()),
-            "max": float(column.max()),
-            "std": float(column.std()),
+            **{what: float(getattr(column, what)()) for what in ("min", "mean", "max", "std")},
             "zeros": float((column == 0).mean()),
             "rows": len(column),
         }

@@ -18,7 +18,7 @@ from stoker.prep.features.store import load_features
 from stoker.prep.fit.dense import DenseFit
 from stoker.prep.recipe import OWN_SCHEMA, Recipe
 from stoker.prep.schema import Schema
-from stoker.rewrite.vocabulary_files import read_vocabulary
+from stoker.rewrite.reorder import read_vocabulary
 
 __all__ = ["FEATURES", "Like"]
 

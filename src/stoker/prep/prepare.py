@@ -22,18 +22,18 @@ from stoker.base.device import check_threads, give_back_memory, peak_memory, ret
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.units import format_size, plural
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.leftovers import (
+from stoker.dataset.manifest import REQUEST, note_request
+from stoker.dataset.memory import Home
+from stoker.dataset.rebuild import (
     UnusableInput,
     absent_folders,
+    check_out,
     check_replaceable,
     exchange,
     recover,
     remove_dataset,
     remove_empty,
 )
-from stoker.dataset.manifest import REQUEST, note_request
-from stoker.dataset.memory import Home
-from stoker.dataset.rebuild import check_out
 from stoker.prep.fit.fitting import Fitting
 from stoker.prep.fit.split_rules import targets_of_files
 from stoker.prep.inputs import Input, Inputs, files_of

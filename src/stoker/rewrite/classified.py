@@ -12,33 +12,30 @@ Legend: n rows, F features, L ids in all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from stoker.base.device import check_threads
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.units import quoted
 from stoker.base.version import __version__
-from stoker.dataset.dataset import Dataset
-from stoker.dataset.group_writer import GroupWriter
-from stoker.dataset.groups import group_file, write_group_file
-from stoker.dataset.integrity import ShardChecks
+from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import describe_file, write_manifest
-from stoker.dataset.reading.gather import make_gather
-from stoker.dataset.reading.kept import kept_writer
-from stoker.dataset.rebuild import rebuilt
-from stoker.dataset.shards import Shard, write_shard
+from stoker.dataset.row_files import GroupWriter, kept_writer, write_group_file
+from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import Split
-from stoker.rewrite.fae.hot_profile import HotProfile
+from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.rewrite.hot_profile import HotProfile
 
 __all__ = ["ClassifyReport", "classify", "hot_limits", "hot_mask", "run_classify", "write_classified"]
 
@@ -46,7 +43,6 @@ _IDS = 2**20  # looked at together
 
 Int64 = npt.NDArray[np.int64]
 HotBits = Sequence[npt.NDArray[np.uint8]]  # of each shard of the source, a bit a row
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,54 +127,50 @@ def write_classified(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> ClassifyReport:
-    """Classify the training rows of ``data`` by the hot rows of its tables; the directory appears whole or not at all.
+    """Classify the training rows of ``data``: in each table, ids below ``hot_rows`` are hot.
 
     Args:
-        data: the source.
-        out: as for :func:`classify`.
-        hot_rows: table -> H; its ids below H are hot.
-        profile_hash: of the profile that they are from.
-        profile: its plain values, kept in the manifest.
-        overwrite: replace a dataset that is there.
-        progress: called with (what, rows done, rows in all).
+        profile_hash: of the ``profile`` that they are from, whose plain values the manifest keeps.
         threads: None: one per core. Does not change a byte of the result.
 
     Raises:
-        DataError: ``out`` holds something else, a shard of ``data`` is damaged, hot rows that do not fit its tables,
-            or a full disk.
+        DataError: as :func:`classify`; or hot rows that do not fit the tables.
     """
-    started = time.perf_counter()
-    out = Path(out)
-    split = data.train
-    if not overwrite and (there := _classified(data, profile_hash, out)) is not None:
-        return _report(there, started, reused=True)
-    size = split.bytes
-    grouped = [group_file("train")] if "groups" in split.entry else []
-    kept = [split.entry["keep"]["file"]] if "keep" in split.entry else []
-    size += sum(int(data.manifest["files"][file]["bytes"]) for file in kept)
-    with rebuilt(data, out, splits=("train",), files=[*grouped, *kept], size=size, overwrite=overwrite) as folder:
-        progress, threads = progress or _quiet, check_threads(threads)
+    started, out, split = time.perf_counter(), Path(out), data.train
+    if not overwrite and (there := derived_at(out, data, "hot_cold")) is not None:
+        if (other := str((there.hot_cold or {})["profile_hash"])) == profile_hash:
+            return _report(there, started, reused=True)
+        raise DataError(
+            f"{out} was classified by another profile (hash {other[:16]}, this one {profile_hash[:16]}). Choose "
+            "another directory, or pass overwrite=True to classify anew.",
+            settings=("overwrite",),
+        )
+    progress, threads = progress or quiet, check_threads(threads)
+    named = {name: str(split.entry[name]["file"]) for name in ("groups", "keep") if name in split.entry}
+    size = split.bytes + (int(data.manifest["files"][named["keep"]]["bytes"]) if "keep" in named else 0)
+    with rebuilt_from(data, out, splits=("train",), files=named.values(), size=size, overwrite=overwrite) as folder:
         hot_bits = _find_hot(split, hot_limits(data.schema, hot_rows), threads, progress)
-        hot, cold = _write_shards(split, hot_bits, folder, threads, progress)
-        groups, files = _write_groups(split, hot_bits, folder) if grouped else ({}, {})
-        files |= _write_kept(split, hot_bits, folder / kept[0], kept[0]) if kept else {}
+        shards, hot, done = [], {"rows": 0, "positives": 0, "shards": 0}, 0
+        for entry, positives in write_shards(split, _new_shards(split, hot_bits), folder, threads, {}):
+            shards.append(entry)
+            done += entry["rows"]
+            progress("classify", done, split.rows)
+            if entry["file"].startswith("train/hot_"):
+                hot = {"rows": done, "positives": hot["positives"] + positives, "shards": len(shards)}
+        train, files = {**split.entry, "shards": shards}, dict(data.manifest.get("files", {}))
+        if "groups" in named:
+            summary, files[named["groups"]] = _write_groups(split, hot_bits, folder / named["groups"])
+            train["groups"] = {**summary, "file": named["groups"]}
+        if "keep" in named:
+            files[named["keep"]] = _write_kept(split, hot_bits, folder / named["keep"])
         manifest = {
             **data.manifest,
-            "splits": {
-                **data.manifest["splits"],
-                "train": {
-                    **{name: split.entry[name] for name in ("time", "keep") if name in split.entry},
-                    "rows": hot.rows + cold.rows,
-                    "positives": hot.positives + cold.positives,
-                    "shards": [*hot.shards, *cold.shards],
-                    **groups,
-                },
-            },
-            **({"files": {**data.manifest["files"], **files}} if files else {}),
+            "splits": {**data.manifest["splits"], "train": train},
+            **({"files": files} if files else {}),
             "hot_cold": {
-                "hot_rows_of_train": hot.rows,
-                "hot_positives": hot.positives,
-                "hot_shards": len(hot.shards),
+                "hot_rows_of_train": hot["rows"],
+                "hot_positives": hot["positives"],
+                "hot_shards": hot["shards"],
                 "hot_rows": {table: int(limit) for table, limit in hot_rows.items()},
                 "profile_hash": profile_hash,
                 "profile": dict(profile),
@@ -191,38 +183,9 @@ def write_classified(
     return _report(Dataset(out), started, reused=False)
 
 
-def _quiet(what: str, done: int, total: int) -> None: ...
-
-
 def _report(data: Dataset, started: float, *, reused: bool) -> ClassifyReport:
     return ClassifyReport(
         path=data.path, hot=len(data.hot), cold=len(data.cold), seconds=time.perf_counter() - started, reused=reused
-    )
-
-
-def _classified(data: Dataset, profile_hash: str, out: Path) -> Dataset | None:
-    """The dataset at ``out``, where it is what would be written there.
-
-    Raises:
-        DataError: it was classified from the same rows by another profile.
-    """
-    try:
-        there = Dataset(out)
-    except DataError:
-        return None  # nothing of use: what is wrong with it is for the writer to say
-    known = there.hot_cold
-    if known is None or there.path.resolve() == data.path.resolve():
-        return None
-    if known["source_data_hash"] != data.train.data_hash or there.schema_hash != data.schema_hash:
-        return None
-    if there.kept_names != data.kept_names:
-        return None
-    if known["profile_hash"] == profile_hash:
-        return there
-    raise DataError(
-        f"{out} was classified by another profile (hash {str(known['profile_hash'])[:16]}, this one "
-        f"{profile_hash[:16]}). Choose another directory, or pass overwrite=True to classify anew.",
-        settings=("overwrite",),
     )
 
 
@@ -268,12 +231,10 @@ def hot_mask(shard: Shard, limits: Int64) -> npt.NDArray[np.bool_]:
 
 def _find_hot(split: Split, limits: Int64, threads: int, progress: Progress) -> HotBits:
     """Check every shard and find its hot rows."""
-    checks = ShardChecks(split) if split.rows else None
 
     def find(number: int) -> npt.NDArray[np.uint8]:
         shard = split.shards[number]
-        if checks is not None:
-            checks.before(split.starts[number], split.starts[number + 1])
+        split.check_rows(split.starts[number], split.starts[number + 1])
         found = np.packbits(hot_mask(shard, limits))
         shard.release()
         return found
@@ -286,88 +247,46 @@ def _find_hot(split: Split, limits: Int64, threads: int, progress: Progress) -> 
     return bits
 
 
-def _rows_of_kind(split: Split, hot_bits: HotBits, kind: str) -> Iterator[tuple[Shard, int, Int64]]:
-    """Each shard, its first row and which of its rows are of one kind."""
-    for number, shard in enumerate(split.shards):
-        hot = np.unpackbits(hot_bits[number], count=shard.rows)
-        yield shard, split.starts[number], np.flatnonzero(hot == (kind == "hot"))
+def _in_order(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Shard, int, Int64]]:
+    """Hot rows and then cold ones: the kind, a shard, its first row, and which of its rows are of the kind."""
+    for kind in ("hot", "cold"):
+        for number, shard in enumerate(split.shards):
+            hot = np.unpackbits(hot_bits[number], count=shard.rows)
+            yield kind, shard, split.starts[number], np.flatnonzero(hot == (kind == "hot"))
 
 
-@dataclass
-class _Kind:
-    """What was written of the hot or the cold rows."""
-
-    rows: int = 0
-    positives: int = 0
-    shards: list[dict[str, Any]] = field(default_factory=list)  # manifest entries
-
-
-def _write_shards(
-    split: Split, hot_bits: HotBits, folder: Path, threads: int, progress: Progress
-) -> tuple[_Kind, _Kind]:
-    """Write all hot rows and then all cold ones."""
-    features = len(split.schema.features)
-    gather = make_gather(split.shards, split.starts) if split.rows else None
+def _new_shards(split: Split, hot_bits: HotBits) -> Iterator[tuple[str, Int64]]:
+    """File and rows of each new shard."""
     size = max((shard.rows for shard in split.shards), default=1)
-    made = {"hot": _Kind(), "cold": _Kind()}
-
-    def jobs() -> Iterator[tuple[str, int, Int64]]:
-        for kind in made:
-            number, waiting = 0, np.empty(0, np.int64)
-            for _, first, chosen in _rows_of_kind(split, hot_bits, kind):
-                waiting = np.concatenate((waiting, first + chosen))
-                while len(waiting) >= size:
-                    yield kind, number, waiting[:size]
-                    number, waiting = number + 1, waiting[size:]
-            if len(waiting):
-                yield kind, number, waiting
-
-    def write(job: tuple[str, int, Int64]) -> tuple[str, int, dict[str, Any]]:
-        kind, number, rows = job
-        assert gather is not None
-        tensors = gather(rows, lambda name, shape, dtype: torch.empty(shape, dtype=dtype))
-        part = {name: tensors[name].numpy() for name in ("dense", "ids", "labels")}
-        if "offsets" in tensors:
-            offsets = tensors["offsets"].numpy()
-            part["lengths"] = np.diff(offsets).astype(np.int32).reshape(len(rows), features)
-            part["row_offsets"] = offsets[::features].copy()
-        info = write_shard(folder / f"train/{kind}_{number:05d}.safetensors", **part)
-        first, last = np.searchsorted(split.starts, [rows[0], rows[-1]], side="right")
-        for shard in split.shards[first - 1 : last]:
-            shard.release()
-        return kind, int(np.count_nonzero(part["labels"] > 0.5)), info.to_dict()
-
-    with closing(ordered_map(write, jobs(), threads, ahead=threads)) as written:
-        for kind, positives, entry in written:
-            made[kind].rows += entry["rows"]
-            made[kind].positives += positives
-            made[kind].shards.append(entry)
-            progress("classify", made["hot"].rows + made["cold"].rows, split.rows)
-    return made["hot"], made["cold"]
+    for kind, found in groupby(_in_order(split, hot_bits), key=itemgetter(0)):
+        number, waiting = 0, np.empty(0, np.int64)
+        for _, _, first, chosen in found:
+            waiting = np.concatenate((waiting, first + chosen))
+            while len(waiting) >= size:
+                yield f"train/{kind}_{number:05d}.safetensors", waiting[:size]
+                number, waiting = number + 1, waiting[size:]
+        if len(waiting):
+            yield f"train/{kind}_{number:05d}.safetensors", waiting
 
 
-def _write_groups(split: Split, hot_bits: HotBits, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the groups of the rows in their new order; the entries of the split and of the file."""
+def _write_groups(split: Split, hot_bits: HotBits, path: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """Write the groups of the rows in their new order; return what the manifest says of them and of the file."""
     groups = split.groups
     assert groups is not None
     writer = GroupWriter(int(split.entry["groups"]["count"]))
-
-    def numbers() -> Iterator[npt.NDArray[np.int32]]:
-        for kind in ("hot", "cold"):
-            for shard, first, chosen in _rows_of_kind(split, hot_bits, kind):
-                yield writer.add(groups[first + chosen], shard.labels[chosen])
-
-    file = group_file("train")
-    written = write_group_file(folder / file, split.rows, numbers())
-    return {"groups": {**writer.summary(), "file": file}}, {file: written}
+    numbers = (
+        writer.add(groups[first + chosen], shard.labels[chosen])
+        for _, shard, first, chosen in _in_order(split, hot_bits)
+    )
+    written = write_group_file(path, split.rows, numbers)
+    return writer.summary(), written
 
 
-def _write_kept(split: Split, hot_bits: HotBits, path: Path, name: str) -> dict[str, Any]:
+def _write_kept(split: Split, hot_bits: HotBits, path: Path) -> dict[str, Any]:
     """Write the kept columns of the rows in their new order; return the entry of the file."""
     kept = split.kept
     assert kept is not None
     with kept_writer(path, kept.schema) as writer:
-        for kind in ("hot", "cold"):
-            for shard, first, chosen in _rows_of_kind(split, hot_bits, kind):
-                writer.write(kept.read(first, first + shard.rows).take(chosen))
-    return {name: describe_file(path)}
+        for _, shard, first, chosen in _in_order(split, hot_bits):
+            writer.write(kept.read(first, first + shard.rows).take(chosen))
+    return describe_file(path)

@@ -11,7 +11,11 @@ communities of their co-occurrence graph. Three things differ here by default, e
   hundreds of blocks wide.
 * The result is a **bijection** by construction: a permutation of the ids, never a hash of them.
 
-Legend: N ids of the table, H ids that stay, M pairs, E edges.
+What is known of the log are pairs of an id and a window of neighbouring training rows that holds it. Windows overlap by
+half, so that the order which is made of them does not depend on where a batch begins. They are counted in half windows:
+window w is the halves w - 1 and w.
+
+Legend: N ids of the table, H ids that stay, W windows, M pairs, E edges, n training rows.
 """
 
 from __future__ import annotations
@@ -24,11 +28,23 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DependencyError
-from stoker.rewrite.id_windows import TableUse
+from stoker.dataset.shards import Shard
+from stoker.dataset.spec import FeatureSpec
+from stoker.rewrite.derived import feature_of_ids
 
-__all__ = ["METHODS", "Reordering", "blocks_of_shuffled", "blocks_of_windows", "new_ids"]
+__all__ = [
+    "METHODS",
+    "IdWindows",
+    "Reordering",
+    "TableUse",
+    "blocks_of_shuffled",
+    "blocks_of_windows",
+    "new_ids",
+    "table_ids",
+]
 
 Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
 _DRAWS = 32  # partners of an id in a window at most; more tell little of a small table
 METHODS = ("bisect", "communities", "first-use")
 
@@ -61,6 +77,85 @@ class Reordering:
             raise ConfigError(f"{self.edges} edges say nothing of a table. Allow some million.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}: give a whole number from 0 on.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableUse:
+    """When the ids of a table are used."""
+
+    counts: Int64  # [N] training occurrences
+    first: Int64  # [N] training row where each occurs first; n where it never does
+    starts: Int64  # [N + 1] first pair of each id
+    windows: Int32  # [M] windows that hold it, numbered as drawn
+    num_windows: int  # W, of those drawn
+
+
+class IdWindows:
+    """Collects the pairs of a table in bounded memory, whatever the pieces they come in.
+
+    Once there are more than ``limit``, every second of the windows still in is left out, in an order drawn by
+    ``seed``: the pairs of the others stay whole.
+
+    Args:
+        counts: [N] training occurrences.
+        rows: n.
+        window: rows of a window, at least 2.
+        limit: M at most.
+        seed: of the draw.
+    """
+
+    def __init__(self, counts: Int64, *, rows: int, window: int, limit: int, seed: int) -> None:
+        self._counts, self._limit = counts, limit
+        self._half = max(1, window // 2)
+        self._width = -(-rows // self._half) + 1  # W, before any is left out
+        self._rank = np.random.default_rng(seed).permutation(self._width)
+        self._kept = self._width  # windows whose rank is below are in
+        self._first = np.full(len(counts), rows, np.int64)
+        self._parts: list[Int64] = []  # keys id * width + window, each sorted
+        self._size = 0
+
+    def add(self, ids: npt.NDArray[np.integer], rows: Int64) -> None:
+        """Occurrences ``ids`` [L] in the training rows ``rows`` [L], which rise."""
+        if not len(ids):
+            return
+        keys = np.unique(ids.astype(np.int64) * self._width + rows // self._half)
+        seen, place = np.unique(ids, return_index=True)
+        self._first[seen] = np.minimum(self._first[seen], rows[place])
+        for part in (keys, keys + 1):
+            part = part[self._rank[part % self._width] < self._kept]
+            self._parts.append(part)
+            self._size += len(part)
+        if self._size > 2 * self._limit:
+            self._thin()
+
+    def _thin(self) -> None:
+        keys = np.unique(np.concatenate(self._parts)) if self._parts else np.empty(0, np.int64)
+        while len(keys) > self._limit and self._kept > 1:
+            self._kept = -(-self._kept // 2)
+            keys = keys[self._rank[keys % self._width] < self._kept]
+        self._parts, self._size = [keys], len(keys)
+
+    def use(self) -> TableUse:
+        """What was collected."""
+        self._thin()
+        ids, windows = np.divmod(self._parts[0], self._width)
+        return TableUse(
+            counts=self._counts,
+            first=self._first,
+            starts=np.searchsorted(ids, np.arange(len(self._counts) + 1)).astype(np.int64),
+            windows=self._rank[windows].astype(np.int32),
+            num_windows=self._kept,
+        )
+
+
+def table_ids(shard: Shard, start: int, schema: FeatureSpec, table: str) -> tuple[npt.NDArray[np.integer], Int64]:
+    """Return the ids of a table in a shard whose first row is ``start``, and their rows, [L] each, by row."""
+    places = [place for place, feature in enumerate(schema.features) if feature.table == table]
+    rows = np.arange(start, start + shard.rows)
+    if shard.lengths is None:
+        return shard.ids[:, places].reshape(-1), np.repeat(rows, len(places))
+    mine = np.isin(feature_of_ids(shard.lengths), places)
+    return shard.ids[mine], np.repeat(rows, shard.lengths[:, places].sum(axis=1))
 
 
 def new_ids(use: TableUse, how: Reordering) -> Int64:

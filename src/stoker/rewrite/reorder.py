@@ -1,8 +1,8 @@
 """``stoker.reorder``: a dataset whose ids are numbered anew, so that ids used together are neighbours.
 
-Two passes over the shards: the training rows tell the order (:mod:`stoker.rewrite.id_windows`,
-:mod:`stoker.rewrite.id_order`); then the ids of all splits are replaced. Vocabularies and counts move with their
-ids: a value still has the row that its id addresses, and examples keep their places.
+Two passes over the shards: the training rows tell the order (:mod:`stoker.rewrite.id_order`); then the ids of all
+splits are replaced. Vocabularies and counts move with their ids: a value still has the row that its id addresses, and
+examples keep their places.
 
 Legend: N ids of a table, F features, L ids of some rows.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,39 @@ import torch
 from safetensors.torch import save
 
 from stoker.base.device import check_threads
+from stoker.base.engine import full_disk
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.version import __version__
-from stoker.dataset.dataset import Dataset
-from stoker.dataset.integrity import ShardChecks
+from stoker.dataset.dataset import Dataset, rebuilt_from
 from stoker.dataset.manifest import NEW_IDS, canonical_json, describe_file, note_request, write_counts, write_manifest
-from stoker.dataset.rebuild import rebuilt
-from stoker.dataset.shards import Shard, write_shard
-from stoker.dataset.spec import FeatureSpec
-from stoker.rewrite.id_order import Reordering, blocks_of_shuffled, blocks_of_windows, new_ids
-from stoker.rewrite.id_windows import IdWindows, TableUse, feature_of_ids, table_ids
+from stoker.rewrite.derived import Progress, derived_at, quiet, write_shards
+from stoker.rewrite.id_order import (
+    IdWindows,
+    Reordering,
+    TableUse,
+    blocks_of_shuffled,
+    blocks_of_windows,
+    new_ids,
+    table_ids,
+)
 
-__all__ = ["BLOCK_IDS", "ReorderReport", "TableReport", "reorder", "run_reorder"]
+__all__ = [
+    "BLOCK_IDS",
+    "ReorderReport",
+    "TableReport",
+    "read_vocabulary",
+    "reorder",
+    "run_reorder",
+    "write_vocabulary",
+]
 
 BLOCK_IDS = 128  # neighbouring ids whose blocks are counted before and after
 _LEAST_ROWS = 1000  # of a table that is reordered unasked
 _TOGETHER = 4  # tables whose windows lie in memory at a time
 
 Int64 = npt.NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,27 +134,36 @@ def run_reorder(
     """As :func:`reorder`, returning what was done.
 
     ``threads`` do not change a byte of the result. ``keep_source``: False where the source is to be deleted.
-    ``request``: of a preparation that reorders, for :func:`stoker.prep.stages.task.note_request`.
+    ``request``: of a preparation that reorders, for :func:`stoker.dataset.manifest.note_request`.
     """
     started = time.perf_counter()
     data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
-    how, out, progress, threads = how or Reordering(), Path(out), progress or _quiet, check_threads(threads)
+    how, out, progress, threads = how or Reordering(), Path(out), progress or quiet, check_threads(threads)
     names = _chosen(data, tables)
     settings = {**asdict(how), "spread": str(how.spread), "tables": names}  # an infinite spread is no JSON number
-    if not overwrite and (there := _reordered(data, settings, out)) is not None:
-        return _report(there, started, reused=True)
+    if not overwrite and (there := derived_at(out, data, "reordered")) is not None and there.hot_cold is None:
+        known = there.reordered or {}
+        if known["settings"] == settings and known["stoker_version"] == __version__:
+            return _report(there, started, reused=True)
+        raise DataError(
+            f"{out} was reordered with other settings. Choose another directory, or pass overwrite=True to reorder "
+            "anew.",
+            settings=("overwrite",),
+        )
     size = sum(split.bytes for split in data.splits.values())
     # Shards only: what else is written takes a hundredth, and the disk is watched again at every file.
-    files = [file for file in data.manifest.get("files", {}) if file in _rewritten(names)]
-    with rebuilt(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
+    rewritten = {"counts.safetensors", *(f"vocab/{name}.parquet" for name in names)}
+    files = [file for file in data.manifest.get("files", {}) if file in rewritten]
+    with rebuilt_from(data, out, splits=tuple(data.splits), files=files, size=size, overwrite=overwrite) as folder:
         orders, told = _orders(data, names, how, progress, threads)
-        splits = _write_shards(data, orders, folder, progress, threads)
+        splits = _write_splits(data, orders, folder, progress, threads)
         written = _write_files(data, orders, folder)
-        order_hash = _hash(orders)
+        hashes = {name: _sha256(np.ascontiguousarray(ids, "<i8").tobytes()) for name, ids in orders.items()}
+        order_hash = _sha256(canonical_json(hashes).encode())
         manifest = {
             **data.manifest,
             # Rows of a model belong to ids, so another order is another schema to whoever compares them.
-            "schema_hash": hashlib.sha256(f"{data.schema_hash} {order_hash}".encode()).hexdigest(),
+            "schema_hash": _sha256(f"{data.schema_hash} {order_hash}".encode()),
             "splits": splits,
             "files": {**data.manifest.get("files", {}), **written},
             "reordered": {
@@ -159,7 +181,8 @@ def run_reorder(
     return _report(Dataset(out), started, reused=False)
 
 
-def _quiet(what: str, done: int, total: int) -> None: ...
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
@@ -168,10 +191,6 @@ def _report(data: Dataset, started: float, *, reused: bool) -> ReorderReport:
         path=data.path, tables={name: TableReport(**values) for name, values in known["tables"].items()},
         window=int(known["settings"]["window"]), seconds=time.perf_counter() - started, reused=reused,
     )  # fmt: skip
-
-
-def _rewritten(names: Sequence[str]) -> set[str]:
-    return {"counts.safetensors", *(f"vocab/{name}.parquet" for name in names)}
 
 
 def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
@@ -206,37 +225,11 @@ def _chosen(data: Dataset, tables: Sequence[str] | None) -> list[str]:
     )
 
 
-def _reordered(data: Dataset, settings: Mapping[str, Any], out: Path) -> Dataset | None:
-    """The dataset at ``out``, where it is what would be written there.
-
-    Raises:
-        DataError: it was reordered from the same rows in another way.
-    """
-    try:
-        there = Dataset(out)
-    except DataError:
-        return None  # nothing of use: what is wrong with it is for the writer to say
-    known = there.reordered
-    if known is None or there.hot_cold is not None or there.path.resolve() == data.path.resolve():
-        return None
-    if (known["source_data_hash"], known["source_schema_hash"]) != (data.train.data_hash, data.schema_hash):
-        return None
-    if there.kept_names != data.kept_names:
-        return None
-    if known["settings"] == settings and known["stoker_version"] == __version__:
-        return there
-    raise DataError(
-        f"{out} was reordered with other settings. Choose another directory, or pass overwrite=True to reorder anew.",
-        settings=("overwrite",),
-    )
-
-
 def _orders(
     data: Dataset, names: Sequence[str], how: Reordering, progress: Progress, threads: int
 ) -> tuple[dict[str, Int64], dict[str, TableReport]]:
     """The new ids of every table, and what they are good for."""
     split, orders, told = data.train, {}, {}
-    checks = ShardChecks(split) if split.rows else None
     batches = split.rows / how.window
 
     def work(job: tuple[str, TableUse]) -> tuple[str, Int64, TableReport]:
@@ -256,9 +249,8 @@ def _orders(
             }
             for number, shard in enumerate(split.shards if split.rows else []):
                 start = split.starts[number]
-                if checks is not None:
-                    checks.before(start, start + shard.rows)
-                list(pool.map(lambda name: _add(found[name], shard, data.schema, name, start), group))  # noqa: B023
+                split.check_rows(start, start + shard.rows)
+                list(pool.map(lambda name: found[name].add(*table_ids(shard, start, data.schema, name)), group))  # noqa: B023
                 shard.release()
                 progress("read", first // _TOGETHER * split.rows + start + shard.rows, total)
             # networkit has one setting of threads for the whole process.
@@ -269,11 +261,6 @@ def _orders(
                     orders[name], told[name] = made, report
                     progress("order", len(orders), len(names))
     return orders, told
-
-
-def _add(windows: IdWindows, shard: Shard, schema: FeatureSpec, table: str, start: int) -> None:
-    ids, rows = table_ids(shard, schema, table)
-    windows.add(ids, rows + start)
 
 
 def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
@@ -289,13 +276,6 @@ def _compare(use: TableUse, made: Int64, batches: float) -> TableReport:
     )
 
 
-def _hash(orders: Mapping[str, Int64]) -> str:
-    parts = {
-        name: hashlib.sha256(np.ascontiguousarray(ids, "<i8").tobytes()).hexdigest() for name, ids in orders.items()
-    }
-    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
-
-
 def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> dict[str, Any]:
     """Counts and vocabularies in the new order, and the order itself; their manifest entries."""
     counts = dict(data.counts)
@@ -305,8 +285,6 @@ def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> di
         counts[name] = torch.empty_like(counts[name]).index_copy_(0, moved, counts[name])
         file = f"vocab/{name}.parquet"
         if file in data.manifest.get("files", {}):
-            from stoker.rewrite.vocabulary_files import read_vocabulary, write_vocabulary
-
             old = np.argsort(ids)[1:] - 1  # row of the old frame at each place of the new one
             write_vocabulary(read_vocabulary(data.path / file)[old], folder / file)
             files[file] = describe_file(folder / file)
@@ -317,49 +295,35 @@ def _write_files(data: Dataset, orders: Mapping[str, Int64], folder: Path) -> di
     return files
 
 
-def _write_shards(
+def _write_splits(
     data: Dataset, orders: Mapping[str, Int64], folder: Path, progress: Progress, threads: int
 ) -> dict[str, Any]:
-    """All splits with their ids replaced; their manifest entries."""
-    total = sum(split.rows for split in data.splits.values())
+    """Write all splits with their ids replaced; return their manifest entries."""
+    total, done = sum(split.rows for split in data.splits.values()), 0
     splits: dict[str, Any] = {}
-    done = 0
     for name, split in data.splits.items():
-        if not split.rows:
-            splits[name] = dict(split.entry)
-            continue
-        checks = ShardChecks(split)
-
-        def work(number: int) -> dict[str, Any]:
-            shard, entry = split.shards[number], split.entry["shards"][number]  # noqa: B023
-            checks.before(split.starts[number], split.starts[number + 1])  # noqa: B023
-            tensors: dict[str, Any] = {
-                "dense": shard.dense,
-                "labels": shard.labels,
-                "ids": _replaced(shard, data.schema, orders),
-            }
-            if shard.lengths is not None:
-                tensors |= {"lengths": shard.lengths, "row_offsets": shard.row_offsets}
-            info = write_shard(folder / entry["file"], **tensors)
-            shard.release()
-            return info.to_dict()
-
+        files = [entry["file"] for entry in split.entry["shards"]]
+        jobs = ((file, np.arange(*ends)) for file, ends in zip(files, pairwise(split.starts), strict=True))
         shards = []
-        with closing(ordered_map(work, range(len(split.shards)), threads, ahead=threads)) as written:
-            for info in written:
-                shards.append(info)
-                done += info["rows"]
-                progress("write", done, total)
+        for entry, _ in write_shards(split, jobs, folder, threads, orders):
+            shards.append(entry)
+            done += entry["rows"]
+            progress("write", done, total)
         splits[name] = {**split.entry, "shards": shards}
     return splits
 
 
-def _replaced(shard: Shard, schema: FeatureSpec, orders: Mapping[str, Int64]) -> npt.NDArray[np.integer]:
-    """The ids of a shard, each replaced by its new one."""
-    made = shard.ids.copy()
-    of = None if shard.lengths is None else feature_of_ids(shard)
-    for place, feature in enumerate(schema.features):
-        if feature.table in orders:
-            mine: Any = (slice(None), place) if of is None else of == place
-            made[mine] = orders[feature.table][shard.ids[mine]]
-    return made
+def write_vocabulary(frame: Any, path: Path) -> None:
+    """Write a Polars frame (value, count) as Parquet, atomically, the same bytes for the same vocabulary."""
+    with atomic_file(path) as file, full_disk():
+        frame.write_parquet(file, compression="zstd", statistics=True, row_group_size=2**18)
+
+
+def read_vocabulary(path: str | Path) -> Any:
+    """Return the vocabulary of a table of a prepared dataset: a Polars frame (value, count); row i is id i + 1."""
+    import polars as pl
+
+    try:
+        return pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path} cannot be read as a vocabulary: {error}.") from error

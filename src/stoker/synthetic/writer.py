@@ -24,7 +24,7 @@ from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.ordered import ordered_map
 from stoker.base.units import parse_count, parse_share
-from stoker.dataset.leftovers import absent_folders, remove_empty
+from stoker.dataset.rebuild import absent_folders, remove_empty
 from stoker.prep.recipes import draw
 from stoker.synthetic.clicks import Curve, Options
 from stoker.synthetic.logs import METADATA, RECIPES, Part, Source

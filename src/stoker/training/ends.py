@@ -11,7 +11,7 @@ import torch
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.training.config import RESUMABLE, TrainConfig
 from stoker.training.display import Display

@@ -9,7 +9,7 @@ import torch
 from stoker.base.errors import StokerError
 from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
+from stoker.dataset.split import BatchStream
 from stoker.models import MODELS, RecModel
 from stoker.optim import Schedule
 from stoker.placement.placement import Placement

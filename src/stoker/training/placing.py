@@ -21,8 +21,8 @@ from stoker.base.timeline import Recorder
 from stoker.base.units import format_size, parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream, EpochRest
 from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import BatchStream, EpochRest
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
 from stoker.placement.expected import HotBatches

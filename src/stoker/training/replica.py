@@ -18,8 +18,8 @@ from stoker.base.remote import local_run
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
 from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.optim import Constant, RowOptimizer, Schedule
 from stoker.placement.placement import Placement

@@ -18,8 +18,7 @@ from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.units import parse_size, quoted
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.reading.reader import BatchStream
-from stoker.dataset.split import Split
+from stoker.dataset.split import BatchStream, Split
 from stoker.models import RecModel
 from stoker.tables import Stage
 from stoker.tables.slots.foresight import Progress

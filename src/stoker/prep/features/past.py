@@ -410,7 +410,7 @@ def work_out(
 
 def _older(feature: Past, frame: pl.DataFrame, row: int, last: int, source: object) -> DataError:
     """The error for a row that is older than the last stored one of its group."""
-    from stoker.dataset.leftovers import UnusableInput  # imports torch: 190 MB that features of frames need not
+    from stoker.dataset.rebuild import UnusableInput  # imports torch: 190 MB that features of frames need not
 
     group = ", ".join(f"{name} = {frame.get_column(name)[row]!r}" for name in feature.by)
     moments = frame.get_column(feature.order)

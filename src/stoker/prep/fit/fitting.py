@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from stoker.base.files import hash_file
 from stoker.base.ordered import ordered_map
-from stoker.dataset.leftovers import UnusableInput
 from stoker.dataset.manifest import describe_file
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import DenseFit, fit_dense
 from stoker.prep.fit.split_rules import PartRows, SplitFile, Splitter
 from stoker.prep.fit.vocabulary import TableBuilder, read_dictionary
@@ -23,7 +23,7 @@ from stoker.prep.parse.ingest import IngestedBlock
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, feature_codes, raw_columns
 from stoker.prep.stages.parts import PartFile, is_whole, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
-from stoker.rewrite.vocabulary_files import write_vocabulary
+from stoker.rewrite.reorder import write_vocabulary
 
 if TYPE_CHECKING:
     from stoker.prep.like import Like

@@ -15,7 +15,7 @@ import numpy as np
 
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
-from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import Derivation, column_taken
 from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn
 from stoker.prep.parse.delimited import TextParser

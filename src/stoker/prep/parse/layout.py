@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from stoker.dataset.leftovers import UnusableInput
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import compact, dense_values, ordered_floats, ordered_int
 from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes

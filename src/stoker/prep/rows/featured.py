@@ -24,8 +24,8 @@ from stoker.base.device import give_back_memory
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
-from stoker.dataset.leftovers import UnusableInput
 from stoker.dataset.manifest import describe_file
+from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import ROW, Derivation, explained, leading
 from stoker.prep.features.execute import Executor, apply_feature, check_present, runs_of
 from stoker.prep.features.learned import LABEL, LearnedTable

@@ -22,11 +22,9 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import format_size, plural
 from stoker.base.version import __version__
 from stoker.dataset import manifest as stored
-from stoker.dataset.group_writer import GroupWriter
-from stoker.dataset.groups import group_file, write_group_file
-from stoker.dataset.integrity import written
-from stoker.dataset.leftovers import UnusableInput
-from stoker.dataset.reading.kept import kept_file, kept_writer
+from stoker.dataset.rebuild import UnusableInput
+from stoker.dataset.row_files import GroupWriter, group_file, kept_file, kept_writer, write_group_file
+from stoker.dataset.rows import note_checked
 from stoker.dataset.shards import SHARD_ROWS, write_shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.prep.features.store import store_features
@@ -124,7 +122,7 @@ def _write_shards(fitting: Fitting, encoder: Encoder, most: int) -> tuple[dict[s
     ):
         if not reused:
             task.journal.add(f"shard {job.file}", record)
-            written(task.out / job.file, record["sha256"], sizes)
+            note_checked(task.out / job.file, record["sha256"], sizes)
         task.reused += reused
         found[SPLITS[job.split]].append(record)
         rows += record["rows"]

@@ -46,7 +46,7 @@ class EpochBatches(Protocol):
 
 @runtime_checkable
 class Rereadable(Protocol):
-    """A stream whose epochs can be read beforehand, such as :class:`stoker.dataset.reading.reader.BatchStream`."""
+    """A stream whose epochs can be read beforehand, such as :class:`stoker.dataset.split.BatchStream`."""
 
     def rest_of_epoch(self, step: int, *, ids_only: bool) -> EpochBatches:
         """The batches from number ``step`` to the end of its epoch as the stream will give them, which stays where it

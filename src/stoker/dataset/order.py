@@ -53,16 +53,6 @@ def _mix(values: Words, key: np.uint32) -> Words:
     return mixed
 
 
-def _kernel() -> Callable[..., None] | None:
-    """The same network in Numba, where that is installed."""
-    try:
-        from stoker.dataset.reading.order_kernels import encrypt
-    except ImportError:
-        return None
-    kernel: Callable[..., None] = encrypt
-    return kernel
-
-
 def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[int, int], Int64]:
     """A permutation of ``range(size)`` drawn by ``name``; call it with (start, stop) for a stretch of it.
 
@@ -97,15 +87,20 @@ def permutation(name: str, size: int, *, fast: bool | None = None) -> Callable[[
 
     if fast is None:
         fast = size > _COMPILED
-    if fast and bits <= 62 and (kernel := _kernel()) is not None:
-        words = np.array(keys, np.uint32)
+    if fast:
+        try:
+            from stoker.dataset.kernels import encrypt as kernel
+        except ImportError:
+            pass
+        else:
+            words = np.array(keys, np.uint32)
 
-        def compiled(start: int, stop: int) -> Int64:
-            out = np.empty(max(0, stop - start), np.int64)
-            kernel(np.uint64(start), words, low_bits, low_mask, high_mask, limit, out)
-            return out
+            def compiled(start: int, stop: int) -> Int64:
+                out = np.empty(max(0, stop - start), np.int64)
+                kernel(np.uint64(start), words, low_bits, low_mask, high_mask, limit, out)
+                return out
 
-        return compiled
+            return compiled
 
     def stretch(start: int, stop: int) -> Int64:
         values = encrypt(np.arange(start, stop, dtype=np.uint64))

@@ -1,0 +1,230 @@
+"""Scattered rows of a split, copied into the tensors of one batch: from mapped shards, or from a resident copy.
+
+Rows of mapped shards are copied by plain NumPy (the definition), or by a Numba kernel where Numba is installed.
+Resident rows are packed into one matrix of 32-bit words, so that a batch is a single gather, and on a GPU no row
+crosses the link again. The order of an epoch is a formula (:mod:`stoker.dataset.order`): shuffling moves no row.
+
+Legend: B rows of the batch, S shards, n resident rows, F features, L ids in all, W words of a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stoker.base.errors import DataError
+from stoker.dataset.shards import Shard
+
+__all__ = ["Allocate", "Gather", "NumbaGather", "NumpyGather", "ResidentRows", "make_gather", "new_tensor"]
+
+Int64 = npt.NDArray[np.int64]
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # (name, shape, dtype) -> memory to fill
+# Rows of the split [B] in, the tensors of a batch out: dense, ids, labels and, with sequences, offsets.
+Gather = Callable[[Int64, Allocate], dict[str, Tensor]]
+_WORD = 4  # bytes
+
+
+def new_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of its own for each tensor of a batch: an ``Allocate``."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
+    return {"f4": torch.float32, "i4": torch.int32, "i8": torch.int64}[array.dtype.str[1:]]
+
+
+class NumpyGather:
+    """The definition, in NumPy: one fancy index per shard and tensor.
+
+    Args:
+        shards: S of them, with the same columns.
+        starts: [S + 1] first row of each.
+        ids_only: leave out dense columns and labels.
+    """
+
+    def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False) -> None:
+        self._shards, self._starts = shards, np.asarray(starts, np.int64)
+        self._features = 0 if shards[0].lengths is None else shards[0].lengths.shape[1]
+        self._ids = np.array([len(shard.ids) for shard in shards], np.int64)  # [S]
+        self._names = [*([] if ids_only else ["dense", "labels"]), *([] if self._features else ["ids"])]
+
+    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """Copy rows of the split [B] into tensors from ``allocate``.
+
+        Raises:
+            DataError: a shard whose lengths and offsets disagree.
+        """
+        shard = np.searchsorted(self._starts, rows, side="right") - 1
+        row = rows - self._starts[shard]
+        tensors = {}
+        for name in self._names:
+            like = getattr(self._shards[0], name)
+            tensors[name] = allocate(name, (len(rows), *like.shape[1:]), _torch_type(like))
+        self._copy(shard, row, {name: tensor.numpy() for name, tensor in tensors.items()})
+        return tensors | self._bags(shard, row, allocate) if self._features else tensors
+
+    def _bags(self, shard: Int64, row: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """The ids of sequences and their offsets, once lengths and offsets of the rows agree."""
+        lengths = np.empty((len(row), self._features), np.int32)
+        begin, end = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
+        self._copy(shard, row, {"lengths": lengths, "row_offsets": begin})
+        self._copy(shard, row + 1, {"row_offsets": end})
+        sizes = end - begin
+        good = (lengths >= 0).all(axis=1) & (begin >= 0) & (end <= self._ids[shard])
+        good &= sizes == lengths.sum(axis=1, dtype=np.int64)
+        if not good.all():
+            bad = int(np.argmin(good))
+            raise DataError(
+                f"{self._shards[shard[bad]].path}, row {row[bad]:,}: lengths and row_offsets disagree; the file was "
+                "damaged. Run stoker inspect --verify on the dataset."
+            )
+        offsets = allocate("offsets", (lengths.size + 1,), torch.int64)
+        offsets[0] = 0
+        np.cumsum(lengths.reshape(-1), dtype=np.int64, out=offsets.numpy()[1:])
+        ids = allocate("ids", (int(offsets[-1]),), _torch_type(self._shards[0].ids))
+        self._copy_ids(shard, begin, sizes, offsets.numpy()[: -1 : self._features], ids.numpy())
+        return {"ids": ids, "offsets": offsets}
+
+    def _copy(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+        """Copy rows [B] of shards [B]."""
+        for number in np.unique(shard):
+            where = np.flatnonzero(shard == number)
+            for name, array in out.items():
+                array[where] = getattr(self._shards[number], name)[row[where]]
+
+    def _copy_ids(self, shard: Int64, begin: Int64, sizes: Int64, places: Int64, out: npt.NDArray[Any]) -> None:
+        """Copy ``sizes`` [B] ids of shards [B], from ``begin`` [B] on, to ``places`` [B] of ``out``."""
+        for number, first, size, place in zip(shard, begin, sizes, places, strict=True):
+            out[place : place + size] = self._shards[number].ids[first : first + size]
+
+
+class NumbaGather(NumpyGather):
+    """The same through Numba, with software prefetch; releases the interpreter lock while it copies."""
+
+    def __init__(self, shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> None:
+        from stoker.dataset.kernels import copy_rows
+
+        super().__init__(shards, starts, ids_only=ids_only)
+        self._kernel, self._threads = copy_rows, threads
+        arrays = [shard.arrays for shard in shards]
+        self._addresses = {name: np.array([each[name].ctypes.data for each in arrays], np.int64) for name in arrays[0]}
+        self._widths = {name: array.itemsize * int(np.prod(array.shape[1:])) for name, array in arrays[0].items()}
+
+    def _copy(self, shard: Int64, row: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+        self._run(shard, row, np.ones(len(row), np.int64), np.arange(len(row)), out)
+
+    def _copy_ids(self, shard: Int64, begin: Int64, sizes: Int64, places: Int64, out: npt.NDArray[Any]) -> None:
+        self._run(shard, begin, sizes, np.ascontiguousarray(places), {"ids": out})
+
+    def _run(self, shard: Int64, first: Int64, sizes: Int64, places: Int64, out: dict[str, npt.NDArray[Any]]) -> None:
+        sources = np.stack([self._addresses[name] for name in out]) if out else np.empty((0, 0), np.int64)
+        widths = np.array([self._widths[name] for name in out], np.int64)
+        targets = np.array([array.ctypes.data for array in out.values()], np.int64)
+        self._kernel(shard, first, sizes, places, sources, widths, targets, threads=self._threads)
+
+
+def make_gather(shards: Sequence[Shard], starts: list[int], *, ids_only: bool = False, threads: int = 1) -> Gather:
+    """Return the fastest gather from mapped shards that this machine can run; see :class:`NumpyGather`.
+
+    Args:
+        threads: torch's, where they are more than one.
+    """
+    try:
+        return NumbaGather(shards, starts, ids_only=ids_only, threads=threads)
+    except ImportError:
+        return NumpyGather(shards, starts, ids_only=ids_only)
+
+
+class ResidentRows:
+    """A copy of the first rows of a split in the memory of a device, and batches gathered there.
+
+    What has the same size in every row is packed as [n, W] int32; the tensors of a batch are views of its rows.
+
+    Args:
+        shards: whose rows follow each other.
+        rows: n.
+        device: where they are copied, shard by shard.
+    """
+
+    def __init__(self, shards: Sequence[Shard], rows: int, device: torch.device) -> None:
+        self._device = device
+        self._widths = _pack(shards[0])
+        like = {name: getattr(shards[0], name) for name in self._widths if name}
+        self._types = {name: _torch_type(array) for name, array in like.items()}
+        width = sum(self._widths.values())
+        self._matrix = torch.empty((rows, width), dtype=torch.int32, device=device)
+        self._ids: Tensor | None = None
+        taken = [(shard, min(shard.rows, rows - start)) for shard, start in zip(shards, _starts(shards), strict=True)]
+        taken = [(shard, count) for shard, count in taken if count > 0]
+        if shards[0].lengths is not None:
+            sizes = [np.diff(shard.row_offsets[: count + 1]) for shard, count in taken if shard.row_offsets is not None]
+            self._sizes = np.concatenate(sizes)  # [n] ids of each row; on the host, so that no batch waits
+            ends = np.cumsum(self._sizes)
+            self._starts = torch.from_numpy(ends - self._sizes).to(device)  # [n] where each row's ids begin
+            self._ids = torch.empty(int(ends[-1]), dtype=_torch_type(shards[0].ids), device=device)
+        done = ids = 0
+        for shard, count in taken:
+            packed, at = np.zeros((count, width), np.int32), 0
+            for name, array in like.items():
+                column = packed[:, at : at + self._widths[name]].view(array.dtype)
+                column[...] = getattr(shard, name)[:count].reshape(count, -1)
+                at += self._widths[name]
+            self._matrix[done : done + count].copy_(torch.from_numpy(packed))
+            done += count
+            if self._ids is not None and shard.row_offsets is not None:
+                part = torch.from_numpy(shard.ids[: shard.row_offsets[count]].copy())
+                self._ids[ids : ids + len(part)].copy_(part)
+                ids += len(part)
+            shard.release()
+
+    @staticmethod
+    def bytes(shards: Sequence[Shard], rows: int) -> int:
+        """Return the bytes that a copy of the first ``rows`` rows takes, of sequences about."""
+        size = rows * sum(_pack(shards[0]).values()) * _WORD
+        if shards[0].lengths is not None:
+            ids = sum(shard.ids.nbytes for shard in shards) / max(1, sum(shard.rows for shard in shards))
+            size += round(rows * (ids + 16))
+        return size
+
+    def __call__(self, rows: Int64, allocate: Allocate) -> dict[str, Tensor]:
+        """Return the tensors of rows [B]; on a GPU, ``allocate`` is not asked."""
+        chosen = torch.from_numpy(rows)
+        if self._device.type == "cpu":
+            out = allocate("rows", (len(rows), self._matrix.shape[1]), torch.int32)
+            packed = torch.index_select(self._matrix, 0, chosen, out=out)
+        else:
+            chosen = chosen.pin_memory().to(self._device, non_blocking=True)
+            packed = self._matrix.index_select(0, chosen)
+        columns = packed.split(list(self._widths.values()), dim=1)
+        found = {name: column.view(kind) for (name, kind), column in zip(self._types.items(), columns, strict=False)}
+        found["labels"] = found["labels"].squeeze(1)
+        if self._ids is None:
+            return found
+        lengths = found.pop("lengths").to(torch.int64)  # [B, F]
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=self._device)
+        torch.cumsum(lengths.reshape(-1), 0, out=offsets[1:])
+        total = int(self._sizes[rows].sum())
+        # From a row's ids in the batch to those here, repeated for each of its ids.
+        shift = self._starts.index_select(0, chosen) - offsets[: -1 : lengths.shape[1]]
+        places = torch.repeat_interleave(shift, lengths.sum(1), output_size=total)
+        places += torch.arange(total, device=self._device)
+        return found | {"ids": self._ids.index_select(0, places), "offsets": offsets}
+
+
+def _starts(shards: Sequence[Shard]) -> list[int]:
+    """The first row of each of shards that follow each other."""
+    return list(accumulate((shard.rows for shard in shards[:-1]), initial=0))
+
+
+def _pack(shard: Shard) -> dict[str, int]:
+    """Words of each tensor in a packed row, the widest type first; of the unnamed rest, so that ids are aligned."""
+    names = ("ids" if shard.lengths is None else "lengths", "dense", "labels")
+    arrays = [getattr(shard, name) for name in names]
+    words = [array.itemsize * int(np.prod(array.shape[1:])) // _WORD for array in arrays]
+    return dict(zip(names, words, strict=True)) | {"": -sum(words) % (arrays[0].itemsize // _WORD)}

@@ -1,1 +1,0 @@
-"""From shards to batches: order of rows, gathering, prefetching."""

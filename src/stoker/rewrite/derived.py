@@ -1,0 +1,102 @@
+"""A dataset made from a dataset: rows in another order, ids mapped to others, the rest shared with the source.
+
+Legend: n rows, F features, N ids of a table, L ids in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stoker.base.errors import DataError
+from stoker.base.ordered import ordered_map
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.gather import make_gather, new_tensor
+from stoker.dataset.shards import write_shard
+from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import Split
+
+__all__ = ["Progress", "derived_at", "feature_of_ids", "quiet", "write_shards"]
+
+Int64 = npt.NDArray[np.int64]
+Progress = Callable[[str, int, int], None]  # (what, done, in all)
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    """Report no progress."""
+
+
+def derived_at(out: Path, data: Dataset, record: str) -> Dataset | None:
+    """Return the dataset at ``out`` if it has this ``record`` in its manifest and was made from ``data``."""
+    try:
+        there = Dataset(out)
+    except DataError:
+        return None  # nothing of use: what is wrong with it is for the writer to say
+    known = there.manifest.get(record)
+    if known is None or there.path.resolve() == data.path.resolve() or there.kept_names != data.kept_names:
+        return None
+    source = known["source_data_hash"], known.get("source_schema_hash", there.schema_hash)
+    return there if source == (data.train.data_hash, data.schema_hash) else None
+
+
+def write_shards(
+    split: Split, jobs: Iterable[tuple[str, Int64]], folder: Path, threads: int, new_ids: Mapping[str, Int64]
+) -> Generator[tuple[dict[str, Any], int], None, None]:
+    """Check rows of a split and write them to shards; each thread keeps one in memory.
+
+    Args:
+        jobs: file and rows [n] of each shard to write.
+        new_ids: table -> [N] the new id of each id, where it changes.
+
+    Yields:
+        The manifest's entry of each shard, and how many of its rows have label 1.
+
+    Raises:
+        DataError: a damaged shard, or a full disk.
+    """
+    if not split.rows:
+        return
+    gather = make_gather(split.shards, split.starts)
+    features = len(split.schema.features)
+
+    def write(job: tuple[str, Int64]) -> tuple[dict[str, Any], int]:
+        file, rows = job
+        first, last = np.searchsorted(split.starts, [rows[0], rows[-1]], side="right")
+        split.check_rows(split.starts[first - 1], split.starts[last])
+        tensors = gather(rows, new_tensor)
+        arrays = {name: tensors[name].numpy() for name in ("dense", "ids", "labels")}
+        if "offsets" in tensors:
+            offsets = tensors["offsets"].numpy()
+            arrays["lengths"] = np.diff(offsets).astype(np.int32).reshape(len(rows), features)
+            arrays["row_offsets"] = offsets[::features].copy()
+        _replace(arrays["ids"], arrays.get("lengths"), split.schema, new_ids)
+        info = write_shard(folder / file, **arrays)
+        for shard in split.shards[first - 1 : last]:
+            shard.release()
+        return info.to_dict(), int(np.count_nonzero(arrays["labels"] > 0.5))
+
+    with closing(ordered_map(write, jobs, threads, ahead=threads)) as written:
+        yield from written
+
+
+def _replace(
+    ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int32] | None, schema: FeatureSpec,
+    new_ids: Mapping[str, Int64],
+) -> None:  # fmt: skip
+    """Replace ids [n, F], or flat [L] with lengths [n, F], by new ones, in place."""
+    feature = feature_of_ids(lengths) if new_ids and lengths is not None else None
+    for place, each in enumerate(schema.features):
+        if each.table in new_ids:
+            mine: Any = (slice(None), place) if feature is None else feature == place
+            ids[mine] = new_ids[each.table][ids[mine]]
+
+
+def feature_of_ids(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int16]:
+    """Return the place of the feature of each id, [L], from lengths [n, F]."""
+    features = np.arange(lengths.shape[1], dtype=np.int16)
+    return np.repeat(np.tile(features, len(lengths)), lengths.reshape(-1))

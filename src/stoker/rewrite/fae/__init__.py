@@ -1,1 +1,0 @@
-"""Which rows are hot, and which batches (FAE)."""
