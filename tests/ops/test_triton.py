@@ -186,7 +186,7 @@ def test_a_kernel_that_writes_nothing_shows(monkeypatch: pytest.MonkeyPatch) -> 
         def __getitem__(self, grid: Any) -> Any:
             return lambda *given, **named: None
 
-    monkeypatch.setattr(triton_backend.reading, "lookup_kernel", Nothing())
+    monkeypatch.setattr(triton_backend.kernels, "lookup_kernel", Nothing())
     space = space_of(4, 50)
     bags = Bags(torch.zeros(2, 3, dtype=torch.int64, device=DEVICE))
     assert make_backend().lookup(torch.ones(54, 4, device=DEVICE), space, bags).isnan().all()

@@ -132,9 +132,8 @@ def fetch_run(url: str, folder: Path | None = None) -> Path:
             return fetch_sealed(url)
         folder = folder or cache_folder() / "runs" / _short(remote.url) / (_basename(remote.url) or "run")
         names = remote.names()
-        checkpoints = {
-            name.split("/")[1] for name in names if re.fullmatch(r"checkpoints/step_\d+/manifest\.json", name)
-        }
+        manifest = re.compile(r"checkpoints/(step_\d+)/manifest\.json")
+        checkpoints = {found[1] for name in names if (found := manifest.fullmatch(name))}
         if "config.json" not in names and not checkpoints:
             raise DataError(f"{url} is no run, checkpoint or dataset: it has no config.json and no {_MANIFEST}.")
         loose = [name for name in names if not name.startswith("checkpoints/") and name not in (_MARK, ".lock")]
@@ -229,9 +228,8 @@ def upload_run(folder: Path, url: str, *, quiet: bool = False) -> None:
     with _files(url, quiet=quiet) as remote:
         names = remote.names()
         there = {name.split("/")[1] for name in names if name.startswith("checkpoints/")}
-        mine = {
-            path.parent.name for path in folder.glob(f"checkpoints/step_*/{_MANIFEST}") if "." not in path.parent.name
-        }
+        whole = {path.parent.name for path in folder.glob(f"checkpoints/step_*/{_MANIFEST}")}
+        mine = {name for name in whole if "." not in name}
         loose = [
             path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()
             and path.relative_to(folder).parts[0] != "checkpoints" and not path.name.startswith(".")
@@ -321,9 +319,8 @@ class _Files:
         except FileNotFoundError:
             return None
 
-    def download(self, files: Iterable[tuple[str, Path, int | None, str | None]]) -> None:
+    def download(self, files: list[tuple[str, Path, int | None, str | None]]) -> None:
         """Copy files (name below the URL, local path, size, sha256 or None); each appears when it is whole."""
-        files = list(files)
 
         def copy(file: tuple[str, Path, int | None, str | None], counter: Any) -> None:
             name, target, size, digest = file
@@ -349,9 +346,8 @@ class _Files:
 
         self._copy(copy, files, f"fetching {_basename(self.url)}", sum(file[2] or 0 for file in files))
 
-    def upload(self, files: Iterable[tuple[str, Path]]) -> None:
+    def upload(self, files: list[tuple[str, Path]]) -> None:
         """Copy local files to names below the URL."""
-        files = list(files)
         if self.url.startswith(("http:", "https:")):
             raise NotImplementedError
 
@@ -434,11 +430,8 @@ def _failure(url: str, error: Exception) -> Exception:
     if isinstance(error, NotImplementedError):
         return DataError(f"{scheme}:// cannot be written or listed, as {url} would need. Choose another place.")
     status = getattr(error, "status", None)
-    if (
-        isinstance(error, PermissionError)
-        or status in (401, 403)
-        or re.search(r"redential|Forbidden|AccessDenied", text)
-    ):
+    refused = isinstance(error, PermissionError) or status in (401, 403)
+    if refused or re.search(r"redential|Forbidden|AccessDenied", text):
         hints = {
             "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws",
             "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
