@@ -14,8 +14,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.base import Derivation, leading
 from stoker.prep.features.pipeline import apply_feature, check_present
-from stoker.prep.parse.columns import BadLine, Block, Field
-from stoker.prep.parse.frames import column_series, frame_block
+from stoker.prep.parse.frames import BadLine, Block, Field, frame_block
 from stoker.prep.parse.layout import Layout, kept_frame
 from stoker.prep.schema import Schema
 from stoker.prep.stages.row_store import RowStore
@@ -136,9 +135,8 @@ class RowsSink:
             reasons = {one.line: one for one in reversed(bad)}
             kept = [row for row in range(frame.height) if row not in reasons]
             for row, one in reasons.items():
-                text = block.text_at(int(block.row_at[row]))
                 line = int(block.row_line[row])
-                block.bad.append(BadLine(line=line, reason=one.reason, text=text, label=one.label))
+                block.bad.append(BadLine(line=line, reason=one.reason, text=block.text_at(line), label=one.label))
             block.bad.sort(key=lambda line: line.line)
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
@@ -159,7 +157,7 @@ class RowsSink:
         numbers = {column for feature in self.schema.feature for column in feature.numbers}
         made = []
         for name, item in found.items():
-            series = column_series(item, block.columns[item])
+            series = block.columns[item]
             if item.kind == "datetime" and moments is not None:
                 series = moments
             elif item.kind == "string" and item.separator is None and name in numbers:

@@ -21,7 +21,7 @@ from stoker.base.version import __version__
 from stoker.dataset.manifest import REQUEST
 from stoker.dataset.memory import home_of
 from stoker.prep.features.merge import Merge
-from stoker.prep.parse.columns import Block
+from stoker.prep.parse.frames import Block
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
 from stoker.prep.parse.sources import BLOCK_BYTES, FRAME
