@@ -10,10 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.prep.parse.columns import Block, Field
-from stoker.prep.parse.delimited import TextParser
-from stoker.prep.parse.frames import column_series
-from stoker.prep.parse.record_kernels import cut_records
+from stoker.prep.parse.delimited import TextParser, cut_records
+from stoker.prep.parse.frames import Block, Field
 
 FIELDS = [Field(column=name, kind=kind) for name, kind in zip("abcd", ("float", "int", "hex", "string"), strict=True)]
 
@@ -21,11 +19,12 @@ FIELDS = [Field(column=name, kind=kind) for name, kind in zip("abcd", ("float", 
 def parse(data: bytes, fields: list[Field] = FIELDS, **form: Any) -> Block:
     names = list(dict.fromkeys(item.column for item in fields))
     form = {"separator": "\t", "quote": '"', **form}
-    return TextParser(names, fields, **form).parse(np.frombuffer(bytearray(data), np.uint8))
+    parser = TextParser(names, fields, **form)
+    return parser.parse(parser.join(data))
 
 
 def values(block: Block) -> list[list[Any]]:
-    return [column_series(item, column).to_list() for item, column in block.columns.items()]
+    return [column.to_list() for column in block.columns.values()]
 
 
 def faults(block: Block) -> list[tuple[int, str]]:
@@ -107,7 +106,7 @@ def test_a_line_with_any_fault_costs_itself_only() -> None:
         ]  # fmt: skip
         assert [bad.text for bad in block.bad] == [lines[bad.line].decode("utf-8", "replace") for bad in block.bad]
         assert (block.rows, block.lines, block.row_line.tolist()) == (2, len(lines), [0, 10])
-        assert [block.text_at(int(row)) for row in block.row_at] == ["1\t2\tf\tx", "7\t8\t9\ty"]
+        assert [block.text_at(line) for line in block.row_line.tolist()] == ["1\t2\tf\tx", "7\t8\t9\ty"]
     # Of several faults the number of fields comes first, then the columns in their order.
     assert faults(parse(b"x\ty\tg\tz\n1\t2\tg\n")) == [
         (0, "column a: 'x' is not a number"),
@@ -178,10 +177,8 @@ def test_text_without_quotes_is_cut_as_text_with_quotes(data: bytes) -> None:
     raw = np.frombuffer(data + b"\n", np.uint8)
     found = []
     for quote in (-1, ord('"')):
-        stops, lines, fields = np.zeros((3, raw.size), np.int64)
-        special = np.zeros(raw.size, np.uint8)
-        n = cut_records(raw, np.frombuffer(b"\t", np.uint8), quote, stops, lines, fields, special)
-        found.append((n, stops.tolist(), lines.tolist(), fields.tolist(), special.tolist()))
+        out = np.zeros((4, raw.size), np.int64)
+        found.append((*cut_records(raw, 0, raw.size, ord("\t"), quote, True, out), out.tolist()))
     assert found[0] == found[1]
 
 
@@ -194,7 +191,7 @@ plain = st.one_of(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(plain, plain, plain, plain), min_size=1, max_size=8), st.sampled_from(["\n", "\r\n"]))
 def test_plain_numbers_are_read_as_polars_reads_them(rows: list[tuple[str, ...]], end: str) -> None:
-    data = np.frombuffer(bytearray("".join("\t".join(row) + end for row in rows).encode()), np.uint8)
+    data = "".join("\t".join(row) + end for row in rows).encode()
     found, all_texts = (TextParser("abcd", FIELDS, separator="\t", quote='"', null_values=["NA"]) for _ in range(2))
     all_texts._plain = {}
     assert len(found._plain) == 3

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from stoker.base.errors import DataError
 from stoker.dataset.row_files import GroupWriter
-from stoker.prep.parse.columns import Field
 from stoker.prep.parse.dictionaries import number_ints, number_texts, text_hashes
-from stoker.prep.parse.frames import column_series, frame_block, parquet_cuts
+from stoker.prep.parse.frames import Field, frame_block, parquet_cuts
 
 TEXTS = st.one_of(
     st.none(), st.sampled_from(["", "a", "b", "twelve bytes", "thirteen byte", "a longer text of many bytes"]),
@@ -142,7 +141,7 @@ def test_lists_in_texts(values: list[str | None], kind: str, keep: str, most: in
     lists = [one[-most:] if keep == "last" else one[:most] for one in lists]
     good = [kind == "string" or "x" not in one for one in lists]
     read: Any = {"string": str, "int": int, "float": float}[kind]
-    assert column_series(item, block.columns[item]).to_list() == [
+    assert block.columns[item].to_list() == [
         list(map(read, one)) for one, fits in zip(lists, good, strict=True) if fits
     ]
     assert [bad.line for bad in block.bad] == [row for row, fits in enumerate(good) if not fits]

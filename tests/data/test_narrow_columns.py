@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.prep.fit.dense import compact, dense_values, fit_dense, values_of
-from stoker.prep.parse.columns import Field
-from stoker.prep.parse.frames import frame_block
+from stoker.prep.parse.frames import Field, frame_block
 from stoker.prep.schema import DenseColumn
 
 NUMBERS = {

@@ -25,8 +25,7 @@ from prepared import digests
 import stoker
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
-from stoker.prep.parse.columns import BadLine, Field
-from stoker.prep.parse.frames import frame_block
+from stoker.prep.parse.frames import BadLine, Field, frame_block
 from stoker.prep.parse.quarantine import write_bad_lines
 from stoker.prep.prepare import Progress, run_prepare
 from stoker.prep.rows.raw_rows import _RawSink

@@ -18,9 +18,8 @@ from prepared import quarantine, vocabulary
 
 from stoker.base.ordered import ordered_map
 from stoker.prep.features.tables import open_table, read_table
-from stoker.prep.parse import record_kernels as kernels
-from stoker.prep.parse.columns import Field
-from stoker.prep.parse.frames import column_series
+from stoker.prep.parse.delimited import MAX_QUOTED_BYTES, MAX_QUOTED_LINES
+from stoker.prep.parse.frames import Field
 from stoker.prep.parse.ingest import Source
 from stoker.prep.prepare import run_prepare
 from stoker.prep.schema import CategoricalColumn, Label, Schema, SplitRule
@@ -39,7 +38,7 @@ def read(path: Path, size: int, threads: int, form: SourceFormat) -> Found:
 
     def work(job):  # type: ignore[no-untyped-def]
         block = job[2]()
-        texts = [column_series(item, block.columns[item]).to_list() for item in source.fields]
+        texts = [block.columns[item].to_list() for item in source.fields]
         return block, list(zip(*texts, strict=True)), block.row_line.tolist()
 
     rows: list[Row] = []
@@ -170,7 +169,7 @@ def test_a_stray_quote_costs_its_own_line(tmp_path: Path, size: int, how: str) -
 @pytest.mark.parametrize("separator", [",", "::"])
 def test_a_quoted_field_has_bounds(tmp_path: Path, size: int, encoding: str, separator: str) -> None:
     form = SourceFormat(kind="csv", columns=NAMES, encoding=encoding, separator=separator)
-    long, wide = kernels.MAX_QUOTED_LINES, kernels.MAX_QUOTED_BYTES // 2
+    long, wide = MAX_QUOTED_LINES, MAX_QUOTED_BYTES // 2
     for field, fits in (
         ("\n" * (long - 1), True), ("\n" * long, False), ("é" * (wide - 1) + "x\n", True), ("é" * wide + "\n", False),
         ("::" * (wide if separator == "," else 2 * wide) + "\n", False), ("x" * 3 * wide, True),

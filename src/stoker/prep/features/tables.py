@@ -11,7 +11,7 @@ from stoker.base.ordered import ordered_map
 from stoker.prep.features.base import pl
 
 if TYPE_CHECKING:
-    from stoker.prep.parse.columns import Block
+    from stoker.prep.parse.frames import Block
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
 
@@ -23,7 +23,7 @@ _TYPES = {"hex": "UInt64", "int": "Int64", "float": "Float64", "string": "String
 
 def open_table(path: str | Path, columns: Mapping[str, str], *, format: SourceFormat | None = None) -> Source:
     """Open the file and check that it has the columns. Arguments and errors as of :func:`read_table`."""
-    from stoker.prep.parse.columns import Field
+    from stoker.prep.parse.frames import Field
     from stoker.prep.parse.ingest import Source
     from stoker.prep.source_format import SourceFormat
 
@@ -50,14 +50,13 @@ def read_table(
     Raises:
         DataError: no such file or column, or the first line that cannot be read, with its number and reason.
     """
-    from stoker.prep.parse.frames import block_frame
 
     path = Path(path)
     source = open_table(path, columns, format=format)
 
     def work(job: tuple[int, int, Callable[[], Block]]) -> tuple[pl.DataFrame, Block]:
         block = job[2]()
-        frame = block_frame(block, list(columns))
+        frame = block.frame(list(columns))
         # The next block of this thread takes the memory that this one's numbers are in: keep a copy.
         return frame.select(pl.all().gather(pl.int_range(pl.len()))), block
 

@@ -9,21 +9,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+import pyarrow as pa
 
 from stoker.base.units import plural
-from stoker.prep.parse.columns import TEXT_CUT, BadLine, Block, Field, RawColumn, careful_value, cut_text
-from stoker.prep.parse.frames import frame_block
-from stoker.prep.parse.record_kernels import FLOAT, HEX, INT, LITERAL, STRAY, cut_records, read_numbers
+from stoker.ops.codegen.jit import jit
+from stoker.prep.parse.frames import TEXT_CUT, BadLine, Block, Field, careful_value, cut_text, frame_block
 
-__all__ = ["TextParser"]
+__all__ = ["MAX_QUOTED_BYTES", "MAX_QUOTED_LINES", "TextParser", "cut_records"]
 
 Array = npt.NDArray[Any]
 
-_BOM = b"\xef\xbb\xbf"
+MAX_QUOTED_LINES = 1_000  # lines of a quoted field; with more of them its quote is taken for a stray one
+MAX_QUOTED_BYTES = 2**20  # of a quoted field (as UTF-8), behind which no further line of it may begin
+_BOM = "\ufeff".encode()
 _NL, _CR = 10, 13
-_ASCII = 127  # the greatest byte of it
 _JOINED = b"\x1f"  # in place of a separator of several bytes
-_KINDS = {"float": FLOAT, "int": INT, "hex": HEX}
+_LITERAL, _STRAY = 1, 2  # faults of a record: quotes within fields without quotes; a quote that is not closed
+_FLOAT, _INT, _HEX = 1, 2, 3
+_KINDS = {"float": _FLOAT, "int": _INT, "hex": _HEX}
+_ARROW = {"float": pa.float64(), "int": pa.int64(), "hex": pa.uint64()}
+_DIGITS = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit, 16 for other bytes
+_DIGITS[[*b"0123456789abcdefABCDEF"]] = [*range(16), *range(10, 16)]
+_MOST_DIGITS = np.array([0, 15, 18, 16])  # of each kind: its value is exact
+_TENS = 10.0 ** np.arange(16)  # exact
+_NO_ROOM = np.empty((4, 0), np.int64)
 
 
 class TextParser:
@@ -50,113 +59,144 @@ class TextParser:
         self.names = list(names)
         self.separator = separator.encode()
         self._sep = self.separator if len(self.separator) == 1 else _JOINED
-        self._quote = quote.encode() if quote else None
+        self._quote = quote.encode() if quote else b""
         self._fields = list(fields)
         self._nulls = list(null_values)
         self._places = {item.column: self.names.index(item.column) for item in fields}
         self._plain = {item: _KINDS[item.kind] for item in fields if self._is_plain(item)}
-        if self._quote is not None:
-            q, sep = re.escape(self._quote), re.escape(self._sep)
-            # A separator or the start, and a field in quotes or one without.
-            self._field = re.compile(rb"(\A|%b)(?:(%b(?:[^%b]++|%b%b)*+%b)|([^%b\n]*?(?=%b|\r?\n)))"
-                                     % (sep, q, q, q, q, q, sep, sep))  # fmt: skip
-
-    def parse(self, raw: npt.NDArray[np.uint8]) -> Block:
-        """Return rows and bad lines of ``raw``, which ends with a newline.
-
-        A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first
-        line.
-        """
-        if len(self.separator) > 1:
-            raw = np.frombuffer(raw.tobytes().replace(self.separator, self._sep), np.uint8)
-        starts, stops, lines, faults, reasons = self._records(raw)
-        first = np.cumsum(lines) - lines
-        blank = np.zeros(len(starts), np.bool_)
-        if len(self.names) > 1:
-            sizes = stops - starts
-            blank = (sizes == 1) | ((sizes == 2) & (raw[starts] == _CR))
-            reasons = {record: reason for record, reason in reasons.items() if not blank[record]}
-        good = ~blank
-        good[list(reasons)] = False
-        records = np.flatnonzero(good)
-
-        def text(record: int) -> str:
-            stop = min(starts[record] + 4 * TEXT_CUT, stops[record])
-            line = raw[starts[record] : stop].tobytes().split(b"\n", 1)[0]
-            return cut_text(line.replace(_JOINED, self.separator) if self._sep == _JOINED else line)
-
-        whole = raw if good.all() else raw[np.repeat(good, stops - starts)]
-        ends = np.cumsum((stops - starts)[records])
-        numbers = self._numbers(whole, ends)
-        block = frame_block(
-            self._frame(whole, ends, faults[records] == LITERAL, {item.column for item in numbers}),
-            self._fields, read=numbers, text_at=lambda row: text(int(records[row])),
-        )  # fmt: skip
-        block.row_line = first[records[block.row_line]]
-        moved = [BadLine(line=int(first[records[b.line]]), reason=b.reason, text=b.text) for b in block.bad]
-        bad = [BadLine(line=int(first[at]), reason=reason, text=text(at)) for at, reason in reasons.items()]
-        block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-        block.lines = int(lines.sum())
-        return block
-
-    def _records(self, raw: npt.NDArray[np.uint8]) -> tuple[Array, Array, Array, Array, dict[int, str]]:
-        """Return where each record starts and stops, its lines, what is special about it, and why some are bad."""
-        room = int(np.count_nonzero(raw == _NL))
-        stops, lines, fields = np.empty((3, room), np.int64)
-        faults = np.empty(room, np.uint8)
-        quote = self._quote[0] if self._quote is not None and (raw == self._quote[0]).any() else -1
-        found = cut_records(raw, np.frombuffer(self._sep, np.uint8), quote, stops, lines, fields, faults)
-        stops, lines, fields, faults = stops[:found], lines[:found], fields[:found], faults[:found]
-        starts = np.append(0, stops)[:found]
-        wrong = np.flatnonzero((fields != len(self.names)) | (faults == STRAY))
-        reasons = {at: self._reason(int(fields[at]), bool(faults[at] == STRAY)) for at in wrong.tolist()}
-        if raw.max(initial=0) > _ASCII and not _is_utf8(raw):
-            spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
-            reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(raw[start:stop])}
-        return starts, stops, lines, faults, reasons
+        q, sep = re.escape(self._quote), re.escape(self._sep)
+        # A separator or the start, and a field in quotes or one without.
+        self._field = re.compile(rb"(\A|%b)(?:(%b(?:[^%b]++|%b%b)*+%b)|([^%b\n]*?(?=%b|\r?\n)))"
+                                 % (sep, q, q, q, q, q, sep, sep)) if q else None  # fmt: skip
 
     def _is_plain(self, item: Field) -> bool:
-        """Whether a column is wanted as numbers of one kind only, and what stands for null in it is none of them."""
+        """Return whether a column is wanted as numbers of one kind only, and no text for null is one of them."""
         others = [one for one in self._fields if one.column == item.column and one != item]
         nulls = [text for text in self._nulls if careful_value(item.kind, text) is not None]
         return item.kind in _KINDS and item.separator is None and not others and not nulls
 
-    def _numbers(self, data: npt.NDArray[np.uint8], ends: Array) -> dict[Field, RawColumn]:
+    def join(self, lines: bytes) -> bytes:
+        """Return whole lines with one byte for a separator of several, as all other methods want them."""
+        return lines if self._sep == self.separator else lines.replace(self.separator, self._sep)
+
+    def cut(self, buffer: bytearray, end: int, at: int, goal: int, final: bool) -> tuple[int, bool]:
+        """Find the first record that starts at ``goal`` or later in whole lines, ``buffer[:end]``.
+
+        Args:
+            at: where an earlier record starts.
+            final: whether no more lines come.
+
+        Returns:
+            Its position and True; or, where that depends on lines to come, the ``at`` of the next call and False.
+        """
+        first = buffer.find(self._quote, at, goal) if self._quote else -1
+        # Lines without a quote are records.
+        at = max(at, buffer.rfind(b"\n", at, first if first >= 0 else goal - 1) + 1)
+        data = np.frombuffer(memoryview(buffer)[:end].toreadonly(), np.uint8)
+        _, at, known = cut_records(data, at, goal, *self._marks(self._quote), final, _NO_ROOM)
+        return int(at), bool(known)
+
+    def _marks(self, quote: bytes) -> tuple[int, int]:
+        """Return separator and quote for kernels, -1 for none."""
+        return self._sep[0], quote[0] if quote else -1
+
+    def parse(self, data: bytes, *, header: bool = False) -> Block:
+        """Return rows and bad lines of ``data``, which ends with a newline; the header has no part in them.
+
+        A record goes over several lines where line breaks are in its quoted fields. It counts as bad once, on its first
+        line.
+        """
+        skipped = int(header and bool(data))
+        if skipped:
+            data = data[data.index(b"\n") + 1 :]
+        raw = np.frombuffer(data, np.uint8)
+        found = np.empty((4, np.count_nonzero(raw == _NL)), np.int64)
+        quote = self._quote if self._quote in data else b""
+        count, _, _ = cut_records(raw, 0, raw.size, *self._marks(quote), True, found)
+        stops, lines, fields, faults = found[:, :count]
+        starts = np.append(0, stops)[:count]
+        first = skipped + np.cumsum(lines) - lines
+        reasons = self._faults(data, starts, stops, fields, faults)
+        good = np.ones(count, np.bool_)
+        if len(self.names) > 1:  # else an empty line is a missing value
+            short = np.flatnonzero(stops - starts <= 2)
+            good[short] = ~np.isin(raw[starts[short]], (_NL, _CR))
+        bad = [record for record in reasons if good[record]]
+        good[bad] = False
+
+        def text_at(line: int) -> str:
+            record = int(np.searchsorted(first, line))
+            start, stop = starts[record], stops[record]
+            text = data[start : min(start + 4 * TEXT_CUT, stop)].split(b"\n", 1)[0]
+            return cut_text(text if self._sep == self.separator else text.replace(self._sep, self.separator))
+
+        whole = data if good.all() else raw[np.repeat(good, stops - starts)].tobytes()
+        ends = np.cumsum((stops - starts)[good])
+        numbers = self._numbers(whole, ends)
+        read = {item.column for item in numbers}
+        return frame_block(
+            self._frame(whole, ends, faults[good] == _LITERAL, read), self._fields, read=numbers, row_line=first[good],
+            lines=skipped + int(lines.sum()), text_at=text_at,
+            bad=[BadLine(line=at, reason=reasons[record], text=text_at(at))
+                 for record, at in zip(bad, first[bad].tolist(), strict=True)],
+        )  # fmt: skip
+
+    def _faults(self, data: bytes, starts: Array, stops: Array, fields: Array, faults: Array) -> dict[int, str]:
+        """Return the records that are not as they should be, and why."""
+        most, reasons = len(self.names), {}
+        for at in np.flatnonzero((fields != most) | (faults == _STRAY)).tolist():
+            reasons[at] = f"{plural(int(fields[at]), 'field')}, expected {most}"
+            if fields[at] > most:
+                reasons[at] = f"more than {most} fields"
+            elif faults[at] == _STRAY:
+                reasons[at] = f"column {self.names[fields[at] - 1]}: quoted field without a closing quote"
+        if not data.isascii():
+            ends = np.array([0, len(data)])
+            text = pa.Array.from_buffers(pa.large_utf8(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)])
+            try:
+                text.validate(full=True)  # much faster than decoding it
+            except pa.ArrowInvalid:
+                spans = enumerate(zip(starts.tolist(), stops.tolist(), strict=True))
+                reasons |= {at: "broken UTF-8" for at, (start, stop) in spans if not _is_utf8(data[start:stop])}
+        return reasons
+
+    def _numbers(self, data: bytes, ends: Array) -> dict[Field, pl.Series]:
         """Return the columns of whole records in which every value is a plain number or missing."""
         slots, kinds = np.full((2, len(self.names)), -1)
         for slot, (item, kind) in enumerate(self._plain.items()):
             slots[self._places[item.column]], kinds[self._places[item.column]] = slot, kind
         values = np.empty((len(self._plain), len(ends)), np.int64)
-        missing, odd = np.zeros(values.shape, np.bool_), np.zeros(len(values), np.bool_)
-        if values.size:
-            quote = -1 if self._quote is None else self._quote[0]
-            reals = values.view(np.float64)
-            read_numbers(data, ends, self._sep[0], quote, slots, kinds, values, reals, missing, odd)
-        return {
-            item: RawColumn(values=reals[slot] if kind == FLOAT else values[slot], missing=missing[slot])
-            for slot, (item, kind) in enumerate(self._plain.items())
-            if values.size and not odd[slot]
-        }
+        valid = np.full((len(values), -(-len(ends) // 8)), 255, np.uint8)
+        odd = np.zeros(len(values), np.bool_)
+        if not values.size:
+            return {}
+        raw, reals = np.frombuffer(data, np.uint8), values.view(np.float64)
+        read_numbers(raw, ends, *self._marks(self._quote), slots, kinds, values, reals, valid, odd)
+        found = {}
+        for slot, item in enumerate(self._plain):
+            if not odd[slot]:
+                buffers = [pa.py_buffer(valid[slot]), pa.py_buffer(values[slot])]
+                column = pa.Array.from_buffers(_ARROW[item.kind], len(ends), buffers)
+                found[item] = pl.Series(pl.from_arrow(column))
+        return found
 
-    def _frame(self, whole: npt.NDArray[np.uint8], ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
+    def _frame(self, data: bytes, ends: Array, literal: Array, read: Collection[str]) -> pl.DataFrame:
         """Return the wanted columns of whole records as texts, null where they are missing; less those ``read``."""
         names = list(map(str, range(len(self.names))))  # those of columns that nobody wants may be there twice
         places = {column: place for column, place in self._places.items() if column not in read}
         wanted = [pl.col(str(place)).alias(column) for column, place in places.items()]
         if not len(ends) or not places:
             return pl.DataFrame(schema=dict.fromkeys(places, pl.String))
-        quote = None if self._quote is None else self._quote.decode()
-        data = whole.tobytes()
         if literal.any():
             spans = zip([0, *ends.tolist()], ends.tolist(), literal.tolist(), strict=False)
             data = b"".join(self._quoted(data[at:end]) if odd else data[at:end] for at, end, odd in spans)
         if data.startswith(_BOM):
             data = _BOM + data  # Polars leaves the first one out
         frame = pl.scan_csv(
-            data, has_header=False, separator=self._sep.decode(), quote_char=quote,
+            data, has_header=False, separator=self._sep.decode(), quote_char=self._quote.decode() or None,
             schema=dict.fromkeys(names, pl.String),
         ).select(wanted).collect()  # fmt: skip
-        nulls = [*self._nulls, *([""] if quote and 2 * quote.encode() in data else [])]
+        nulls = [*self._nulls, *([""] if self._quote and self._quote in data and 2 * self._quote in data else [])]
         if nulls:
             frame = frame.with_columns(pl.when(~pl.all().is_in(nulls)).then(pl.all()))
         assert frame.height == len(ends)
@@ -164,7 +204,6 @@ class TextParser:
 
     def _quoted(self, record: bytes) -> bytes:
         """Return a record with quotes around the fields that have quotes inside only: Polars wants them so."""
-        assert self._quote is not None
         quote = self._quote
 
         def field(match: re.Match[bytes]) -> bytes:
@@ -173,19 +212,149 @@ class TextParser:
                 return match[0]
             return before + quote + plain.replace(quote, 2 * quote) + quote
 
+        assert self._field is not None
         return self._field.sub(field, record)
 
-    def _reason(self, fields: int, stray: bool) -> str:
-        if fields > len(self.names):
-            return f"more than {len(self.names)} fields"
-        if stray:
-            return f"column {self.names[fields - 1]}: quoted field without a closing quote"
-        return f"{plural(fields, 'field')}, expected {len(self.names)}"
 
-
-def _is_utf8(data: npt.NDArray[np.uint8]) -> bool:
+def _is_utf8(data: bytes) -> bool:
     try:
-        str(data.data, "utf-8")
+        data.decode()
     except UnicodeDecodeError:
         return False
     return True
+
+
+@jit
+def cut_records(data, at, goal, sep, quote, final, out):  # type: ignore[no-untyped-def]
+    """Find the records from ``at``, where one begins, until one ends at ``goal`` or later.
+
+    A quote opens a quoted field only at its start. It is stray where no closing quote, followed by a separator or a
+    line end, comes within the bounds; the record then ends with the line on which that quote is.
+
+    Args:
+        data: bytes that end with a newline; ``final``: no more of them come.
+        sep: byte of the separator; ``quote``: -1 for none.
+        out: [4, room] int64: where each record ends; its lines; its fields, up to one with a stray quote; and 0,
+            _LITERAL or _STRAY. Without room nothing is written.
+
+    Returns:
+        The number of records, where the last one ends, and True; or, where ``data`` ends within a quoted field and more
+        comes, the position of the record that is not whole, and False.
+    """
+    n = 0
+    if quote < 0 and out.shape[1] > 0:  # every line is a record: twice as fast
+        fields = 1
+        for i in range(at, data.size):
+            fields += data[i] == sep
+            if data[i] == _NL:
+                out[0, n], out[1, n], out[2, n], out[3, n] = i + 1, 1, fields, 0
+                n, fields = n + 1, 1
+        return n, data.size, True
+    while at < goal:
+        begin, lines, fields, fault = at, 1, 1, 0
+        while True:  # a field begins
+            if data[at] == quote:
+                stop, breaks = at + 1, 0
+                while stop < data.size:
+                    if data[stop] == _NL:
+                        breaks += 1
+                        if breaks >= MAX_QUOTED_LINES or stop - at > MAX_QUOTED_BYTES:
+                            break
+                    elif data[stop] == quote:
+                        if data[stop + 1] != quote:
+                            break
+                        stop += 1
+                    stop += 1
+                if stop >= data.size and not final:
+                    return n, begin, False
+                closed = stop < data.size and data[stop] == quote
+                if closed:
+                    ends = data[stop + 1] == _NL or (data[stop + 1] == _CR and data[stop + 2] == _NL)
+                    closed = ends or data[stop + 1] == sep
+                if closed:
+                    lines += breaks
+                    at = stop + 1
+                else:
+                    fault = _STRAY
+                    while data[at] != _NL:
+                        at += 1
+                    break
+            while data[at] != sep and data[at] != _NL:
+                if data[at] == quote:
+                    fault = _LITERAL
+                at += 1
+            if data[at] == _NL:
+                break
+            at += 1
+            fields += 1
+        at += 1
+        if n < out.shape[1]:
+            out[0, n], out[1, n], out[2, n], out[3, n] = at, lines, fields, fault
+        n += 1
+    return n, at, True
+
+
+@jit
+def read_numbers(data, stops, sep, quote, slots, kinds, values, reals, valid, odd):  # type: ignore[no-untyped-def]
+    """Read the plain numbers of whole records: [-]digits, [-]digits.digits for a float, or hexadecimal digits.
+
+    Only so many digits that the value is exact (Clinger, 1990).
+
+    Args:
+        stops: [n] where each record ends, after its newline.
+        sep: byte of the separator; ``quote``: -1 for none.
+        slots: [fields] row of ``values`` for each field, -1 for one that is skipped; ``kinds``: [fields] of _FLOAT, ...
+        values: [columns, n] int64, and in the same memory ``reals``, float64.
+        valid: [columns, n / 8] bits that are set, of which those of missing values are cleared.
+        odd: [columns] set where a field is neither empty nor a plain number; the column is worth nothing then.
+    """
+    at = np.int64(0)  # not 0: Numba would compile all of this for another type
+    for row in range(stops.size):
+        end = stops[row] - 1
+        if end > at and data[end - 1] == _CR:
+            end -= 1
+        for field in range(slots.size):
+            slot, kind = slots[field], kinds[field]
+            if quote >= 0 and at < end and data[at] == quote:
+                at += 1
+                while data[at] != quote or data[at + 1] == quote:
+                    at += 2 if data[at] == quote else 1
+                at += 1
+                if slot >= 0:
+                    odd[slot] = True
+            elif slot >= 0 and (at >= end or data[at] == sep):
+                valid[slot, row >> 3] &= ~np.uint8(1 << (row & 7))
+                values[slot, row] = 0
+            elif slot >= 0:  # digits end at the separator or the line's end, which are none
+                negative = data[at] == 45 and kind != _HEX
+                at += negative
+                start, point, number = at, np.int64(-1), np.uint64(0)
+                base = np.uint64(16 if kind == _HEX else 10)
+                digit = np.uint64(_DIGITS[data[at]])
+                while digit < base:
+                    number = number * base + digit
+                    at += 1
+                    digit = np.uint64(_DIGITS[data[at]])
+                if data[at] == 46 and kind == _FLOAT:
+                    point = at
+                    at += 1
+                    digit = np.uint64(_DIGITS[data[at]])
+                    while digit < base:
+                        number = number * base + digit
+                        at += 1
+                        digit = np.uint64(_DIGITS[data[at]])
+                size = at - start - (point >= 0)
+                odd[slot] |= size < 1 or size > _MOST_DIGITS[kind] or point == start or point == at - 1
+                if kind == _FLOAT:
+                    real = float(number)
+                    if point >= 0:
+                        real /= _TENS[min(at - point - 1, 15)]
+                    reals[slot, row] = -real if negative else real
+                else:
+                    values[slot, row] = -np.int64(number) if negative else np.int64(number)
+                if at < end and data[at] != sep:
+                    odd[slot] = True
+            while at < end and data[at] != sep:
+                at += 1
+            at += 1  # the separator
+        at = stops[row]

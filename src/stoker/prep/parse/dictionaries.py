@@ -16,27 +16,35 @@ Array = npt.NDArray[Any]
 _SMALL = 2**14  # slots of a table that a core's cache holds
 
 
-def number_ints(values: npt.NDArray[np.int64], missing: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return the number of each value, uint32 [n], and the distinct values.
+def number_ints(column: pl.Series) -> tuple[Array, Array]:
+    """Return the number of each int64 value, uint32 [n], and the distinct values.
 
-    They count from 1 by first occurrence; 0 is missing.
+    They count from 1 by first occurrence; 0 is null.
     """
-    codes, distinct = np.empty(len(values), np.uint32), np.empty(len(values), np.int64)
-    size = 1 << max(4, (2 * len(values)).bit_length())
+    array = column.rechunk().to_arrow()
+    valid, data = array.buffers()
+    bits = np.frombuffer(valid or b"", np.uint8)
+    values = np.frombuffer(data, np.int64)[array.offset :]
+    codes, distinct = np.empty(len(column), np.uint32), np.empty(len(column), np.int64)
+    size = 1 << max(4, (2 * len(codes)).bit_length())
     for slots in (min(size, _SMALL), size):  # most columns repeat a few: a table that stays in cache comes first
-        found = _number(values, missing, codes, distinct, np.full(slots, -1, np.int32))
+        found = _number(values, bits, array.offset, codes, distinct, np.full(slots, -1, np.int32))
         if found >= 0:
             break
     return codes, distinct[:found].copy()
 
 
 @jit
-def _number(values, missing, codes, distinct, table):  # type: ignore[no-untyped-def]
-    """Number values; return how many distinct ones there are, -1 if more than half of ``table`` would be full."""
+def _number(values, bits, first, codes, distinct, table):  # type: ignore[no-untyped-def]
+    """Number values; return how many distinct ones there are, -1 if more than half of ``table`` would be full.
+
+    ``bits`` from bit ``first`` on: cleared where a value is missing; empty where none is.
+    """
     mask = np.uint64(table.size - 1)
     found = 0
-    for i in range(values.size):
-        if missing[i]:
+    for i in range(codes.size):
+        bit = first + i
+        if bits.size > 0 and not (bits[bit >> 3] >> (bit & 7)) & 1:
             codes[i] = 0
             continue
         value = values[i]
@@ -61,17 +69,13 @@ def _number(values, missing, codes, distinct, table):  # type: ignore[no-untyped
 
 def number_texts(texts: pl.Series) -> tuple[Array, Array, Array]:
     """Return the numbers of texts, as :func:`number_ints`; the bytes of the D distinct ones; and their D + 1 ends."""
-    codes, distinct = _numbered(texts.to_arrow(compat_level=pl.CompatLevel.oldest()))
-    _, offsets, data = distinct.buffers()
-    ends = np.frombuffer(offsets, np.int64)[: len(distinct) + 1].copy() if len(distinct) else np.zeros(1, np.int64)
-    held = np.frombuffer(data, np.uint8)[: ends[-1]].copy() if ends[-1] else np.empty(0, np.uint8)
-    return codes, held, ends
-
-
-def _numbered(array: Any) -> tuple[Array, Any]:
-    found = array.dictionary_encode()
-    codes = found.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    return np.add(codes, 1, dtype=np.uint32, casting="unsafe"), found.dictionary
+    found = texts.to_arrow(compat_level=pl.CompatLevel.oldest()).dictionary_encode()
+    codes = np.add(found.indices.fill_null(-1), 1, dtype=np.uint32, casting="unsafe")
+    _, offsets, data = found.dictionary.buffers()
+    ends = np.zeros(1, np.int64)
+    if len(found.dictionary):
+        ends = np.frombuffer(offsets, np.int64)[: len(found.dictionary) + 1].copy()
+    return codes, np.frombuffer(data or b"", np.uint8)[: ends[-1]].copy(), ends
 
 
 def text_hashes(texts: pl.Series, seed: int) -> npt.NDArray[np.uint64]:

@@ -1,31 +1,43 @@
-"""Typed columns from dataframes: Parquet row ranges, and typed raw lines back into frames."""
+"""Typed columns of a block of rows, whatever file they came from, and the lines that had to be left out.
+
+Every reader ends here: it makes a Polars frame of a block, texts where the file has no types, and :func:`frame_block`
+types its columns. A missing value is null in every column; a number is finite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from stoker.base.checks import near
 from stoker.base.engine import reason_of
 from stoker.base.errors import DataError
 from stoker.base.units import listed
-from stoker.prep.parse.columns import TEXT_CUT, Block, Field, RawColumn, careful_value
 
 __all__ = [
     "KEPT_TYPES",
+    "TEXT_CUT",
+    "BadLine",
+    "Block",
+    "Field",
     "MissingColumnError",
-    "block_frame",
+    "absent_column",
+    "careful_value",
     "check_columns",
-    "column_series",
     "common_types",
+    "cut_text",
     "frame_block",
-    "kept_series",
     "parquet_block",
     "parquet_columns",
     "parquet_cuts",
@@ -33,93 +45,103 @@ __all__ = [
     "parquet_types",
 ]
 
-#: Whole numbers that int64 does not hold; older versions of Polars lack some.
-_WIDE = tuple(getattr(pl, name) for name in ("UInt64", "Int128", "UInt128") if hasattr(pl, name))
-_TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String}
+TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # of kept columns of files without types
     "float": pl.Float64(), "int": pl.Int64(), "string": pl.String(), "datetime": pl.Datetime("us"),
 }  # fmt: skip
-_WORDS = {
-    "float": "a number",
-    "int": "a whole number",
-    "hex": "hexadecimal (up to 16 digits)",
-    "string": "text",
-}
+_TYPES = {"float": pl.Float64, "int": pl.Int64, "hex": pl.UInt64, "string": pl.String, "datetime": pl.String}
+_WIDE = (pl.UInt64, pl.Int128, pl.UInt128)  # whole numbers that int64 does not hold
+_WORDS = {"float": "a number", "int": "a whole number", "hex": "hexadecimal (up to 16 digits)", "string": "text"}
+_INT = re.compile(r"[+-]?[0-9]+")
+_FLOAT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_HEX = re.compile(r"[0-9a-fA-F]{1,16}")
+_SPACE = " \t\n\r\v\f"  # around a number
 
 
-def _no_parquet(path: Path, error: Exception) -> DataError:
-    """Return the error for a file that cannot be read as Parquet: empty, truncated, or for another reason."""
-    with suppress(OSError):
-        if not path.stat().st_size:
-            return DataError(f"{path} is empty: it is no Parquet file. Get the file anew.")
-    with suppress(OSError), path.open("rb") as file:
-        begins = file.read(4) == b"PAR1"
-        if begins and (path.stat().st_size < 12 or not file.seek(-4, 2) or file.read(4) not in (b"PAR1", b"PARE")):
-            return DataError(f"{path} is truncated: a Parquet file ends with PAR1, this one does not. Get it whole.")
-    return DataError(f"{path} cannot be read as Parquet: {reason_of(error)}. Get the file anew, or check its name.")
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A raw column read as one type. Several features may ask for the same one."""
+
+    column: str
+    kind: str  # float | int | hex | string | datetime (text, or int64 microseconds where the file is typed)
+    separator: str | None = None  # of a list; None: a single value
+    max_length: int = 0  # of a list
+    keep: str = "last"
+    required: bool = False  # an empty field makes the line bad
+    optional: bool = False  # a file may lack the column, which is as if all its fields were empty
+    kept: bool = False  # goes to the scores: a typed file's in the type that it has there, not as ``kind``
 
 
-def parquet_rows(path: Path) -> int:
-    """Rows of a Parquet file."""
-    try:
-        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise _no_parquet(path, error) from error
+@dataclass(frozen=True, kw_only=True)
+class BadLine:
+    """A line that goes to the quarantine."""
+
+    line: int  # counted from 0 within the block
+    reason: str
+    text: str
+    label: bool = False  # its only fault is a label that is a number but neither 0 nor 1
+    broken: bool = False  # stands for all that is lost of a file that breaks off here
 
 
-def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
-    """First row and number of rows of stretches of about ``most`` rows at most, by row groups where that is possible.
+@dataclass(kw_only=True)
+class Block:
+    """The typed rows of a block of a file, and its bad lines.
 
-    A stretch that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
-    pieces.
+    A column is Float64, Int64, UInt64 (hex) or String, or a list of one of these; a kept column of a typed file has
+    the type that it has there.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    try:
-        footer = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
-        raise _no_parquet(path, error) from error
-    cuts: list[tuple[int, int]] = []
-    start = held = 0
-    for number in range(footer.num_row_groups):
-        rows = footer.row_group(number).num_rows
-        if held and held + rows > most:
-            cuts.append((start, held))
-            start, held = start + held, 0
-        held += rows
-        if held > most:
-            pieces = round(held / most)
-            bounds = [start + held * piece // pieces for piece in range(pieces + 1)]
-            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
-            start, held = start + held, 0
-    return [*cuts, (start, held)] if held else cuts
+    rows: int
+    lines: int  # good, bad and skipped ones, for numbering what follows
+    columns: dict[Field, pl.Series]
+    row_line: npt.NDArray[np.int64]  # [rows] line within the block
+    text_at: Callable[[int], str]  # the text of the row that begins at a line, for the quarantine
+    bad: list[BadLine] = field(default_factory=list)
+
+    def drop(self, wrong: npt.NDArray[np.bool_], reason: Callable[[int], str], *, label: bool = False) -> None:
+        """Move the rows that ``wrong`` marks to the bad lines."""
+        for row in np.flatnonzero(wrong).tolist():
+            line = int(self.row_line[row])
+            self.bad.append(BadLine(line=line, reason=reason(row), text=self.text_at(line), label=label))
+        self.bad.sort(key=lambda bad: bad.line)
+        keep = ~wrong
+        self.columns = {item: column.filter(pl.Series(keep)) for item, column in self.columns.items()}
+        self.row_line = self.row_line[keep]
+        self.rows = len(self.row_line)
+
+    def drop_labels(self, item: Field) -> None:
+        """Move the rows whose label, a number, is neither 0 nor 1 to the bad lines; an optional one may be missing."""
+        column = self.columns[item]
+        if column.dtype == pl.String:
+            return
+        wrong = ((column != 0) & (column != 1)).fill_null(not item.optional).to_numpy()
+        if wrong.any():
+            values = column.to_numpy()
+            self.drop(wrong, lambda row: f"column {item.column}: {values[row]:g} is neither 0 nor 1", label=True)
+
+    def frame(self, names: Sequence[str]) -> pl.DataFrame:
+        """Return the columns of these names."""
+        series = {item.column: column for item, column in self.columns.items()}
+        return pl.DataFrame([series[name].alias(name) for name in names])
 
 
-def parquet_columns(path: Path) -> list[str]:
-    """Column names of a Parquet file."""
-    return list(parquet_types(path))
+def careful_value(kind: str, text: str) -> float | int | None:
+    """Return the value of a text that Polars refuses or reads otherwise; None if it is not of that type."""
+    text = text.strip(_SPACE)
+    if kind == "float" and _FLOAT.fullmatch(text):
+        value = float(text)
+        return value if np.isfinite(value) else None
+    if kind == "int" and _INT.fullmatch(text):
+        number = int(text)
+        return number if -(2**63) <= number < 2**63 else None
+    if kind == "hex" and _HEX.fullmatch(text):
+        return int(text, 16)
+    return None
 
 
-def parquet_types(path: Path) -> pl.Schema:
-    """Return the names and types of the columns of a Parquet file."""
-    try:
-        return pl.scan_parquet(path).collect_schema()
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise _no_parquet(path, error) from error
-
-
-def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
-    """Rows [start, start + rows) of a Parquet file."""
-    names = list(dict.fromkeys(item.column for item in fields))
-    try:
-        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise _no_parquet(path, error) from error
-    try:
-        return frame_block(frame, fields, typed=True)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+def cut_text(line: bytes) -> str:
+    """Return what the quarantine keeps of a line."""
+    return line[: 4 * TEXT_CUT].decode("utf-8", "replace").rstrip("\r")[:TEXT_CUT]
 
 
 def frame_block(
@@ -127,33 +149,40 @@ def frame_block(
     fields: Sequence[Field],
     *,
     typed: bool = False,
-    read: Mapping[Field, RawColumn] | None = None,
+    read: Mapping[Field, pl.Series] | None = None,
+    row_line: npt.NDArray[np.int64] | None = None,
+    lines: int | None = None,
     text_at: Callable[[int], str] | None = None,
+    bad: Iterable[BadLine] = (),
 ) -> Block:
     """Return typed columns of a frame; a row that does not fit becomes a bad line.
 
     Args:
-        typed: whether the types of the frame are those of the input, so that kept columns stay in the frame.
-        read: columns that are read already; the frame may lack them.
-        text_at: what the quarantine keeps of a row, by its number; None: its values.
+        typed: the types of the frame are those of the input, and kept columns keep them.
+        read: columns that are typed already; the frame may lack them.
+        row_line: [rows] the line of each row; None: they are the lines.
+        lines, text_at, bad: as of :class:`Block`; the default of ``text_at`` is the row's values.
 
     Raises:
         DataError: a column whose type cannot be read as the field's.
     """
-    read = read or {}
-    rows = max([frame.height, *map(len, read.values())])
-    numbers = np.arange(rows, dtype=np.int64)
+    if row_line is None:
+        row_line = np.arange(frame.height)
+    rows = len(row_line)
     block = Block(
-        rows=rows, lines=rows, columns={}, row_line=numbers, row_at=numbers,
-        text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]), frame=frame if typed else None,
+        rows=rows, lines=rows if lines is None else lines, columns={}, row_line=row_line,
+        text_at=text_at or (lambda row: str(frame.row(row))[:TEXT_CUT]), bad=sorted(bad, key=lambda one: one.line),
     )  # fmt: skip
     wrong: dict[int, str] = {}
     for item in fields:
-        if typed and item.kept:
-            continue
-        column = read[item] if item in read else _field_column(frame.get_column(item.column), item, wrong)
-        if item.required:
-            for row in np.flatnonzero(column.absent()).tolist():
+        if read is not None and item in read:
+            column = read[item]
+        elif typed and item.kept:
+            column = _kept(frame.get_column(item.column))
+        else:
+            column = _typed(frame.get_column(item.column), item, wrong)
+        if item.required and column.null_count():
+            for row in column.is_null().arg_true().to_list():
                 wrong.setdefault(row, f"column {item.column}: missing value")
         block.columns[item] = column
     if wrong:
@@ -163,16 +192,37 @@ def frame_block(
     return block
 
 
-def _field_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+def absent_column(item: Field, rows: int) -> pl.Series:
+    """Return the column of a field that a file lacks: null in every row."""
+    return pl.repeat(None, rows, dtype=_TYPES[item.kind], eager=True)
+
+
+def _kept(series: pl.Series) -> pl.Series:
+    if series.dtype.is_nested() or series.dtype == pl.Object:
+        raise DataError(
+            f"column {series.name} holds {series.dtype}, and keep is for texts, numbers and moments. Leave it out."
+        )
+    if series.dtype not in (pl.Categorical, pl.Enum, pl.Binary):
+        return series
+    try:
+        return series.cast(pl.String)
+    except pl.exceptions.PolarsError as error:
+        raise DataError(f"column {series.name} holds bytes that are no text. Leave it out of keep.") from error
+
+
+def _typed(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
     """Return a column as a field wants it; rows that do not fit are noted in ``wrong``."""
     if series.dtype == pl.Binary:
         series = _decoded(series, item, wrong)
+    nested = isinstance(series.dtype, pl.List | pl.Array)
+    if nested and item.separator is None:
+        raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
     try:
-        if item.separator is not None and not isinstance(series.dtype, pl.List | pl.Array):
+        if item.separator is None:
+            return _single(series, item, wrong)
+        if not nested:
             series = series.cast(pl.String).str.extract_all(rf"[^\x{ord(item.separator):02x}]+")
-        if isinstance(series.dtype, pl.List | pl.Array):
-            return _list_column(series, item, wrong)
-        return _column(series, item, wrong)
+        return _lists(series, item, wrong)
     except pl.exceptions.PolarsError as error:
         raise DataError(
             f"column {item.column} holds {series.dtype}, of which no {item.kind} can be made "
@@ -180,53 +230,37 @@ def _field_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawC
         ) from error
 
 
-def _numbers(series: pl.Series, kind: str) -> RawColumn | None:
-    """A column of numbers that are all as they should be, without Polars' dispatch; None: look closer."""
-    whole = series.dtype.is_integer() and series.dtype not in _WIDE
-    if kind == "float" and (whole or series.dtype.is_float()):
-        # Not in one piece before somebody needs it: NaN for null.
-        pieces = [_values(piece) for piece in (series.get_chunks() if series.n_chunks() > 1 else [series])]
-        return RawColumn(pieces=pieces) if whole or not any(np.isinf(piece).any() for piece in pieces) else None
-    if kind == "int" and whole and not series.null_count():
-        return RawColumn(values=series.cast(pl.Int64).to_numpy(), missing=np.zeros(len(series), np.bool_))
-    return None
-
-
-def _values(piece: pl.Series) -> Any:
-    """Numbers as they lie, int64 or float64, where none is null; else float64, NaN for null."""
-    if piece.dtype not in (pl.Int64, pl.Float64) or piece.null_count():
-        piece = piece.cast(pl.Float64)
-    return piece.to_numpy()
-
-
-def _column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
+def _single(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Return single values as a field wants them."""
+    kind = item.kind
     if series.dtype in (pl.Categorical, pl.Enum):
         series = series.cast(pl.String)
-    if series.dtype == pl.String and item.kind in ("float", "int", "hex"):
-        series = _from_text(series, item, wrong)
-    if (plain := _numbers(series, item.kind)) is not None:
-        return plain
-    if series.dtype.is_float():
-        series = series.fill_nan(None)  # what writers of frames put where a value is missing
-    if item.kind == "datetime" and series.dtype in (pl.Date, pl.Datetime):
-        moments = series.dt.epoch("us")
-        return RawColumn(values=moments.fill_null(0).to_numpy(), missing=moments.is_null().to_numpy())
-    if item.kind in ("string", "datetime"):
-        return RawColumn(texts=series.dt.to_string("iso") if series.dtype.is_temporal() else series.cast(pl.String))
-    if series.dtype in (pl.Date, pl.Datetime):
+    if series.dtype == pl.String:
+        return series if _TYPES[kind] == pl.String else _from_text(series, item, wrong)
+    moments = series.dtype in (pl.Date, pl.Datetime)
+    if moments and kind == "datetime":
+        return series.dt.epoch("us")
+    if _TYPES[kind] == pl.String:
+        if series.dtype.is_float():
+            series = series.fill_nan(None)
+        return series.dt.to_string("iso") if series.dtype.is_temporal() else series.cast(pl.String)
+    if moments:
         series = series.cast(pl.Datetime("us")).to_physical()
-    values = series.cast(_TYPES[item.kind], strict=False)
-    failed_rows = values.is_null() & series.is_not_null()
-    if (series.dtype.is_float() or series.dtype.is_decimal()) and item.kind != "float":
-        failed_rows = failed_rows | ((series != series.floor()) & series.is_not_null())
-    if item.kind == "float":
-        failed_rows = failed_rows | values.is_infinite().fill_null(False)
-    for row in failed_rows.arg_true().to_list():
+    plain = series.dtype.is_integer()
+    if series.dtype.is_float():
+        plain = kind == "float" and bool(series.is_finite().all())
+        series = series if plain else series.fill_nan(None)  # NaN: what writers of frames put where a value is missing
+    values = series.cast(_TYPES[kind], strict=False)
+    if plain and values.null_count() == series.null_count():
+        return values
+    failed = values.is_null() & series.is_not_null()
+    if kind == "float":
+        failed |= values.is_infinite()
+    elif series.dtype.is_float() or series.dtype.is_decimal():
+        failed |= series != series.floor()
+    for row in failed.fill_null(False).arg_true().to_list():
         wrong.setdefault(row, _reason(item, series[row]))
-    if item.kind == "float":
-        return RawColumn(values=values.fill_null(float("nan")).to_numpy())
-    missing = values.is_null().to_numpy()
-    return RawColumn(values=values.fill_null(0).to_numpy().view(np.int64), missing=missing)
+    return values
 
 
 def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
@@ -252,7 +286,7 @@ def _from_text(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Seri
 
 
 def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
-    """Bytes as text; rows in which they are none are noted in ``wrong``."""
+    """Return bytes as text; rows in which they are none are noted in ``wrong``."""
     with suppress(pl.exceptions.PolarsError):
         return series.cast(pl.String)
     texts: list[str | None] = []
@@ -265,78 +299,102 @@ def _decoded(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series
     return pl.Series(series.name, texts, pl.String)
 
 
-def _list_column(series: pl.Series, item: Field, wrong: dict[int, str]) -> RawColumn:
-    if item.separator is None:
-        raise DataError(f"column {item.column} holds lists. Declare it as a sequence column.")
-    assert isinstance(series.dtype, pl.List | pl.Array)
-    inner_type = series.dtype.inner
-    lists = series.cast(pl.List(inner_type)) if isinstance(series.dtype, pl.Array) else series
-    if inner_type.is_float():
+def _lists(series: pl.Series, item: Field, wrong: dict[int, str]) -> pl.Series:
+    """Return lists of typed values, an empty one for null; missing values are left out before the list is cut."""
+    inner: Any = series.dtype
+    lists = series.cast(pl.List(inner.inner))
+    if inner.inner.is_float():
         lists = lists.list.eval(pl.element().fill_nan(None))
     lists = lists.list.drop_nulls()
     lists = lists.list.tail(item.max_length) if item.keep == "last" else lists.list.head(item.max_length)
-    counts = lists.list.len().fill_null(0).to_numpy().astype(np.int32)
-    inner: dict[int, str] = {}
-    filled = lists.filter(lists.list.len().fill_null(0) > 0)
-    values = filled.explode()
-    one = Field(column=item.column, kind=item.kind)
-    column = _column(_decoded(values, one, inner) if inner_type == pl.Binary else values, one, inner)
-    if inner:
-        row_of = np.repeat(np.arange(len(counts)), counts)
-        for position, reason in inner.items():
-            wrong.setdefault(int(row_of[position]), reason)
-    column.counts = counts
-    return column
+    ends = lists.list.len().fill_null(0).cast(pl.Int64).cum_sum().to_numpy()
+    values = lists.explode(empty_as_null=False, keep_nulls=False)
+    odd: dict[int, str] = {}
+    if values.dtype == pl.Binary:
+        values = _decoded(values, item, odd)
+    values = _single(values, item, odd)
+    for place, reason in odd.items():
+        wrong.setdefault(int(np.searchsorted(ends, place, side="right")), reason)
+    offsets = pa.array(np.append(0, ends).astype(np.int64))
+    return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, values.rechunk().to_arrow())))
 
 
 def _reason(item: Field, value: object) -> str:
     return f"column {item.column}: {str(value)[:40]!r} is not {_WORDS[item.kind]}"
 
 
-def block_frame(block: Block, names: Sequence[str]) -> pl.DataFrame:
-    """A frame of a block's columns, each as :func:`column_series` gives it."""
-    series = {item.column: column_series(item, column) for item, column in block.columns.items()}
-    return pl.DataFrame([series[name].alias(name) for name in names])
-
-
-def column_series(item: Field, column: RawColumn) -> pl.Series:
-    """hex as UInt64, int as Int64, float as Float64, string as String; lists as lists of these."""
-    if column.texts is not None:
-        series = column.texts
-    elif item.kind == "float":
-        series = pl.Series(column.numbers()).fill_nan(None)
-    else:
-        values = column.numbers().view(np.uint64) if item.kind == "hex" else column.numbers()
-        mask = pl.Series(column.missing)
-        series = pl.Series(values).set(mask, None) if mask.any() else pl.Series(values)
-    if column.counts is None:
-        return series
-    import pyarrow as pa
-
-    offsets = pa.array(np.concatenate([[0], np.cumsum(column.counts, dtype=np.int64)]))
-    return pl.Series(pl.from_arrow(pa.LargeListArray.from_arrays(offsets, series.rechunk().to_arrow())))
-
-
-def kept_series(block: Block, item: Field) -> pl.Series:
-    """Return a kept column of a block: of a typed file as it is there, else as :func:`column_series` gives it.
-
-    Raises:
-        DataError: it holds lists, or bytes that are no text.
-    """
-    if item in block.columns:
-        return column_series(item, block.columns[item])
-    series = block.frame.get_column(item.column)
-    if series.dtype.is_nested() or series.dtype == pl.Object:
+@contextmanager
+def _parquet(path: Path) -> Iterator[None]:
+    """Name the file in an error of the readers of Parquet: it is empty, truncated, or wrong for another reason."""
+    try:
+        yield
+    except (pl.exceptions.PolarsError, pa.ArrowException, OSError) as error:
+        with suppress(OSError):
+            if not path.stat().st_size:
+                raise DataError(f"{path} is empty: it is no Parquet file. Get the file anew.") from error
+            with path.open("rb") as file:
+                begins = file.read(4) == b"PAR1"
+                size = file.seek(0, 2)
+                file.seek(max(0, size - 4))
+                if begins and (size < 12 or file.read(4) not in (b"PAR1", b"PARE")):
+                    raise DataError(
+                        f"{path} is truncated: a Parquet file ends with PAR1, this one does not. Get it whole."
+                    ) from error
         raise DataError(
-            f"column {item.column} holds {series.dtype}, and keep is for texts, numbers and moments. Leave it out."
-        )
-    if series.dtype in (pl.Categorical, pl.Enum, pl.Binary):
-        try:
-            series = series.cast(pl.String)
-        except pl.exceptions.PolarsError as error:
-            raise DataError(f"column {item.column} holds bytes that are no text. Leave it out of keep.") from error
-    kept: pl.Series = series if block.rows == len(series) else series.gather(block.row_at)
-    return kept
+            f"{path} cannot be read as Parquet: {reason_of(error)}. Get the file anew, or check its name."
+        ) from error
+
+
+def parquet_rows(path: Path) -> int:
+    """Return the rows of a Parquet file."""
+    with _parquet(path):
+        return int(pl.scan_parquet(path).select(pl.len()).collect().item())
+
+
+def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
+    """Return first row and number of rows of slices of about ``most`` rows at most, whole row groups where possible.
+
+    A slice that ends within a row group makes both readers of the group decode its dictionaries, and a frame in two
+    pieces.
+    """
+    with _parquet(path):
+        footer = pq.read_metadata(path)
+    cuts: list[tuple[int, int]] = []
+    start = size = 0
+    for number in range(footer.num_row_groups):
+        rows = footer.row_group(number).num_rows
+        if size and size + rows > most:
+            cuts.append((start, size))
+            start, size = start + size, 0
+        size += rows
+        if size > most:
+            pieces = round(size / most)
+            bounds = [start + size * piece // pieces for piece in range(pieces + 1)]
+            cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
+            start, size = start + size, 0
+    return [*cuts, (start, size)] if size else cuts
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet file."""
+    return list(parquet_types(path))
+
+
+def parquet_types(path: Path) -> pl.Schema:
+    """Return the names and types of the columns of a Parquet file."""
+    with _parquet(path):
+        return pl.scan_parquet(path).collect_schema()
+
+
+def parquet_block(path: Path, fields: Sequence[Field], start: int, rows: int) -> Block:
+    """Return rows [start, start + rows) of a Parquet file."""
+    names = list(dict.fromkeys(item.column for item in fields))
+    with _parquet(path):
+        frame = pl.scan_parquet(path).select(names).slice(start, rows).collect(engine="streaming")
+    try:
+        return frame_block(frame, fields, typed=True)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def common_types(schemas: Iterable[Mapping[str, pl.DataType]]) -> dict[str, pl.DataType]:
@@ -361,7 +419,7 @@ class MissingColumnError(DataError):
 
     Args:
         path: the file.
-        missing: the columns; ``why`` tells more of the first one.
+        missing: the columns; ``why`` says more of the first one.
         present: columns of the file.
         made: columns that features make.
     """

@@ -7,30 +7,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from stoker.base.errors import DataError
 from stoker.base.ordered import ordered_map
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.features.base import Derivation, column_taken
-from stoker.prep.parse.columns import BadLine, Block, Field, RawColumn
 from stoker.prep.parse.delimited import TextParser
-from stoker.prep.parse.frames import check_columns, parquet_block, parquet_columns, parquet_cuts
+from stoker.prep.parse.frames import (
+    BadLine,
+    Block,
+    Field,
+    absent_column,
+    check_columns,
+    parquet_block,
+    parquet_columns,
+    parquet_cuts,
+)
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import (
-    BLOCK_BYTES,
-    LineBlock,
-    RecordRule,
-    check_text,
-    first_line,
-    line_blocks,
-    source_kind,
-)  # fmt: skip
+from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, cut_line, first_line, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import Journal, is_whole
 
@@ -53,9 +52,7 @@ class Source:
     features: Sequence[Derivation] = ()  # which may make no column that the file has
     kind: str = ""  # csv | parquet | jsonl
     absent: Sequence[Field] = ()  # optional fields whose column the file lacks
-    _parser: TextParser | None = None
-    _header: bool = False
-    _rule: RecordRule | None = None
+    _parser: TextParser | None = None  # of delimited text
 
     def __post_init__(self) -> None:
         self.name = self.name or str(self.path)
@@ -72,23 +69,24 @@ class Source:
         """
         self.kind = source_kind(self.path, self.format.kind)
         names = file_columns(self.path, self.format)
-        if self.kind == "jsonl":
-            self._check_features(names)
-            return
         separator = _separator(self.path, self.format)
-        self._header = self.kind == "csv" and not self.format.columns
-        if self.kind == "csv" and self.format.columns and any(item.optional for item in self.fields):
-            names = self._without_optional(names, separator)
-        self._check_features(names)
-        self._check_columns(names)
-        if self.kind == "parquet":
+        optional = {item.column for item in self.fields if item.optional}
+        if self.kind == "csv" and self.format.columns and optional:
+            # A file without header may lack optional columns: its first line shows whether it does.
+            fewer = [name for name in names if name not in optional]
+            if len(first_line(self.path, "latin-1").split(separator)) == len(fewer):  # latin-1 reads any byte
+                names = fewer
+        for feature in self.features:
+            for column in feature.outputs:
+                if column in names:
+                    raise column_taken(feature, column, f"the lines of {self.name}")
+        if self.kind == "jsonl":
             return
-        self._parser = TextParser(
-            names, self._present, separator=separator, quote=self.format.quote, null_values=self.format.null_values
-        )
-        if self.format.quote is not None:
-            self._rule = RecordRule(
-                separator=separator, quote=self.format.quote, encoding=self.format.encoding, header=self._header
+        self.absent = [item for item in self.fields if item.optional and item.column not in names]
+        check_columns(self.path, list(dict.fromkeys(item.column for item in self._present)), names)
+        if self.kind == "csv":
+            self._parser = TextParser(
+                names, self._present, separator=separator, quote=self.format.quote, null_values=self.format.null_values
             )
 
     @property
@@ -96,64 +94,48 @@ class Source:
         """Fields whose column the file has."""
         return [item for item in self.fields if item not in self.absent]
 
-    def _without_optional(self, names: list[str], separator: str) -> list[str]:
-        """Return the names of a file without header that may lack optional columns, as the first line tells."""
-        optional = {item.column for item in self.fields if item.optional}
-        fewer = [name for name in names if name not in optional]
-        fields = len(first_line(self.path, "latin-1").split(separator))  # which reads any byte
-        return fewer if fields == len(fewer) else names
-
-    def _check_columns(self, names: Sequence[str]) -> None:
-        """Refuse a file that lacks a column that is not optional, and note those that are."""
-        self.absent = [item for item in self.fields if item.optional and item.column not in names]
-        check_columns(self.path, list(dict.fromkeys(item.column for item in self._present)), names)
-
-    def _check_features(self, present: Sequence[str]) -> None:
-        for feature in self.features:
-            for column in feature.outputs:
-                if column in present:
-                    raise column_taken(feature, column, f"the lines of {self.name}")
-
-    def read_parquet(self, start: int, rows: int) -> Block:
-        """Rows [start, start + rows) of a Parquet file."""
-        return self._completed(parquet_block(self.path, self._present, start, rows))
-
-    def _completed(self, block: Block) -> Block:
-        """Add the columns that the file lacks."""
-        block.columns |= {item: RawColumn.empty(item.kind, block.rows) for item in self.absent}
-        return block
+    @property
+    def _header(self) -> bool:
+        return self._parser is not None and not self.format.columns
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int, Callable[[], Block]]]:
-        """Number, size for the progress and reader of every block."""
+        """Yield number, size for the progress and reader of every block."""
         if self.kind == "parquet":
             cuts = parquet_cuts(self.path, min(PARQUET_ROWS, PARQUET_VALUES // max(len(self.fields), 1)))
             per_row = self.path.stat().st_size / max(sum(rows for _, rows in cuts), 1)
             for number, (start, rows) in enumerate(cuts):
-                yield number, int(rows * per_row), _ParquetReader(self, start, rows)
+                yield number, int(rows * per_row), partial(self._read_parquet, start, rows)
             return
-        for block in line_blocks(self.path.absolute(), block_bytes=block_bytes, rule=self._rule):
-            yield block.number, block.size, _TextReader(self, block)
+        blocks = line_blocks(
+            self.path, block_bytes=block_bytes, convert=self._convert, header=self._header,
+            cut=cut_line if self._parser is None else self._parser.cut,
+        )  # fmt: skip
+        for number, block in enumerate(blocks):
+            yield number, block.size, partial(self._read_text, block, header=self._header and not number)
 
-    def read_text(self, block: LineBlock) -> Block:
-        """Rows and bad lines of a block of text."""
-        data = block.load()
-        skipped = 0
-        if block.number == 0 and self._header and data.size:
-            data, skipped = data[data.tobytes().index(b"\n") + 1 :], 1
+    def _convert(self, lines: bytes) -> bytes:
+        """Return lines of the file as the parsers want them."""
         if self.format.encoding == "latin-1":
-            data = np.frombuffer(bytearray(data.tobytes().decode("latin-1").encode()), np.uint8)
-        if self._parser is not None:
-            result = self._completed(self._parser.parse(data))
+            lines = lines.decode("latin-1").encode()
+        return lines if self._parser is None else self._parser.join(lines)
+
+    def _read_parquet(self, start: int, rows: int) -> Block:
+        return self._completed(parquet_block(self.path, self._present, start, rows))
+
+    def _read_text(self, text: LineBlock, *, header: bool) -> Block:
+        if self._parser is None:
+            block = json_block(text.data, self.fields)
         else:
-            result = json_block(data, self.fields)
-        if skipped:
-            result.lines += skipped
-            result.row_line = result.row_line + skipped
-            result.bad = [replace(bad, line=bad.line + skipped) for bad in result.bad]
-        if block.damage is not None:
-            result.bad.append(BadLine(line=result.lines, reason=block.damage, text="", broken=True))
-            result.lines += 1
-        return result
+            block = self._completed(self._parser.parse(text.data, header=header))
+        if text.damage is not None:
+            block.bad.append(BadLine(line=block.lines, reason=text.damage, text="", broken=True))
+            block.lines += 1
+        return block
+
+    def _completed(self, block: Block) -> Block:
+        """Add the columns that the file lacks."""
+        block.columns |= {item: absent_column(item, block.rows) for item in self.absent}
+        return block
 
 
 def file_columns(path: Path, given: SourceFormat) -> list[str]:
@@ -185,25 +167,6 @@ def _header_names(line: str, separator: str, quote: str | None) -> list[str]:
             cut = [name.strip() for name in names]
             return [name[1:-1] if name[:1] == name[-1:] == quote else name for name in cut]
     return [name.strip().strip(quote or "") for name in names]
-
-
-@dataclass(frozen=True)
-class _ParquetReader:
-    source: Source
-    start: int
-    rows: int
-
-    def __call__(self) -> Block:
-        return self.source.read_parquet(self.start, self.rows)
-
-
-@dataclass(frozen=True)
-class _TextReader:
-    source: Source
-    block: LineBlock
-
-    def __call__(self) -> Block:
-        return self.source.read_text(self.block)
 
 
 @dataclass(frozen=True, kw_only=True)

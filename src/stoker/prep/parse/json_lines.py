@@ -14,8 +14,7 @@ import numpy.typing as npt
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.columns import BadLine, Block, Field, cut_text
-from stoker.prep.parse.frames import frame_block
+from stoker.prep.parse.frames import BadLine, Block, Field, cut_text, frame_block
 from stoker.prep.parse.sources import first_line
 
 __all__ = ["first_keys", "json_block"]
@@ -33,36 +32,32 @@ _LONE_SURROGATE = re.compile(
 )
 
 
-def json_block(raw: npt.NDArray[np.uint8], fields: Sequence[Field]) -> Block:
-    """Rows and bad lines of a block of JSON lines, one object each; absent keys are missing values.
+def json_block(data: bytes, fields: Sequence[Field]) -> Block:
+    """Return rows and bad lines of JSON lines, one object each; absent keys are missing values.
 
     A number in a column of text is the text that it is written as. Of a key that stands twice the first counts.
     """
-    data = raw.tobytes()
-    ends = np.flatnonzero(raw == 10)
-    if raw.size and raw[-1] != 10:
-        ends = np.append(ends, raw.size)
+    raw = np.frombuffer(data, np.uint8)
+    ends = np.flatnonzero(raw == ord("\n"))
     starts = np.append(0, ends + 1)
 
     def line(number: int) -> bytes:
         return data[starts[number] : ends[number]]
 
-    block, positions, bad = _fast(data, fields, len(ends)), np.arange(len(ends)), list[BadLine]()
-    if block is None:
-        positions = np.array([at for at in range(len(ends)) if line(at).strip(b" \t\r")], np.int64)
-        block = _fast(data, fields, len(positions)) if len(positions) < len(ends) else None
-    if block is None:
-        block, positions, bad = _careful(line, positions, fields)
-    block.text_at = lambda row: cut_text(line(positions[row]))
-    block.row_line = positions[block.row_line]
-    moved = [BadLine(line=int(positions[b.line]), reason=b.reason, text=block.text_at(b.line)) for b in block.bad]
-    block.bad = sorted([*moved, *bad], key=lambda item: item.line)
-    block.lines = len(ends)
-    return block
+    at, bad = np.arange(len(ends)), list[BadLine]()  # at: the lines that are rows
+    frame = _fast(data, fields, len(at))
+    if frame is None:
+        at = np.array([number for number in at.tolist() if line(number).strip(b" \t\r")], np.int64)
+        frame = _fast(data, fields, len(at)) if len(at) < len(ends) else None
+    if frame is None:
+        frame, at, bad = _careful(line, at, fields)
+    return frame_block(
+        frame, fields, row_line=at, lines=len(ends), text_at=lambda number: cut_text(line(number)), bad=bad
+    )
 
 
 def first_keys(path: Path) -> list[str]:
-    """The keys of the object in the first line; none where there is no such object."""
+    """Return the keys of the object in the first line; none where there is no such object."""
     with suppress(DataError, ValueError):
         found = json.loads(first_line(path))
         if isinstance(found, dict):
@@ -70,8 +65,8 @@ def first_keys(path: Path) -> list[str]:
     return []
 
 
-def _fast(data: bytes, fields: Sequence[Field], filled: int) -> Block | None:
-    """The block as Polars reads it; None where that might differ from what is written."""
+def _fast(data: bytes, fields: Sequence[Field], filled: int) -> pl.DataFrame | None:
+    """Return the lines as Polars reads them; None where that might differ from what is written."""
     schema = _schema(fields)
     if len({(item.column, item.kind) for item in fields}) != len(schema) or _unclear(data, schema):
         return None
@@ -79,7 +74,7 @@ def _fast(data: bytes, fields: Sequence[Field], filled: int) -> Block | None:
         frame = pl.read_ndjson(data, schema=schema)
     except pl.exceptions.PolarsError:
         return None  # something in here is not of its type
-    return frame_block(frame, fields) if frame.height == filled else None
+    return frame if frame.height == filled else None
 
 
 def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
@@ -89,7 +84,7 @@ def _schema(fields: Sequence[Field]) -> dict[str, pl.DataType]:
 
 
 def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
-    """Whether Polars would give a value another text than it is written as.
+    """Return whether Polars would give a value another text than it is written as.
 
     It turns lists and objects into text, writes 1.50 as 1.5, and half of a surrogate pair as a zero byte.
     """
@@ -106,8 +101,8 @@ def _unclear(data: bytes, schema: dict[str, pl.DataType]) -> bool:
 
 def _careful(
     line: Callable[[int], bytes], filled: npt.NDArray[np.int64], fields: Sequence[Field]
-) -> tuple[Block, npt.NDArray[np.int64], list[BadLine]]:
-    """The block line by line; also the lines of its rows, and the lines that are no such object."""
+) -> tuple[pl.DataFrame, npt.NDArray[np.int64], list[BadLine]]:
+    """Return what line by line is read, the lines of the rows, and the lines that are no such object."""
     schema = _schema(fields)
     records: list[dict[str, Any]] = []
     positions: list[int] = []
@@ -120,7 +115,7 @@ def _careful(
             bad.append(BadLine(line=number, reason=str(error), text=cut_text(line(number))))
     texts = {name: pl.List(pl.String) if isinstance(kind, pl.List) else pl.String for name, kind in schema.items()}
     frame = pl.DataFrame({name: [record[name] for record in records] for name in texts}, schema=texts)
-    return frame_block(frame, fields), np.array(positions, np.int64), bad
+    return frame, np.array(positions, np.int64), bad
 
 
 class _Unfit(Exception):
@@ -128,7 +123,7 @@ class _Unfit(Exception):
 
 
 def _record(line: bytes, schema: dict[str, pl.DataType]) -> dict[str, Any]:
-    """The wanted values of a line, numbers as the texts that they are written as."""
+    """Return the wanted values of a line, numbers as the texts that they are written as."""
     try:
         found = json.loads(
             line.decode("utf-8"), parse_float=str, parse_int=lambda text: "0" if text == "-0" else text,

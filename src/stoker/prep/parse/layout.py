@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
@@ -14,9 +13,8 @@ import polars as pl
 
 from stoker.dataset.rebuild import UnusableInput
 from stoker.prep.fit.dense import compact, dense_values, ordered_floats, ordered_int
-from stoker.prep.parse.columns import Block, Field, RawColumn
 from stoker.prep.parse.dictionaries import number_ints, number_texts, splitmix, text_hashes
-from stoker.prep.parse.frames import kept_series
+from stoker.prep.parse.frames import Block, Field
 from stoker.prep.parse.moments import UNKNOWN, read_moments
 from stoker.prep.schema import CategoricalColumn, Schema, SequenceColumn
 from stoker.prep.stages.parts import PartFile
@@ -35,7 +33,7 @@ class Layout:
     """What to read for a schema and where it goes in a part.
 
     Arrays of a part: ``labels`` [n] float32, NaN where an optional one is missing; ``dense`` [n, D] float32, or when
-    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.dense.compact` narrows it; ``codes.<i>`` [n] of
+    something is fitted ``raw.<c>`` [n], as :func:`stoker.prep.fit.transforms.compact` narrows it; ``codes.<i>`` [n] of
     feature i, uint8, uint16 or uint32, or [L] uint32 and ``counts.<i>`` [n] if that is a sequence; ``values.<i>``, or
     ``bytes.<i>`` and ``ends.<i>``, its dictionary (code 0 is missing, code c is entry c - 1; columns with hash buckets
     hold ids and have none); for the split ``time`` [n] int64, ``split`` [n] uint8, and ``codes.user`` [n] with its
@@ -91,7 +89,7 @@ class Layout:
         return list(dict.fromkeys(item.column for item in self.fields))
 
     def arrays(self, block: Block, file: str) -> dict[str, Array]:
-        """The part of a block.
+        """Return the part of a block.
 
         Rows whose label is neither 0 nor 1 or whose time cannot be read join the block's bad lines.
 
@@ -101,27 +99,26 @@ class Layout:
         if self.schema.label.rule is None:
             block.drop_labels(self.label)
         time = self.times(block)
-        out: dict[str, Array] = {"labels": self._labels(block)}
+        out: dict[str, Array] = {"labels": self._labels(block.columns[self.label])}
         if time is not None:
             out["time"] = time
-        columns = [block.columns[item] for item in self.dense]
+        dense = [block.columns[item] for item in self.dense]
         if self.fitted:
-            out |= {f"raw.{i}": compact(column.pieces or [column.numbers()]) for i, column in enumerate(columns)}
+            for index, column in enumerate(dense):
+                out[f"raw.{index}"] = compact([chunk.to_numpy() for chunk in column.get_chunks()])
         else:
-            values = [column.numbers() for column in columns]
-            dense = np.empty((block.rows, self.dense_width), np.float32)
-            out["dense"] = dense_values(self.columns, values, out=dense)
-        for index in self.one_hot:
-            codes, most = self._encode(index, block.columns[self.feature_fields[index]], out)
-            out[f"codes.{index}"] = codes.astype(code_type(most))
-        for index in self.sequences:
-            column = block.columns[self.feature_fields[index]]
-            assert column.counts is not None
-            flat, _ = self._encode(index, column, out)
-            out[f"codes.{index}"], out[f"counts.{index}"] = flat, column.counts
+            room = np.empty((block.rows, self.dense_width), np.float32)
+            out["dense"] = dense_values(self.columns, [column.to_numpy() for column in dense], out=room)
+        for index, item in enumerate(self.feature_fields):
+            column = block.columns[item]
+            if item.separator is not None:
+                out[f"counts.{index}"] = column.list.len().to_numpy().astype(np.int32)
+                column = column.explode(empty_as_null=False)
+            codes, most = self._encode(index, column, out)
+            out[f"codes.{index}"] = codes if item.separator is not None else codes.astype(code_type(most))
         self._split_arrays(block, file, out)
         if self.group is not None:
-            groups, texts, ends = number_texts(_texts(block.columns[self.group]))
+            groups, texts, ends = number_texts(block.columns[self.group])
             out |= {"codes.group": groups.astype(code_type(len(ends) - 1)), "bytes.group": texts, "ends.group": ends}
         if self.kept:
             stream = BytesIO()
@@ -129,50 +126,53 @@ class Layout:
             out["keep"] = np.frombuffer(stream.getvalue(), np.uint8)
         return out
 
-    def _labels(self, block: Block) -> npt.NDArray[np.float32]:
-        column = block.columns[self.label]
+    def _labels(self, column: pl.Series) -> npt.NDArray[np.float32]:
         rule = self.schema.label.parsed()
         if rule is None:
-            return column.numbers().astype(np.float32)
+            return column.to_numpy().astype(np.float32)
         operator, operand = rule
         result: npt.NDArray[np.float32]
         if isinstance(operand, str):
-            same = (_texts(column) == operand).fill_null(False).to_numpy()
+            same = (column == operand).fill_null(False).to_numpy()
             result = (same if operator == "==" else ~same).astype(np.float32)
         else:
-            result = _COMPARE[operator](column.numbers(), operand).astype(np.float32)
+            result = _COMPARE[operator](column.to_numpy(), operand).astype(np.float32)
         if self.label.optional:
-            result[column.absent()] = np.nan
+            result[column.is_null().to_numpy()] = np.nan
         return result
 
     def times(self, block: Block) -> npt.NDArray[np.int64] | None:
-        """[n] moments as whole numbers in their order, of dates microseconds; rows without one join the bad lines."""
+        """Return [n] moments as ordered integers, microseconds of dates; rows without one join the bad lines."""
         if self.time is None or self.schema.timestamp is None:
             return None
         column = block.columns[self.time]
-        if column.texts is None:
-            return ordered_int(column.numbers())
+        if column.dtype != pl.String:
+            return ordered_int(column.to_numpy())
         pattern = self.schema.timestamp.format
-        moments = read_moments(column.texts, pattern)
+        moments = read_moments(column, pattern)
         wrong = moments == UNKNOWN
         if wrong.any():
             name, kind = self.time.column, "in ISO 8601" if pattern is None else f"in the format {pattern!r}"
-            texts = column.texts
-            block.drop(wrong, lambda row: f"column {name}: {texts[row][:40]!r} is not a date and time {kind}")
-        return moments[~wrong] if wrong.any() else moments
+            block.drop(wrong, lambda row: f"column {name}: {column[row][:40]!r} is not a date and time {kind}")
+        found: npt.NDArray[np.int64] = moments[~wrong]
+        return found
 
-    def _encode(self, index: int, column: RawColumn, out: dict[str, Array]) -> tuple[Array, int]:
+    def _encode(self, index: int, column: pl.Series, out: dict[str, Array]) -> tuple[Array, int]:
         """Return the codes of a feature, uint32, and the greatest possible one; put its dictionary into ``out``."""
         feature = self.features[index]
-        if column.texts is not None and feature.fill is not None:
-            column = replace(column, texts=column.texts.fill_null(str(feature.fill)))
+        textual = column.dtype == pl.String
+        if textual and feature.fill is not None:
+            column = column.fill_null(str(feature.fill))
+        if not textual:
+            column = _keys(column, feature)
         if feature.hash_buckets is not None:
-            return _bucket_ids(column, feature), feature.hash_buckets
-        if column.texts is not None:
-            codes, out[f"bytes.{index}"], ends = number_texts(column.texts)
+            hashes = text_hashes(column, 0) if textual else splitmix(column.fill_null(0).to_numpy().view(np.uint64))
+            return _bucket_ids(hashes, column.is_null().to_numpy(), feature), feature.hash_buckets
+        if textual:
+            codes, out[f"bytes.{index}"], ends = number_texts(column)
             out[f"ends.{index}"] = ends
             return codes, len(ends) - 1
-        codes, distinct = number_ints(*_category_values(column, feature))
+        codes, distinct = number_ints(column)
         out[f"values.{index}"] = distinct
         return codes, len(distinct)
 
@@ -181,9 +181,9 @@ class Layout:
             return
         column, rule = block.columns[self.split], self.schema.split
         if rule.rule == "hash":
-            out["split"] = share_of_hash(text_hashes(_texts(column), rule.seed), (rule.train, rule.valid))
+            out["split"] = share_of_hash(text_hashes(column, rule.seed), (rule.train, rule.valid))
             return
-        codes, texts, ends = number_texts(_texts(column))
+        codes, texts, ends = number_texts(column)
         if rule.rule != "column":
             out |= {"codes.user": codes, "bytes.user": texts, "ends.user": ends}
             return
@@ -205,16 +205,12 @@ def code_type(most: int) -> np.dtype[Any]:
 
 
 def kept_frame(block: Block, fields: Sequence[Field], time: Array | pl.Series | None) -> pl.DataFrame:
-    """Return kept columns of a block; of a text that is the timestamp the moment, ``time`` [n] as of :meth:`times`.
-
-    Raises:
-        DataError: a column that cannot be kept.
-    """
-    found = [kept_series(block, item) for item in fields]
-    for place, item in enumerate(fields):
-        if item.kind == "datetime" and found[place].dtype == pl.String:
-            found[place] = pl.Series(time).cast(pl.Datetime("us"))
-    return pl.DataFrame([series.alias(item.column) for item, series in zip(fields, found, strict=True)])
+    """Return kept columns of a block; of a text that is the timestamp the moment, ``time`` [n] as of :meth:`times`."""
+    found = {item.column: block.columns[item] for item in fields}
+    for item in fields:
+        if item.kind == "datetime" and found[item.column].dtype == pl.String:
+            found[item.column] = pl.Series(time).cast(pl.Datetime("us"))
+    return pl.DataFrame(found)
 
 
 def share_of_hash(hashes: npt.NDArray[np.uint64], shares: Sequence[float]) -> npt.NDArray[np.uint8]:
@@ -233,11 +229,6 @@ def time_value(number: int, kind: str) -> int | float | str:
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
 
 
-def _texts(column: RawColumn) -> pl.Series:
-    assert column.texts is not None
-    return column.texts
-
-
 def _feature_field(column: CategoricalColumn) -> Field:
     if isinstance(column, SequenceColumn):
         return Field(
@@ -247,42 +238,28 @@ def _feature_field(column: CategoricalColumn) -> Field:
     return Field(column=column.raw, kind=column.type)
 
 
-def _category_values(column: RawColumn, feature: CategoricalColumn) -> tuple[Array, Array]:
-    """int64 keys and where they are missing, after fill and modulo."""
-    values, missing = column.numbers(), column.absent()
-    assert values is not None
+def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:
+    """Return numbers as int64 keys, the bits of other types, after fill and modulo; null where they are missing."""
     if feature.fill is not None:
         fill: Any = feature.fill
-        if feature.type == "hex":
-            fill = np.uint64(int(fill, 16) if isinstance(fill, str) else fill).astype(np.int64)
-        if missing.any():
-            values = np.where(missing, values.dtype.type(fill), values)
-        missing = np.zeros(len(values), np.bool_)
-    if feature.type == "float":
-        return (values + 0.0).view(np.int64), missing
+        value = int(fill, 16) if feature.type == "hex" and isinstance(fill, str) else fill
+        column = column.fill_null(pl.lit(value, column.dtype))
+    if feature.type == "float":  # zeros of either sign are one key
+        return column.set((column == 0).fill_null(False), 0.0).reinterpret(dtype=pl.Int64)
     if feature.modulo is not None:
-        bits = values.view(np.uint64) if feature.type == "hex" else values
-        values = (bits % bits.dtype.type(feature.modulo)).view(np.int64)
-    return values, missing
+        column = column % feature.modulo
+    return column.reinterpret(signed=True) if feature.type == "hex" else column
 
 
-def _bucket_ids(column: RawColumn, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
-    """1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
-    buckets = feature.hash_buckets
-    assert buckets is not None
-    if column.texts is not None:
-        hashes, missing = text_hashes(column.texts, 0), column.absent()
-    else:
-        values, missing = _category_values(column, feature)
-        hashes = splitmix(values.view(np.uint64))
-    ids = (hashes % np.uint64(buckets)).astype(np.uint32) + np.uint32(1)
-    own = hash_of_missing(buckets) if feature.missing == "category" else 0
+def _bucket_ids(hashes: Array, missing: Array, feature: CategoricalColumn) -> npt.NDArray[np.uint32]:
+    """Return 1 + hash % buckets; missing is 0, or the bucket of the empty text where it is a category of its own."""
+    assert feature.hash_buckets is not None
+    buckets = np.uint64(feature.hash_buckets)
+    ids = (hashes % buckets).astype(np.uint32) + np.uint32(1)
+    own = 0
+    if feature.missing == "category":
+        own = int(text_hashes(pl.Series([""]), 0)[0] % buckets) + 1
     return np.where(missing, np.uint32(own), ids)
-
-
-def hash_of_missing(buckets: int) -> int:
-    """Id of the missing value's own bucket."""
-    return int(text_hashes(pl.Series([""]), 0)[0] % np.uint64(buckets)) + 1
 
 
 def raw_columns(arrays: PartFile, layout: Layout) -> list[Array]:

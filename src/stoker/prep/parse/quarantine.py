@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.files import atomic_file
 from stoker.base.units import parse_share
-from stoker.prep.parse.columns import BadLine
+from stoker.prep.parse.frames import BadLine
 from stoker.prep.stages.parts import made_beside
 
 __all__ = ["BadLineLimit", "BadReasons", "collect_quarantine", "write_bad_lines"]

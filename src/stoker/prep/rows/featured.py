@@ -32,11 +32,12 @@ from stoker.prep.features.learned import LABEL, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
 from stoker.prep.fit.split_rules import PartRows, Splitter
-from stoker.prep.parse.columns import BadLine, Block, Field
 from stoker.prep.parse.frames import (
     KEPT_TYPES,
+    BadLine,
+    Block,
+    Field,
     MissingColumnError,
-    column_series,
     common_types,
     frame_block,
     parquet_types,
@@ -480,9 +481,8 @@ class RowsSink:
             reasons = {one.line: one for one in reversed(bad)}
             kept = [row for row in range(frame.height) if row not in reasons]
             for row, one in reasons.items():
-                text = block.text_at(int(block.row_at[row]))
                 line = int(block.row_line[row])
-                block.bad.append(BadLine(line=line, reason=one.reason, text=text, label=one.label))
+                block.bad.append(BadLine(line=line, reason=one.reason, text=block.text_at(line), label=one.label))
             block.bad.sort(key=lambda line: line.line)
             block.rows -= len(reasons)
             rows, keys, _ = make_rows(self.schema, frame[kept], file)
@@ -503,7 +503,7 @@ class RowsSink:
         numbers = {column for feature in self.schema.feature for column in feature.numbers}
         made = []
         for name, item in found.items():
-            series = column_series(item, block.columns[item])
+            series = block.columns[item]
             if item.kind == "datetime" and moments is not None:
                 series = moments
             elif item.kind == "string" and item.separator is None and name in numbers:

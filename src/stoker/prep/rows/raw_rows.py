@@ -18,8 +18,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
-from stoker.prep.parse.columns import Block, Field
-from stoker.prep.parse.frames import block_frame, parquet_columns
+from stoker.prep.parse.frames import Block, Field, parquet_columns
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
@@ -207,7 +206,7 @@ class _RawSink:
             block.drop_labels(item)
         names = list(dict.fromkeys(item.column for item in block.columns))
         with made_beside(path) as beside, full_disk():
-            block_frame(block, names).write_parquet(beside, compression="lz4")
+            block.frame(names).write_parquet(beside, compression="lz4")
         return checksum(path)
 
 

@@ -7,10 +7,9 @@ from contextlib import suppress
 import polars as pl
 
 from stoker.base.errors import DataError
-from stoker.prep.parse.columns import Field
-from stoker.prep.parse.frames import column_series
-from stoker.prep.parse.ingest import Source
+from stoker.prep.parse.frames import Field
 from stoker.prep.parse.moments import UNKNOWN, check_format, read_moments, suggestions
+from stoker.prep.rows.raw_rows import sources_of
 from stoker.prep.stages.task import Task
 
 __all__ = ["check_notation"]
@@ -54,18 +53,14 @@ def check_notation(task: Task) -> None:
 
 def _first_values(task: Task, item: Field) -> tuple[str, pl.Series] | None:
     """Return where the first text of a column is, and the first texts; None where the column is typed or empty."""
-    for number, path in enumerate(task.files):
-        source = Source(
-            number=number, path=path, fields=[item], format=task.schema.source, name=task.names.get(path, "")
-        )
+    for source in sources_of(task, [item]):
         source.open()
         before = 0
         for _, _, read in source.blocks(_BLOCK):
             block = read()
-            column = block.columns[item]
-            if column.texts is None and len(column):
+            texts = block.columns[item]
+            if texts.dtype != pl.String and len(texts):
                 return None
-            texts = column_series(item, column)
             if texts.count():
                 line = before + int(block.row_line[texts.is_not_null().arg_true()[0]]) + 1
                 return f"{source.name}:{line}", texts.drop_nulls().head(_VALUES)
