@@ -54,8 +54,7 @@ def test_texts_of_a_column(values: list[str | None], begin: int, chunks: int, ma
     values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.integers(0, 3)), max_size=40),
 )
 def test_whole_numbers(values: list[int | None]) -> None:
-    missing = np.array([value is None for value in values], np.bool_)
-    codes, found = number_ints(np.array([value or 0 for value in values], np.int64), missing)
+    codes, found = number_ints(pl.Series(values, dtype=pl.Int64))
     expected, distinct = numbered(values)
     assert codes.dtype == np.uint32
     assert codes.tolist() == expected

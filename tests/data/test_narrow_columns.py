@@ -102,7 +102,7 @@ def test_numbers_of_frames(values: list[int | None], dtype: Any, cuts: list[int]
     field = Field(column="a", kind="float")
     column = frame_block(pl.DataFrame({"a": series}), [field]).columns[field]
     expected = series.cast(pl.Float64).to_numpy()
-    same_bits(values_of(compact(column.pieces or [column.numbers()])), expected)
-    same_bits(column.numbers(), expected)
-    assert column.numbers().dtype == np.float64
-    np.testing.assert_array_equal(column.absent(), np.isnan(expected))
+    same_bits(values_of(compact([chunk.to_numpy() for chunk in column.get_chunks()])), expected)
+    same_bits(column.to_numpy(), expected)
+    assert column.dtype == pl.Float64
+    np.testing.assert_array_equal(column.is_null().to_numpy(), np.isnan(expected))
