@@ -75,7 +75,7 @@ def _look_at(path: Path, rows: int, most: int, like: Sample | None) -> Sample:
         magic = file.read(4)
     if magic == b"PAR1" or (magic and source_kind(path) == "parquet"):
         return _parquet(path, rows)
-    head = next((block.data for block in line_blocks(path, block_bytes=2**16)), b"") if magic else b""
+    head = next((block.load() for block in line_blocks(path, block_bytes=2**16)), b"") if magic else b""
     if not head.strip():
         raise DataError(f"{path} is empty. Name a file with rows.")
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -93,7 +93,7 @@ def _lines(path: Path, rows: int, most: int) -> tuple[list[bytes], bool]:
     """Return at most ``rows`` lines that are not blank, of about ``most`` bytes, and whether these are all."""
     lines: list[bytes] = []
     for block in line_blocks(path, block_bytes=min(_BLOCK, most)):
-        data = block.data
+        data = block.load()
         most -= len(data)
         lines += filter(bytes.strip, data.split(b"\n"))
         if len(lines) > rows or most <= 0:

@@ -6,18 +6,19 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+import polars as pl
+import pyarrow as pa
+from polars.io.plugins import register_io_source
 
 from stoker.base import remote
 from stoker.base.engine import full_disk, reason_of
 from stoker.base.errors import ConfigError, DataError
 from stoker.prep.parse.sources import FRAME, number_order
-
-if TYPE_CHECKING:
-    import polars as pl
 
 __all__ = ["Input", "Inputs", "Table", "files_of"]
 
@@ -31,7 +32,7 @@ class Table(Protocol):
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any: ...
 
 
-Input: TypeAlias = "str | os.PathLike[str] | Table | pl.LazyFrame"
+Input: TypeAlias = str | os.PathLike[str] | Table | pl.LazyFrame
 
 
 @dataclass
@@ -58,7 +59,7 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
     """
     several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     items = list(given) if several else [given]
-    tables = [item for item in items if not _is_path(item)]
+    tables = [item for item in items if not isinstance(item, str | os.PathLike)]
     for item in tables:
         if not _is_table(item):
             raise ConfigError(
@@ -68,7 +69,7 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
     if tables and len(tables) < len(items):
         raise ConfigError("files mixes tables and paths. Prepare from one or the other.", settings=("files",))
     inputs = Inputs()
-    with tempfile.TemporaryDirectory(prefix="stoker-frame-") if tables else _no_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="stoker-frame-") if tables else nullcontext("") as folder:
         for number, item in enumerate(items):
             if tables:
                 path = Path(folder) / f"table_{number}{FRAME}"
@@ -89,15 +90,6 @@ def files_of(given: Any, *, rows: int | None = None) -> Iterator[Inputs]:
             raise
 
 
-@contextmanager
-def _no_folder() -> Iterator[str]:
-    yield ""
-
-
-def _is_path(item: Any) -> bool:
-    return isinstance(item, str | os.PathLike)
-
-
 def _is_table(item: Any) -> bool:
     package, kind = type(item).__module__.partition(".")[0], type(item).__name__
     known = (package, kind) in (("polars", "LazyFrame"), ("pandas", "DataFrame"), ("pyarrow", "RecordBatch"))
@@ -111,9 +103,6 @@ def _kind(item: Any) -> str:
 
 
 def _write(table: Any, path: Path, rows: int | None, name: str) -> None:
-    import polars as pl
-    import pyarrow as pa
-
     try:
         frame = _lazy(table)
         if rows is not None:
@@ -147,9 +136,6 @@ def _reason(table: Any, error: Exception) -> str:
 
 def _lazy(table: Any) -> pl.LazyFrame:
     """Return a table or stream as a lazy frame, which is read once, batch by batch."""
-    import polars as pl
-    import pyarrow as pa
-
     if isinstance(table, pl.LazyFrame | pl.DataFrame):
         return table.lazy()
     if type(table).__module__.startswith("pandas"):
@@ -164,9 +150,6 @@ def _lazy(table: Any) -> pl.LazyFrame:
 
 
 def _stream(reader: Any) -> pl.LazyFrame:
-    import polars as pl
-    from polars.io.plugins import register_io_source
-
     schema = pl.DataFrame(pl.from_arrow(reader.schema.empty_table())).schema
 
     def batches(

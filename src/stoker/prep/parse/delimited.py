@@ -89,7 +89,7 @@ class TextParser:
         Returns:
             Its position and True; or, where that depends on lines to come, the ``at`` of the next call and False.
         """
-        first = buffer.find(self._quote, at, goal) if self._quote else -1
+        first = buffer.find(self._quote, at, goal)
         # Lines without a quote are records.
         at = max(at, buffer.rfind(b"\n", at, first if first >= 0 else goal - 1) + 1)
         data = np.frombuffer(memoryview(buffer)[:end].toreadonly(), np.uint8)

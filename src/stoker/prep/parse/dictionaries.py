@@ -21,9 +21,9 @@ def number_ints(column: pl.Series) -> tuple[Array, Array]:
 
     They count from 1 by first occurrence; 0 is null.
     """
-    array = column.rechunk().to_arrow()
+    array = (column.rechunk() if column.n_chunks() > 1 else column).to_arrow()
     valid, data = array.buffers()
-    bits = np.frombuffer(valid or b"", np.uint8)
+    bits = np.frombuffer(valid if column.null_count() else b"", np.uint8)
     values = np.frombuffer(data, np.int64)[array.offset :]
     codes, distinct = np.empty(len(column), np.uint32), np.empty(len(column), np.int64)
     size = 1 << max(4, (2 * len(codes)).bit_length())

@@ -26,24 +26,10 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 
 __all__ = [
-    "KEPT_TYPES",
-    "TEXT_CUT",
-    "BadLine",
-    "Block",
-    "Field",
-    "MissingColumnError",
-    "absent_column",
-    "careful_value",
-    "check_columns",
-    "common_types",
-    "cut_text",
-    "frame_block",
-    "parquet_block",
-    "parquet_columns",
-    "parquet_cuts",
-    "parquet_rows",
-    "parquet_types",
-]
+    "KEPT_TYPES", "TEXT_CUT", "BadLine", "Block", "Field", "MissingColumnError", "absent_column", "careful_value",
+    "check_columns", "common_types", "cut_text", "frame_block", "parquet_block", "parquet_cuts",
+    "parquet_rows", "parquet_types",
+]  # fmt: skip
 
 TEXT_CUT = 200  # characters of a bad line that the quarantine keeps
 KEPT_TYPES: dict[str, pl.DataType] = {  # of kept columns of files without types
@@ -373,11 +359,6 @@ def parquet_cuts(path: Path, most: int) -> list[tuple[int, int]]:
             cuts += [(begin, end - begin) for begin, end in pairwise(bounds)]
             start, size = start + size, 0
     return [*cuts, (start, size)] if size else cuts
-
-
-def parquet_columns(path: Path) -> list[str]:
-    """Return the names of the columns of a Parquet file."""
-    return list(parquet_types(path))
 
 
 def parquet_types(path: Path) -> pl.Schema:

@@ -24,12 +24,12 @@ from stoker.prep.parse.frames import (
     absent_column,
     check_columns,
     parquet_block,
-    parquet_columns,
     parquet_cuts,
-)
+    parquet_types,
+)  # fmt: skip
 from stoker.prep.parse.json_lines import first_keys, json_block
 from stoker.prep.parse.quarantine import BadLineLimit, write_bad_lines
-from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, cut_line, first_line, line_blocks, source_kind
+from stoker.prep.parse.sources import BLOCK_BYTES, LineBlock, check_text, first_line, line_blocks, source_kind
 from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import Journal, is_whole
 
@@ -107,8 +107,8 @@ class Source:
                 yield number, int(rows * per_row), partial(self._read_parquet, start, rows)
             return
         blocks = line_blocks(
-            self.path, block_bytes=block_bytes, convert=self._convert, header=self._header,
-            cut=cut_line if self._parser is None else self._parser.cut,
+            self.path.absolute(), block_bytes=block_bytes, convert=self._convert, header=self._header,
+            cut=self._parser.cut if self._parser is not None and self.format.quote else None,
         )  # fmt: skip
         for number, block in enumerate(blocks):
             yield number, block.size, partial(self._read_text, block, header=self._header and not number)
@@ -124,9 +124,9 @@ class Source:
 
     def _read_text(self, text: LineBlock, *, header: bool) -> Block:
         if self._parser is None:
-            block = json_block(text.data, self.fields)
+            block = json_block(text.load(), self.fields)
         else:
-            block = self._completed(self._parser.parse(text.data, header=header))
+            block = self._completed(self._parser.parse(text.load(), header=header))
         if text.damage is not None:
             block.bad.append(BadLine(line=block.lines, reason=text.damage, text="", broken=True))
             block.lines += 1
@@ -146,7 +146,7 @@ def file_columns(path: Path, given: SourceFormat) -> list[str]:
     """
     kind = source_kind(path, given.kind)
     if kind == "parquet":
-        return parquet_columns(path)
+        return list(parquet_types(path))
     check_text(path)
     if kind == "jsonl":
         return first_keys(path)

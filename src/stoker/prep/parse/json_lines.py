@@ -143,6 +143,7 @@ def _refuse(constant: str) -> None:
 
 
 def _value(name: str, value: Any, several: bool) -> Any:
+    """Return a value as text, or a list of such."""
     if value is None:
         return None
     if several:
@@ -150,18 +151,13 @@ def _value(name: str, value: Any, several: bool) -> Any:
             raise _Unfit(f"column {name} holds one value, expected a list")
         if any(isinstance(item, list | dict) for item in value):
             raise _Unfit(f"column {name} holds lists within its list")
-        return [_text(name, item) for item in value]
+        return [_value(name, item, False) for item in value]
     if isinstance(value, list | dict):
         raise _Unfit(f"column {name} holds several values")
-    return _text(name, value)
-
-
-def _text(name: str, value: str | bool | None) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if value is not None and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _Unfit(f"column {name}: half of a surrogate pair") from None
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _Unfit(f"column {name}: half of a surrogate pair") from None
     return value

@@ -57,7 +57,13 @@ class Layout:
             column=schema.label.column, kind="string" if textual else "float", required=needed, optional=not needed
         )
         self.dense = [Field(column=column.raw, kind="float") for column in self.columns]
-        self.feature_fields = [_feature_field(column) for column in self.features]
+        self.feature_fields = [
+            Field(
+                column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
+                keep=column.keep,
+            ) if isinstance(column, SequenceColumn) else Field(column=column.raw, kind=column.type)
+            for column in self.features
+        ]  # fmt: skip
         self.time: Field | None = None
         if schema.timestamp is not None:
             self.time = Field(column=schema.timestamp.column, kind=schema.timestamp.type, required=True)
@@ -227,15 +233,6 @@ def time_value(number: int, kind: str) -> int | float | str:
         return float(ordered_floats(np.array([number]))[0])
     unit: Any = "us" if number % 1_000_000 else "s"
     return f"{np.datetime_as_string(np.datetime64(number, 'us'), unit=unit)}Z"
-
-
-def _feature_field(column: CategoricalColumn) -> Field:
-    if isinstance(column, SequenceColumn):
-        return Field(
-            column=column.raw, kind=column.type, separator=column.separator, max_length=column.max_length,
-            keep=column.keep,
-        )  # fmt: skip
-    return Field(column=column.raw, kind=column.type)
 
 
 def _keys(column: pl.Series, feature: CategoricalColumn) -> pl.Series:

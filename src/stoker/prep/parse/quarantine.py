@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ _DEFAULT_SHARE = 0.01  # of all lines that may be bad where the user says nothin
 _FEW = 10  # unless they are fewer than this
 _COMMONEST = 3  # reasons in messages
 # Pattern of reasons, what they are called together, and what to do about them.
-_REASONS = (
+_REASONS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, remedy in (
     (
         r"(?:column .+: )?broken UTF-8", "broken UTF-8",
         'Text in another encoding: set encoding = "latin-1" in [source] of the schema.',
@@ -43,23 +44,19 @@ _REASONS = (
     ),
     (r"(column .+?): .* is neither 0 nor 1", r"\1: neither 0 nor 1", f"Labels besides 0 and 1: {_RULE}."),
     (r"not a JSON object.*", "not a JSON object", "JSON lines hold one object a line."),
-)  # fmt: skip
-_MATCHERS = [(re.compile(pattern, re.DOTALL), name, remedy) for pattern, name, remedy in _REASONS]
+)]  # fmt: skip
 
 
 def write_bad_lines(path: Path, bad: Iterable[BadLine]) -> None:
     """Keep a block's bad lines, numbered from the block's start, until :func:`collect_quarantine`."""
     with made_beside(path) as beside, beside.open("w", encoding="utf-8") as file:
         for line in bad:
-            values = [line.line, line.reason, line.text, line.label, line.broken]
-            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+            file.write(json.dumps(asdict(line), ensure_ascii=False) + "\n")
 
 
 def _read(kept: Path) -> Iterator[BadLine]:
     with kept.open(encoding="utf-8") as lines:
-        for raw in lines:
-            line, reason, text, label, broken = json.loads(raw)
-            yield BadLine(line=line, reason=reason, text=text, label=label, broken=broken)
+        yield from (BadLine(**json.loads(line)) for line in lines)
 
 
 def collect_quarantine(path: Path, blocks: Sequence[tuple[str, int, Path]]) -> int:
@@ -86,7 +83,7 @@ class BadReasons(NamedTuple):
         counts: Counter[str] = Counter()
         remedies = {}
         for reason in reasons:
-            for pattern, name, remedy in _MATCHERS:
+            for pattern, name, remedy in _REASONS:
                 if match := pattern.fullmatch(reason):
                     reason = match.expand(name)
                     remedies[reason] = remedy
@@ -129,9 +126,7 @@ class BadLineLimit:
             self.share = None if max_bad is None else parse_share(max_bad)
         except ConfigError as error:
             raise ConfigError(f"max_bad: {error}") from None
-        self.lines = 0
-        self.bad = 0
-        self.labels = 0
+        self.lines = self.bad = self.labels = 0
         self.first = ""
         self._kept: list[Path] = []  # bad lines of each block that has some
         self.broken: list[str] = []  # a sentence for each file that breaks off
@@ -143,7 +138,7 @@ class BadLineLimit:
 
         Args:
             file, before, kept: name of the file, its lines before this block, and the block's bad lines.
-            lines, bad, labels: how many lines the block has, how many are bad, and how many of these for their label.
+            lines, bad, labels: lines of the block, those that are bad, and those that are for their label.
             broken: whether the file breaks off with this block.
 
         Raises:
@@ -155,10 +150,9 @@ class BadLineLimit:
         if kept is not None:
             self._kept.append(kept)
             first = next(_read(kept))
+            place = f"{file}:{before + first.line + 1}: {first.reason}"
             if self.strict and not first.broken:
-                raise DataError(
-                    f"{file}:{before + first.line + 1}: {first.reason}. {self.remedy}", settings=("strict",)
-                )
+                raise DataError(f"{place}. {self.remedy}", settings=("strict",))
             if labels and self.share is None:
                 first = next(line for line in _read(kept) if line.label)
                 raise DataError(
@@ -167,7 +161,7 @@ class BadLineLimit:
                     "0.1%.",
                     settings=("max_bad",),
                 )
-            self.first = self.first or f"{file}:{before + first.line + 1}: {first.reason}"
+            self.first = self.first or place
             if broken:
                 self._note_break(file, before, kept)
         if self.lines >= _EARLY:

@@ -14,26 +14,18 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO
 
 from stoker.base.errors import DataError, DependencyError
 from stoker.base.units import format_size, quoted
 
 __all__ = [
-    "BLOCK_BYTES",
-    "FRAME",
-    "LineBlock",
-    "check_text",
-    "cut_line",
-    "expand",
-    "first_line",
-    "line_blocks",
-    "number_order",
-    "source_kind",
-    "text_order_warning",
-]
+    "BLOCK_BYTES", "FRAME", "LineBlock", "check_text", "expand", "first_line", "line_blocks",
+    "number_order", "source_kind", "text_order_warning",
+]  # fmt: skip
 
 BLOCK_BYTES = 2**24
 FRAME = ".frame"  # end of the name of a table in memory on its way: Parquet, whatever format a schema has for files
@@ -49,7 +41,7 @@ _SUFFIXES = {
 class LineBlock:
     """A block of whole records."""
 
-    data: bytes  # ends with a newline; may be empty
+    load: Callable[[], bytes]  # returns text that ends with a newline; it may be empty
     size: int  # bytes of the file, as it is compressed, read for this block, for progress
     damage: str | None = None  # why the file ends with this block, where it ends too early
 
@@ -66,7 +58,11 @@ def expand(patterns: Sequence[str | os.PathLike[str]]) -> tuple[list[Path], list
         path = Path(pattern)
         if os.path.isdir(path):
             raise DataError(f"{path} is a directory. Name its files, for example '{path}/*'.")
-        found = [path] if os.path.lexists(path) else _sorted(glob.glob(str(pattern), recursive=True))
+        found = (
+            [path]
+            if os.path.lexists(path)
+            else sorted(map(Path, glob.glob(str(pattern), recursive=True)), key=number_order)
+        )
         found = [item for item in found if not os.path.isdir(item)]
         if not found:
             raise DataError(f"there is no file {str(pattern)!r}. Check the path or the pattern.")
@@ -92,11 +88,6 @@ def _check_regular(path: Path) -> None:
         f"{path} is {kinds.get(stat.S_IFMT(mode), 'a device')}, and Stoker needs a regular file: it reads parts of it "
         "at once and again. Write what comes from there to a file first."
     )
-
-
-def _sorted(names: Iterable[str]) -> list[Path]:
-    """Sort file names, with the numbers in them by value."""
-    return sorted(map(Path, names), key=number_order)
 
 
 def number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
@@ -161,7 +152,7 @@ def check_text(path: Path) -> None:
 
 def first_line(path: Path, encoding: str = "utf-8") -> str:
     """Return the first line of a text file, without its end. Raises :class:`DataError` for an empty file."""
-    line = next(line_blocks(path, block_bytes=1)).data
+    line = next(line_blocks(path, block_bytes=1)).load()
     if not line:
         raise DataError(f"{path} is empty: it has no header line.")
     try:
@@ -173,26 +164,28 @@ def first_line(path: Path, encoding: str = "utf-8") -> str:
         ) from error
 
 
-def cut_line(buffer: bytearray, end: int, at: int, goal: int, final: bool) -> tuple[int, bool]:
-    """Find the first line that starts at ``goal`` or later, as :meth:`TextParser.cut` finds a record."""
-    return buffer.find(b"\n", goal - 1, end) + 1, True
-
-
 def line_blocks(
     path: Path,
     *,
     block_bytes: int = BLOCK_BYTES,
     convert: Callable[[bytes], bytes] = bytes,
-    cut: Callable[[bytearray, int, int, int, bool], tuple[int, bool]] = cut_line,
+    cut: Callable[[bytearray, int, int, int, bool], tuple[int, bool]] | None = None,
     header: bool = False,
 ) -> Iterator[LineBlock]:
     """Yield the blocks of a text file in order, at least one.
 
     Args:
         convert: what makes UTF-8 text of whole lines; blocks are cut in what it returns.
-        cut: what finds the first record that starts at a position or later, as :meth:`TextParser.cut`.
+        cut: what finds the first record that starts at a position or later, as :meth:`TextParser.cut`. None: every line
+            is a record; a block of a file that is not compressed is then read where it is loaded.
         header: the first line is a record whatever quotes are in it.
     """
+    if cut is None and _compression(path) is None:
+        size = path.stat().st_size
+        for begin in range(0, max(size, 1), block_bytes):
+            stop = min(begin + block_bytes, size)
+            yield LineBlock(load=partial(_read_lines, path, begin, stop, convert), size=stop - begin)
+        return
     buffer, end = bytearray(block_bytes + 2 * _READ), 0  # the same for all blocks, as memory touched anew is slow
     begin = at = 0  # of the buffer in the text; of a record in the buffer
     used = used_before = 0
@@ -204,14 +197,44 @@ def line_blocks(
         if header and begin == at == 0:
             at = buffer.find(b"\n") + 1
         while end >= (goal := block_bytes - begin % block_bytes):
-            at, known = cut(buffer, end, at, goal, final)
+            if cut is None:
+                at, known = buffer.find(b"\n", goal - 1, end) + 1, True
+            else:
+                at, known = cut(buffer, end, at, goal, final)
             if not known or (final and at == end):
                 break
-            yield LineBlock(data=bytes(memoryview(buffer)[:at]), size=used - used_before)
+            yield LineBlock(load=partial(bytes, bytes(memoryview(buffer)[:at])), size=used - used_before)
             buffer[: end - at] = buffer[at:end]
             begin, end, at, used_before = begin + at, end - at, 0, used
     if end or damage is not None or not begin:
-        yield LineBlock(data=bytes(memoryview(buffer)[:end]), size=used - used_before, damage=damage)
+        last = bytes(memoryview(buffer)[:end])
+        yield LineBlock(load=partial(bytes, last), size=used - used_before, damage=damage)
+
+
+def _read_lines(path: Path, begin: int, end: int, convert: Callable[[bytes], bytes]) -> bytes:
+    """Return the lines that start in bytes [begin, end) of a file."""
+    with path.open("rb") as file:
+        start, stop = _line_start(path, file, begin), _line_start(path, file, end)
+        file.seek(start)
+        data = file.read(stop - start)
+    if len(data) < stop - start:
+        raise DataError(f"{path} became shorter while it was read.")
+    data = data.removeprefix(_BOM) if begin == 0 else data
+    return convert(data if not data or data.endswith(b"\n") else data + b"\n")
+
+
+def _line_start(path: Path, file: BinaryIO, at: int) -> int:
+    """Return where the first line starts that starts at ``at`` or later."""
+    if at == 0:
+        return 0
+    file.seek(at - 1)
+    if len(file.readline(_MAX_LINE)) == _MAX_LINE:
+        raise _no_lines(path)
+    return file.tell()
+
+
+def _no_lines(path: Path) -> DataError:
+    return DataError(f"{path} has no line end within {format_size(_MAX_LINE)}: it is not a text log.")
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
@@ -227,7 +250,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, int, str | None, bool]]:
             first = False
         rest += piece[end:]
         if len(rest) > _MAX_LINE:
-            raise DataError(f"{path} has no line end within {format_size(_MAX_LINE)}: it is not a text log.")
+            raise _no_lines(path)
     # The last line of a file that breaks off may lack its end: what no newline closed is left out.
     lines = bytes(rest) + b"\n" if rest and damage is None else b""
     yield lines.removeprefix(_BOM) if first else lines, used, damage, True
@@ -237,7 +260,7 @@ def _pieces(path: Path) -> Iterator[tuple[bytes, int, str | None]]:
     """Yield pieces of decompressed text, the bytes of the file read so far, and why it ends too early where it does."""
     compression, used = _compression(path), 0
     make, failure = _inflater(compression)
-    member: _Inflater | None = None
+    member: Any = None
     with path.open("rb") as file:
         while raw := file.read(_READ):
             used += len(raw)
@@ -273,17 +296,8 @@ def _compression(path: Path) -> str | None:
     return "zstd" if magic == b"\x28\xb5\x2f\xfd" else None
 
 
-class _Inflater(Protocol):
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes) -> bytes: ...
-
-
-def _inflater(compression: str | None) -> tuple[Callable[[], _Inflater], type[Exception]]:
+def _inflater(compression: str | None) -> tuple[Callable[[], Any], type[Exception]]:
+    """Return what makes an object that decompresses one member of a file, and what it raises for damaged ones."""
     if compression != "zstd":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
     try:
@@ -293,7 +307,7 @@ def _inflater(compression: str | None) -> tuple[Callable[[], _Inflater], type[Ex
     return lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(), zstandard.ZstdError
 
 
-def _until_damage(member: _Inflater, raw: bytes, failure: type[Exception]) -> bytes:
+def _until_damage(member: Any, raw: bytes, failure: type[Exception]) -> bytes:
     """What a stream gives before it fails, fed byte by byte: one call would lose all of its output."""
     pieces = []
     try:

@@ -18,7 +18,7 @@ from stoker.base.errors import DataError
 from stoker.base.units import listed
 from stoker.prep.features.base import Derivation
 from stoker.prep.features.store import StoredTable
-from stoker.prep.parse.frames import Block, Field, parquet_columns
+from stoker.prep.parse.frames import Block, Field, parquet_types
 from stoker.prep.parse.ingest import IngestedBlock, Source, ingest
 from stoker.prep.parse.layout import Layout
 from stoker.prep.parse.quarantine import BadLineLimit
@@ -175,7 +175,7 @@ def _raw_frame(
     if parquet:
         if len(parquet) < len(paths):
             raise DataError(f"the {name} files mix Parquet and text. Convert them to one of the two.")
-        there = [parquet_columns(path) for path in parquet]  # raises for a file that is truncated or none
+        there = [parquet_types(path) for path in parquet]  # raises for a file that is truncated or none
         absent = [column for column in optional if all(column not in names for names in there)]
         return pl.scan_parquet(parquet).with_columns(pl.lit(None, pl.Float64).alias(column) for column in absent)
     fields = [
