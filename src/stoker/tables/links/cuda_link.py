@@ -122,7 +122,7 @@ class Streams:
 
         ``rows`` and ``places`` are [n] int64 on the device, and ``places`` distinct.
         """
-        from stoker.ops.gpu.kernels import copy_rows
+        from stoker.ops.gpu.row_copy import copy_rows
 
         copy_rows(source, rows, target, places)
 
@@ -330,7 +330,7 @@ class _Buffer:
             self._device_names = streams.scratch(stream, (2, self._room), torch.int64)
         self.host, self.device = self._host[:count], self._device[:count]
         named = self._host_names[:, :count], self._device_names[:, :count]
-        self.names = list(zip(*named, strict=True))  # slots, addresses
+        self.names: list[tuple[Tensor, Tensor]] = list(zip(*named, strict=True))  # slots, addresses
         for (host, _), numbers in zip(self.names, (slots, rows), strict=True):
             if numbers is not None:
                 host.copy_(torch.from_numpy(numbers))
@@ -363,8 +363,6 @@ class _Buffer:
 
     def _name(self, which: int) -> Tensor:
         """The slots or addresses, on the device."""
-        host: Tensor
-        device: Tensor
         host, device = self.names[which]
         _copy(device, host)
         return device
