@@ -114,9 +114,7 @@ def _quotas() -> Iterator[int]:
 
 def total_memory() -> int | None:
     """Bytes of main memory, or of the container's share."""
-    return _least(
-        _field(Path("/proc/meminfo"), "MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max")
-    )
+    return _least(_field(_MEMINFO, "MemTotal") or _sysconf("SC_PHYS_PAGES"), _number(_CGROUP / "memory.max"))
 
 
 def available_memory() -> int | None:

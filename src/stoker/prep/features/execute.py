@@ -358,6 +358,11 @@ def by_key(
     counts = np.zeros((len(sizes), partitions), np.int64)
     given: list[_Batches] = []
     outputs: list[_Batches] = []
+    opened: list[_Batches] = []  # also of workers whose results nobody took
+
+    def note(file: _Batches) -> _Batches:
+        opened.append(file)
+        return file
 
     def split(block: int) -> _Batches:
         frame = read(block)
@@ -365,13 +370,12 @@ def by_key(
         order = np.argsort(numbers.astype(np.uint16), kind="stable")
         counts[block] = np.bincount(numbers.astype(np.int64), minlength=partitions)
         ordered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(_AT))[pl.Series(order)]
-        return _Batches(made / f"block-{block}", ordered, counts[block])
+        return note(_Batches(made / f"block-{block}", ordered, counts[block]))
 
     def work_out(partition: int) -> _Batches:
         frame = pl.concat((file.batch(partition) for file in given), rechunk=True)
-        return _Batches(
-            made / f"partition-{partition}", work(frame.drop(_AT), partition, partitions), counts[:, partition]
-        )
+        outcome = work(frame.drop(_AT), partition, partitions)
+        return note(_Batches(made / f"partition-{partition}", outcome, counts[:, partition]))
 
     def together(block: int) -> pl.DataFrame:
         at = pl.concat(given[block].batch(partition).get_column(_AT) for partition in range(partitions))
@@ -386,7 +390,7 @@ def by_key(
             outputs += ordered_map(work_out, range(partitions), threads)
             yield from ordered_map(together, blocks, threads)
         finally:
-            for file in (*given, *outputs):
+            for file in opened:
                 file.close()
 
 

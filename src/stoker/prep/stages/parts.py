@@ -44,12 +44,16 @@ def write_part(path: Path, arrays: Mapping[str, Array]) -> dict[str, int]:
         position += -(-array.nbytes // _ALIGN) * _ALIGN
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
-    pieces: list[Any] = [len(text).to_bytes(8, "little") + text]
-    for array in arrays.values():
-        pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, bytes(-array.nbytes % _ALIGN)]
+
+    def pieces() -> Iterator[Any]:
+        yield len(text).to_bytes(8, "little") + text
+        for array in arrays.values():
+            yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            yield bytes(-array.nbytes % _ALIGN)
+
     crc, size = 0, 0
     with made_beside(path) as beside, beside.open("wb") as file:
-        for piece in pieces:
+        for piece in pieces():
             crc = zlib.crc32(piece, crc)
             size += file.write(piece)
     return {"bytes": size, "crc": crc}

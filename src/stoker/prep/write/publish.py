@@ -200,7 +200,7 @@ def _times(fitting: Fitting) -> dict[str, dict[str, Any]]:
             for number, name in enumerate(SPLITS):
                 times = arrays["time"][split == number]
                 if len(times):
-                    found[name] = [*found.get(name, []), int(times.min()), int(times.max())]
+                    found.setdefault(name, []).extend((int(times.min()), int(times.max())))
     kind = timestamp.type if timestamp is not None else ""
     return {
         name: {"first": time_value(min(times), kind), "last": time_value(max(times), kind)}

@@ -43,9 +43,8 @@ _WAYS: tuple[Reading, ...] = ("staged", "direct")
 
 _BUFFER = 8 * 2**20  # bytes of rows in a buffer at most: the processor gathers one while others are copied
 _BUFFERS = 4  # each way
-_BULK = (
-    2 * 2**20
-)  # where all changed rows are written back: a checkpoint does not make buffers grow that batches leave small
+# Bytes, where all changed rows are written back: a checkpoint does not make buffers grow that batches leave small.
+_BULK = 2 * 2**20
 _NAMES = 2 * 8  # bytes a row in a buffer: its slot and its address
 _PROBE = 4 * 2**20  # bytes read to compare the two ways of reading
 _ATTEMPTS = 5

@@ -35,7 +35,7 @@ __all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 PAGE = 4096  # bytes of a page; direct input and output is in whole ones
 _WASTE = 8  # at most one part in so many of a block is unused
 _SPAN = 128 * 1024  # bytes moved by one system call at most
-_CHUNK = 2**16  # records in memory in addition to the rows of a call
+_CHUNK = 16 * 2**20  # bytes of records in memory in addition to the rows of a call
 _RUNS_PER_THREAD = 4  # fewer are not worth waking a thread for
 _PREFIX, _SUFFIX = "stoker-home-", ".rows"
 _REMEDY = {
@@ -217,8 +217,9 @@ class FileHome(Home):
             at = self._where(rows)
             order = np.argsort(at)
             stored, fresh = np.split(order, [np.searchsorted(at[order], self._nowhere)])
-            for begin in range(0, len(stored), _CHUNK):
-                some = stored[begin : begin + _CHUNK]
+            step = self._records_at_a_time
+            for begin in range(0, len(stored), step):
+                some = stored[begin : begin + step]
                 records = np.empty((len(some), self.layout.record), dtype=np.uint8)
                 self._move(records, at[some], rows[some], writing=False)
                 self._unpack(records, target, torch.from_numpy(places[some]))
@@ -230,11 +231,16 @@ class FileHome(Home):
         order = np.argsort(rows)
         at, places = rows[order], order if places is None else places[order]
         with self._writing:
-            for begin in range(0, len(at), _CHUNK):
-                some = slice(begin, begin + _CHUNK)
+            step = self._records_at_a_time
+            for begin in range(0, len(at), step):
+                some = slice(begin, begin + step)
                 self._move(self._records(source, places[some]), at[some], at[some], writing=True)
         self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
         self.held.mark(rows)
+
+    @property
+    def _records_at_a_time(self) -> int:
+        return max(1, _CHUNK // self.layout.record)
 
     def _tensors(self, rows: Rows) -> list[torch.Tensor]:
         """What a record is made of, in its order."""
