@@ -121,7 +121,7 @@ class Streams:
 
         ``rows`` and ``places`` are [n] int64 on the device, and ``places`` distinct.
         """
-        from stoker.ops.gpu.row_copy import copy_rows
+        from stoker.ops.gpu.kernels import copy_rows
 
         copy_rows(source, rows, target, places)
 
