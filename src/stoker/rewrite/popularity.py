@@ -166,7 +166,7 @@ def profile(
             HotTable(
                 name=name, rows=table.rows, row_bytes=size, accesses=table.accesses, hot_rows=int(hot[z]),
                 estimate=estimate, low=low, high=high, access_share=float(served[place, z]), whole=whole[z],
-                by_count=ExactRows.falls(counts) if isinstance(table, ChunkRows) else table.by_count,
+                by_count=ExactRows(counts).by_count if isinstance(table, ChunkRows) else table.by_count,
             )
         )  # fmt: skip
     measured = zip(shares, hot_at, np.delete(access_shares, place), np.delete(input_shares, place), strict=True)
@@ -208,6 +208,11 @@ def _error(hot: npt.NDArray[np.bool_], inputs: Sample) -> float:
     return float(np.sqrt(spread * max(0.0, 1 - inputs.share))) / len(hot)
 
 
+def _steps(values: npt.NDArray[Any]) -> Int64:
+    """Return where each run of equal values begins, [R]."""
+    return np.append(0, np.flatnonzero(values[1:] != values[:-1]) + 1)[: len(values)]
+
+
 class ExactRows:
     """The rows of a table by their accesses, from full counts [N]. Hot rows are a prefix: row 0 is one if any other is.
 
@@ -216,29 +221,24 @@ class ExactRows:
 
     def __init__(self, counts: npt.NDArray[Any]) -> None:
         self.rows, self.accesses = len(counts), int(counts.sum())
-        self.by_count = self.falls(counts)
         self._counts = counts
-        self._fitted = counts[1:]  # row 0 is apart, as it may have any count
+        known = counts[1:]  # row 0 is apart, as it may have any count
+        starts = _steps(known)
+        self.by_count = not bool((known[starts[1:]] > known[starts[1:] - 1]).any())
         if not self.by_count:
             from scipy.optimize import isotonic_regression
 
-            self._fitted = isotonic_regression(self._fitted, increasing=False).x
-
-    @staticmethod
-    def falls(counts: npt.NDArray[Any]) -> bool:
-        """Return whether the counts [N] fall along the ids, row 0 (out of vocabulary) apart."""
-        return not bool((counts[2:] > counts[1:-1]).any())
+            known = isotonic_regression(known, increasing=False).x
+            starts = _steps(known)
+        self._negative = -known[starts].astype(np.float64)  # [R] counts of the steps, negated: they rise
+        self._ends = np.append(starts, len(known)) + 1  # [R + 1] row after each step; the first is 1
 
     def hot(self, cuts: Floats) -> Int64:
         """Rows with at least so many accesses in an epoch, for each of [Q] cut-offs."""
         # Counts are whole: at least c means more than ceil(c) - 1, and fitted ones lie between.
         cuts = np.maximum(np.ceil(cuts) - 0.5, 0.0)
-        low, high = np.zeros(len(cuts), np.int64), np.full(len(cuts), len(self._fitted), np.int64)
-        while (searched := low < high).any():  # halves the range of each cut-off
-            middle = (low + high) // 2
-            enough = searched & (self._fitted[np.minimum(middle, len(self._fitted) - 1)] >= cuts)
-            low, high = np.where(enough, middle + 1, low), np.where(searched & ~enough, middle, high)
-        return np.where((low > 0) | (self._counts[0] >= cuts), low + 1, 0)
+        passed = np.searchsorted(self._negative, -cuts, side="right")
+        return np.where((passed > 0) | (self._counts[0] >= cuts), self._ends[passed], 0).astype(np.int64)
 
     def interval(self, cut: float) -> tuple[int, int]:
         """Where that number is for one cut-off, at the confidence: nothing was estimated."""
