@@ -82,15 +82,15 @@ class _TableJob:
                 write_vocabulary(found.frame, path)
             record = {"vocab": describe_file(self.vocabulary)}
         # What a code is looked up in: the id of a missing value, then those of the dictionary.
-        known = found.ids.astype(np.int32)
-        ids = [
-            np.append(np.int32(found.missing_id if column.missing == "category" else 0), known[entries])
-            for entries, (_, column) in zip(builder.refs, cycle(features), strict=False)
-        ]
-        written = write_part(self.work, {
-            "ids": np.concatenate([np.empty(0, np.int32), *ids]), "starts": np.cumsum([0, *map(len, ids)]),
-            "counts": counted,
-        })  # fmt: skip
+        known, refs = found.ids.astype(np.int32), builder.refs
+        starts = np.cumsum([0, *(len(entries) + 1 for entries in refs)])
+        ids = np.empty(starts[-1], np.int32)
+        for place, (_, column) in zip(range(len(refs)), cycle(features), strict=False):
+            start, stop = starts[place : place + 2]
+            ids[start] = found.missing_id if column.missing == "category" else 0
+            np.take(known, refs[place], out=ids[start + 1 : stop])
+            refs[place] = refs[place][:0].copy()  # memory is given back as it goes
+        written = write_part(self.work, {"ids": ids, "starts": starts, "counts": counted})
         return {**written, **record, "rows": found.num_embeddings}, False
 
 
