@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from stoker.base.errors import DataError
 from stoker.prep.stages.parts import PartFile
@@ -79,7 +80,9 @@ class TableBuilder:
 
     def merge(self) -> None:
         """Number the values that were added; ``refs`` and ``entries`` are complete then."""
-        found = pa.concat_arrays([self._values, *(values for values, _ in self._waiting)]).dictionary_encode()
+        pool = pa.system_memory_pool()  # Arrow's own keeps what is freed: 100 MB more at the peak
+        arrays = pa.concat_arrays([self._values, *(values for values, _ in self._waiting)], memory_pool=pool)
+        found = pc.dictionary_encode(arrays, memory_pool=pool)
         refs, at = found.indices.to_numpy(), self.entries
         self._values = found.dictionary
         self._counts = np.append(self._counts, np.zeros(self.entries - at, np.int64))
