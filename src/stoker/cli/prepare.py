@@ -74,7 +74,7 @@ def _show_draft(draft: Draft, out: Path, command: str) -> None:
         rows.append([column.name, draft.role(column), f"{column.distinct:,}", missing, example])
     headings = ["column", "kind", "values", "missing", "example"]
     show_table(f"{plural(draft.rows, 'row')} looked at", headings, rows, left=(0, 1, 4), whole=(4,))
-    doubts = f" {plural(draft.unsure, 'comment')} in it begin with 'unsure:'." if draft.unsure else ""
+    doubts = f" It has {plural(draft.unsure, 'comment')} marked 'unsure:'." if draft.unsure else ""
     say(f"wrote {out}.{doubts}")
     if draft.label is None:
         say(f"no column looks like a label: fill in [label] of {out}, then:")
