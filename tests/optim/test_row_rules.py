@@ -16,7 +16,7 @@ from stoker import FTRL, SGD, AdamW, EmbeddingTables, MomentumSGD, StepDecay, Ta
 from stoker.base.errors import ConfigError
 from stoker.ops.rule import STATE
 from stoker.optim import ROW_OPTIMIZERS, RowOptimizer, rows
-from stoker.training.config import ROW_OPTIONS
+from stoker.training.settings import ROW_OPTIONS
 
 ROWS, DIM, STEPS = 6, 5, 12
 # One of each rule that kernels know; the first update of a row differs from the others in some.

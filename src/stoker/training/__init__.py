@@ -1,27 +1,35 @@
-"""Training: the loop, evaluation, metrics and checkpoints."""
+"""Training: the loop, evaluation, metrics and checkpoints. Names load when first used: settings do not need torch."""
 
 from __future__ import annotations
 
-from stoker.training.config import TrainConfig
-from stoker.training.ends import TrainResult
-from stoker.training.files.checkpoint import Checkpoint, save
-from stoker.training.files.loading import load
-from stoker.training.loop import train
-from stoker.training.progress import Interrupted
-from stoker.training.scores.evaluation import Scores, evaluate, predict
-from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.training.config import TrainConfig
+    from stoker.training.ends import TrainResult
+    from stoker.training.files.checkpoint import Checkpoint, save
+    from stoker.training.files.loading import load
+    from stoker.training.loop import train
+    from stoker.training.progress import Interrupted
+    from stoker.training.scores.evaluation import Scores, evaluate, predict
+    from stoker.training.scores.metrics import RankingMetrics, StreamingMetrics
+
+_MODULES = {
+    "config": "TrainConfig", "ends": "TrainResult", "files.checkpoint": "Checkpoint save", "files.loading": "load",
+    "loop": "train", "progress": "Interrupted", "scores.evaluation": "Scores evaluate predict",
+    "scores.metrics": "RankingMetrics StreamingMetrics",
+}  # fmt: skip
+_HOME = {name: f"stoker.training.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "Checkpoint",
-    "Interrupted",
-    "RankingMetrics",
-    "Scores",
-    "StreamingMetrics",
-    "TrainConfig",
-    "TrainResult",
-    "evaluate",
-    "load",
-    "predict",
-    "save",
-    "train",
-]
+    "Checkpoint", "Interrupted", "RankingMetrics", "Scores", "StreamingMetrics", "TrainConfig", "TrainResult",
+    "evaluate", "load", "predict", "save", "train",
+]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'stoker.training' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)

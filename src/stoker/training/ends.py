@@ -13,7 +13,7 @@ from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
-from stoker.training.config import RESUMABLE, TrainConfig
+from stoker.training.config import TrainConfig
 from stoker.training.display import Display
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import LOST, RunDirectory, RunLog, open_dataset, own_dataset
@@ -22,6 +22,7 @@ from stoker.training.progress import Clock, Progress
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
+from stoker.training.settings import RESUMABLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from stoker.models.registry import class_path
 from stoker.optim import Constant, Schedule
 from stoker.tables import Stage
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
-from stoker.training.config import RESUMABLE, TrainConfig, TrainSettings
+from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
 from stoker.training.ends import TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
@@ -33,6 +33,7 @@ from stoker.training.replica import open_stream, process_settings, tidy
 from stoker.training.scheduled import ScheduledFeed, run_feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import deciding
+from stoker.training.settings import RESUMABLE
 
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
@@ -44,7 +45,7 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     display: Display | Mode = "auto",
-    **settings: Unpack[TrainSettings],
+    **settings: Any,
 ) -> TrainResult:
     """Train a model, or continue a run. Threads, generators and allocator are afterwards as they were before.
 

@@ -10,11 +10,11 @@ from stoker.base.errors import StokerError
 from stoker.base.units import format_count, format_size, plural
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
-from stoker.models import MODELS, RecModel
+from stoker.models import RecModel
 from stoker.optim import Schedule
 from stoker.placement.placement import Placement
 from stoker.training.auto_batch import BatchChoice
-from stoker.training.config import ROW_OPTIONS, TrainConfig
+from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import RunDirectory
 from stoker.training.placing import rows_bytes
 from stoker.training.progress import Progress
@@ -62,24 +62,9 @@ def without_effect(
     config: TrainConfig, placement: Placement | None, total: int, trains: int, *, grouped: bool
 ) -> Iterator[str]:
     """Name the settings that were given and change nothing: ``total`` steps, ``trains`` tables as tensor trains."""
-    used = ROW_OPTIONS.get(config.row_optimizer, {}).values()
-    own = {name for options in ROW_OPTIONS.values() for name in options.values() if name.startswith("row_")}
-    lamb = "lamb" in (config.row_optimizer, config.dense_optimizer)
-    moving = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
-    rules: tuple[tuple[bool, tuple[str, ...], str], ...] = (  # settings and why they have no effect, where that holds
-        (config.batch_order == "shuffled", ("swap_rate", "schedule_rows"),
-         "batches are shuffled, not hot and cold by the schedule"),
-        (config.tt_rank is None, ("tt_rows", "tt_cores"), "without a tt rank no table is a tensor train"),
-        (MODELS[config.model].mixed_dims, ("embedding_dim",),
-         f"model {config.model!r} has tables of different widths (option dims)"),
-        (not grouped, ("ranking_k",), "the dataset was prepared without group, so it has no lists"),
-        (placement is None, moving, "without a limit on device memory all rows are there"),
-        (config.schedule != "one-cycle", ("cycle_rise",), "only the schedule one-cycle has a rise"),
-        (not lamb, ("min_trust", "max_trust"), "only lamb has a trust ratio"),
-        (True, tuple(sorted(own.difference(used))), f"row optimizer {config.row_optimizer} does not have that"),
-    )  # fmt: skip
-    for useless, names, why in rules:
-        if useless and (said := ignored(config, *names)):
+    lists = [] if grouped else [(("ranking_k",), "the dataset was prepared without group, so it has no lists")]
+    for names, why in (*config.useless(), *lists):
+        if said := ignored(config, *names):
             yield f"{said}: {why}"
     if config.tt_rank is not None and trains == len(config.tt_own):
         yield (
@@ -105,11 +90,9 @@ def without_effect(
 
 def ignored(config: TrainConfig, *names: str) -> str:
     """Name those of the settings that were given, such as "tt rows and tt cores are ignored"; empty if none was."""
-    plain = TrainConfig()
-    given = [name for name in names if getattr(config, name) != getattr(plain, name)]
-    words = [{"home_path": "home", "embedding_dim": "dim"}.get(name, name.replace("_", " ")) for name in given]
+    words = config.changed(names)
     listed = " and ".join(filter(None, (", ".join(words[:-1]), "".join(words[-1:]))))
-    return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if given else ""
+    return f"{listed} {'is' if len(words) == 1 else 'are'} ignored" if words else ""
 
 
 def undefined(metric: str) -> str:

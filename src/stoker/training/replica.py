@@ -24,12 +24,13 @@ from stoker.models import RecModel
 from stoker.optim import Constant, RowOptimizer, Schedule
 from stoker.placement.placement import Placement
 from stoker.tables import Strategy
-from stoker.training.config import MACHINE, TrainConfig
+from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import batch_options, iterate, place_run, slotted
 from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
+from stoker.training.settings import MACHINE
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.picture import blank, check_plot, write_png
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Schedule
-from stoker.training.config import TrainConfig, TrainSettings
+from stoker.training.config import TrainConfig
 from stoker.training.files.rundir import open_dataset
 from stoker.training.replica import throwaway
 from stoker.training.scores.evaluation import predict
@@ -178,7 +178,7 @@ def find_lr(
     smoothing: float = 0.9,
     trial_steps: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **settings: Unpack[TrainSettings],
+    **settings: Any,
 ) -> Finding:
     """Train a model that is thrown away with rates that rise from step to step, see what its loss does, and try what
     that points to against the rates of the settings.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file
@@ -22,7 +22,6 @@ from stoker.base.timeline import Recorder, Span, span
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.optim import Constant
-from stoker.training.config import MachineSettings
 from stoker.training.placing import STAGES, iterate, place_run, slotted
 from stoker.training.replica import Rerun, find_section, process_settings
 
@@ -73,7 +72,7 @@ def trace(
     begin: int | Literal["start"] | None = None,
     data: Dataset | str | Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    **settings: Unpack[MachineSettings],
+    **settings: Any,
 ) -> Trace:
     """Replay steps of a run and record what each thread does.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
 from stoker.tables.group import TableGroup
 from stoker.tables.storage import Rows
-from stoker.training.config import MachineSettings
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, find_section, process_settings
 
@@ -102,7 +101,7 @@ def verify(
     begin: int | Literal["start"] | None = None,
     data: Dataset | str | Path | None = None,
     progress: Progress | None = None,
-    **settings: Unpack[MachineSettings],
+    **settings: Any,
 ) -> Verification:
     """Replay steps of a run with its rows placed and with all of them resident, and compare the bits.
 

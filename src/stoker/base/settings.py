@@ -1,0 +1,152 @@
+"""Settings as frozen dataclasses: each is declared once, with its default, meaning and range.
+
+Checks, the options of the command line, and their help come from the declaration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
+
+from stoker.base.checks import near
+from stoker.base.errors import ConfigError
+from stoker.base.units import parse_size
+
+#: names of settings, and why they have no effect
+Useless = Iterator[tuple[tuple[str, ...], str]]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unset: str = "",
+    at_least: float | None = None,
+    at_most: float | None = None,
+    size: bool = False,
+    resumable: bool = False,
+    options: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field of :class:`Settings`.
+
+    Args:
+        default: its default, or a function without arguments that makes it.
+        help: what it means; the values of a ``Literal`` are added to the first sentence.
+        unset: what a default of None stands for, in words.
+        at_least: least number, finite.
+        at_most: largest number.
+        size: it is a size in bytes such as "4GiB", or the default.
+        resumable: a resumed run may change it.
+        options: names of its option; empty: its name with hyphens.
+    """
+    metadata = {
+        "help": help, "unset": unset, "at_least": at_least, "at_most": at_most, "size": size, "resumable": resumable,
+        "options": options,
+    }  # fmt: skip
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Return the default of a setting."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def options_of(item: Field[Any]) -> tuple[str, ...]:
+    """Return the names of the option for a setting, such as ``--batch-size``."""
+    return item.metadata["options"] or (f"--{item.name.replace('_', '-')}",)
+
+
+@cache
+def hints_of(kind: type) -> dict[str, Any]:
+    """Return the types of all settings."""
+    return get_type_hints(kind)
+
+
+def choices_of(kind: type, name: str) -> tuple[str, ...]:
+    """Return the values of a setting that is one of several, in their order; empty if it is not."""
+    hint = hints_of(kind)[name]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of all settings. Fields are declared with :func:`setting` and checked when an object is made.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    panel: ClassVar[str] = ""  # of the command line's help
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.metadata:
+                self._check_field(item)
+
+    def _check_field(self, item: Field[Any]) -> None:
+        """Refuse a value out of its range."""
+        name, value, limits = item.name, getattr(self, item.name), item.metadata
+        choices = choices_of(type(self), name)
+        if choices and value not in choices:
+            self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
+        if value is None or value == default_of(item):
+            return
+        least, most = limits["at_least"], limits["at_most"]
+        if most is not None and not least <= value <= most:
+            self._refuse(f"{name} is {value:g}; it must be {least:g} to {most:g}.", name)
+        if least is not None and not least <= value < math.inf:
+            zero = "be finite and not negative" if isinstance(value, float) else "not be negative"
+            must = (f"be at least {least:g}" + (", or left out" if default_of(item) is None else "")) if least else zero
+            self._refuse(f"{name} is {value}; it must {must}.", name)
+        if limits["size"]:
+            try:
+                parse_size(value)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}", settings=(name,)) from error
+
+    def _refuse(self, message: str, *names: str) -> NoReturn:
+        raise ConfigError(message, settings=names)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def useless(self) -> Useless:
+        """Yield settings that have no effect beside the others, and why."""
+        yield from ()
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of the settings that are not as by default, as people call them: "batch size"."""
+        known = {item.name: item for item in fields(self)}
+        given = [known[name] for name in names if getattr(self, name) != default_of(known[name])]
+        return [options_of(item)[-1].lstrip("-").replace("-", " ") for item in given]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings with these values.
+
+        Raises:
+            ConfigError: a setting that does not exist, with the nearest one; or a value out of its range.
+        """
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(set(values) - set(known)):
+            hint = near(unknown[0], known)
+            raise ConfigError(f"settings {unknown} do not exist.{hint} Known are: {', '.join(sorted(known))}.")
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return the same settings but for ``changes``.
+
+        Raises:
+            ConfigError: as for :meth:`from_dict`.
+        """
+        self.from_dict(changes)
+        return replace(self, **changes)

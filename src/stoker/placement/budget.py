@@ -1,0 +1,52 @@
+"""How much memory the rows of tables may take, and how they move where that is less than all of them need."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from stoker.base.settings import Settings, Useless, setting
+
+Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudget(Settings):
+    """The memory for rows. The numbers a model computes do not depend on it.
+
+    >>> MemoryBudget(device_memory="4GiB", in_flight=3).lookahead
+    64
+    """
+
+    panel: ClassVar[str] = "Memory"
+
+    device_memory: str | int | None = setting(
+        None, "For rows and their optimizer state, such as 4GiB; others lie at home.", unset="all", size=True
+    )
+    host_memory: str | int | None = setting(
+        None, "For rows at home; beyond, they lie in a file.", unset="80% of what is available", size=True
+    )
+    home_path: str | None = setting(None, "Directory of that file.", unset="the temporary one", options=("--home",))
+    strategy: Choice = setting("auto", "Of tables that do not fit. auto is what moves the fewest bytes.")
+    lookahead: int = setting(64, "Batches whose ids are known, beyond those in flight.", at_least=0)
+    foresight: bool = setting(False, "Read the ids of an epoch first: every next use is known, the fewest rows move.")
+    in_flight: int | None = setting(
+        None, "Batches whose rows are on the device; no more than fit.", unset="adapts", at_least=1
+    )
+    spill: Literal["parts", "refuse"] = setting(
+        "parts", "Work on batches with more rows than fit in parts, or refuse them."
+    )
+
+    def __post_init__(self) -> None:
+        if self.device_memory == "all":
+            self._set("device_memory", None)
+        if self.home_path is not None:
+            self._set("home_path", os.fspath(self.home_path))
+        super().__post_init__()
+
+    def useless(self) -> Useless:
+        yield from super().useless()
+        if self.device_memory is None:
+            names = ("host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill")
+            yield names, "without a limit on device memory all rows are there"
