@@ -62,7 +62,7 @@ def options_of(item: Field[Any]) -> tuple[str, ...]:
 
 
 @cache
-def hints_of(kind: type) -> dict[str, Any]:
+def hints_of(kind: Any) -> dict[str, Any]:
     """Return the types of all settings."""
     return get_type_hints(kind)
 

@@ -6,15 +6,19 @@ The library names its parameters (``batch_size``), the command line its options 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
+from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
+from stoker.training.settings import PARTS, RowOptimizerName
 
 
 def option(panel: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
@@ -22,29 +26,32 @@ def option(panel: str | None, text: str, *names: str, default: Any = None, **mor
     return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
 
 
+def alternatives(names: Sequence[str]) -> str:
+    """Return "a, b or c"."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 #: Kinds of row optimizers, for help texts.
-ROW_OPTIMIZERS = "sgd, momentum_sgd, adagrad, rowwise_adagrad, adam, adamw, ftrl or lamb"
-MEMORY_FOR_ROWS = "For rows and their optimizer state, such as 4GiB"
+ROW_OPTIMIZERS = alternatives(get_args(RowOptimizerName))
 
 DataArgument = Annotated[Path, typer.Argument(help="Directory that stoker prepare wrote, or its URL.")]
 RunArgument = Annotated[Path, typer.Argument(help="Run directory; it is only read.")]
 Import = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Model",
+        "Model class of your own, as package.module:Class; looked for in the current directory too.",
         "--import",
-        help="Model class of your own, as package.module:Class; looked for in the current directory too.",
         metavar="PATH",
+        default=...,
     ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
-#: Where a run has a budget already.
-Budget = Annotated[
-    str | None, typer.Option(help=f"{MEMORY_FOR_ROWS}. (default: the run's own)", rich_help_panel="Memory")
-]
-BatchSize = Annotated[int | None, typer.Option(help="Examples. (default: 2048)", rich_help_panel="Optimization")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a dataset that is there.", rich_help_panel="Results")
-]
+Dim = Annotated[int, option("Rows", "Columns of every table.", "--dim", "--embedding-dim", default=...)]
+Dtype = Annotated[str, option("Rows", "Of the tables: float32 or bfloat16.", default=...)]
+Optimizer = Annotated[str, option("Rows", f"Its state is with its row: {ROW_OPTIMIZERS}.", default=...)]
+Overwrite = Annotated[bool, option("Results", "Replace a dataset that is there.", "--overwrite", default=...)]
+Plot = Annotated[Path | None, option("Results", "File to write the curve to, as .png (needs matplotlib).", default=...)]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 OneObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Start = Annotated[
@@ -74,18 +81,110 @@ def import_model(path: str | None) -> str | None:
     return register(path).name
 
 
-def model_options(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with the model's own among them, ``bottom`` and so on, as ``model_options``."""
-    sizes = {name: settings.pop(name, None) for name in ("bottom", "top", "hidden")}
-    chosen: dict[str, Any] = {name: _sizes(text) for name, text in sizes.items() if text}
-    chosen |= dict(_name_value(text) for text in settings.pop("model_option", None) or [])
-    if settings.get("tt_own"):
-        settings["tt_own"] = own_numbers(settings["tt_own"])
-    return {**settings, "model_options": chosen} if chosen else settings
+def takes(
+    *wanted: type[Settings] | str, of_run: Sequence[type[Settings] | str] = (), without: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for settings; it gets those that were given as ``settings``, in place of which they stand.
+
+    Args:
+        wanted: classes of settings, or names of single ones. A parameter of the command replaces the one of its name.
+        of_run: settings of a run that is there already, whose values are their defaults.
+        without: names of settings that are left out.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        mine = _parameters(function)
+        made = {
+            each.name: each
+            for default, several in (("the run's own", of_run), (None, wanted))
+            for part, item in _declared(several)
+            if item.name not in mine and item.name not in without
+            for each in _options_for(part, item, default)
+        }
+        parameters: list[inspect.Parameter] = []
+        for each in mine.values():
+            parameters += made.values() if each.name == "settings" else [each]
+
+        def command(**given: Any) -> None:
+            settings = {name: given.pop(name) for name in made}
+            function(**given, settings=read_settings(settings))
+
+        # What typer looks at.
+        command.__doc__ = function.__doc__
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        command.__signature__ = inspect.Signature([each.replace(kind=keyword) for each in parameters])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters by name, their annotations as types."""
+    hints = get_type_hints(function, include_extras=True)
+    found = inspect.signature(function).parameters
+    return {name: each.replace(annotation=hints[name]) for name, each in found.items()}
+
+
+def _declared(several: Sequence[type[Settings] | str]) -> Iterator[tuple[type[Settings], Field[Any]]]:
+    """Yield settings with the classes that declare them."""
+    known = {item.name: (part, item) for part in PARTS for item in fields(part)}
+    for each in several:
+        names = [each] if isinstance(each, str) else [item.name for item in fields(each)]
+        yield from (known[name] for name in names)
+
+
+def _options_for(part: type[Settings], item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:
+    """Yield the options for a setting, one but for those of the model."""
+    if item.name == "model_options":
+        yield from _parameters(own_options).values()
+        return
+    hint, names = hints_of(part)[item.name], options_of(item)
+    kind: Any = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
+    if kind is bool:
+        names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
+    elif get_origin(hint) is Mapping:
+        kind = list[str]
+    made = option(part.panel, _help(part, item, default), *names, metavar=_METAVARS.get(item.name))
+    yield inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
+
+
+def _help(part: type[Settings], item: Field[Any], default: str | None) -> str:
+    """Return the help of a setting, with its choices and its default."""
+    text, value = item.metadata["help"], default_of(item)
+    if choices := choices_of(part, item.name):
+        first, _, more = text.partition(".")
+        text = f"{first}: {alternatives(choices)}.{more}"
+    if default is None:
+        default = item.metadata["unset"] if value is None else "on" if value is True else ""
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            default = f"{value:g}" if isinstance(value, float) else f"{value}"
+    return f"{text} (default: {default})" if default else text
+
+
+def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were given, as the library takes them."""
+    found = {name: value for name, value in given.items() if value not in (None, [])}
+    own = {name: found.pop(name) for name in _parameters(own_options) if name in found}
+    if own:
+        found["model_options"] = own_options(**own)
+    return {name: _READ[name](value) if name in _READ else value for name, value in found.items()}
+
+
+def own_options(
+    bottom: str | None = option("Model", "DLRM: bottom layers. (default: 512-256-64); TBSM: of a step's place."),
+    top: str | None = option("Model", "DLRM: top layers. (default: 512-256); TBSM: last layers. (default: 60)"),
+    hidden: str | None = option("Model", "DeepFM, DCN, DIN, tabular: layers of the MLP."),
+    model_option: list[str] | None = option("Model", "Any other option of the model, as name=value; may be repeated."),
+) -> dict[str, Any]:
+    """Return ``model_options`` from the options that stand for it."""
+    sizes = {"bottom": bottom, "top": top, "hidden": hidden}
+    chosen: dict[str, Any] = {name: _sizes(text) for name, text in sizes.items() if isinstance(text, str)}
+    return chosen | dict(map(_name_value, model_option if isinstance(model_option, list) else []))
 
 
 def own_numbers(texts: list[str]) -> dict[str, int]:
-    """``TABLE=K`` texts as a mapping."""
+    """Return ``TABLE=K`` texts as a mapping."""
     found = {}
     for text in texts:
         name, _, value = text.rpartition("=")
@@ -93,6 +192,18 @@ def own_numbers(texts: list[str]) -> dict[str, int]:
             raise ConfigError(f"--tt-own {text!r} is not TABLE=K. Write for example --tt-own user=2.")
         found[name] = int(value)
     return found
+
+
+def _ratio_and_floor(text: str) -> tuple[float, float]:
+    try:
+        ratio, floor = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--row-cow-clip {text!r} is not r,zeta. Write for example --row-cow-clip 1,1e-5.") from error
+    return ratio, floor
+
+
+_READ: dict[str, Callable[[Any], Any]] = {"tt_own": own_numbers, "row_cow_clip": _ratio_and_floor}
+_METAVARS = {"row_cow_clip": "R,ZETA", "tt_own": "TABLE=K"}
 
 
 def _sizes(text: str) -> list[int]:

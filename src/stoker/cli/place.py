@@ -11,17 +11,18 @@ from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, parse_count, parse_size
 from stoker.cli.options import (
-    MEMORY_FOR_ROWS,
-    ROW_OPTIMIZERS,
-    BatchSize,
     DataArgument,
+    Dim,
+    Dtype,
     OneObject,
-    model_options,
+    Optimizer,
     option,
     say,
     show_table,
+    takes,
 )
-from stoker.cli.train import takes
+from stoker.placement.budget import MemoryBudget
+from stoker.training.settings import MachineConfig, ModelConfig
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
@@ -35,20 +36,18 @@ _FREE_SHARE = 0.8  # of the device's free memory, where no budget is given
 _SLOTS, _TRACE = "Fast memory (one of three)", "Batches"
 
 
-@takes(
-    "host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill", "model", "embedding_dim",
-    "bottom", "top", "hidden", "model_option", "dtype", "tt_rank", "tt_rows", "tt_cores", "tt_own", "batch_size",
-    "row_optimizer", "device", "backend", "threads", batch_size=BatchSize,
-)  # fmt: skip
+@takes(MemoryBudget, ModelConfig, "batch_size", "row_optimizer", MachineConfig, without=("compile",))
 def plan(
     dataset: DataArgument,
-    device_memory: str | None = option("Memory", f"{MEMORY_FOR_ROWS}. (default: 80% of what is free)"),
+    device_memory: str | None = option(
+        "Memory", "For rows and their optimizer state, such as 4GiB. (default: 80% of what is free)"
+    ),
     *,
+    settings: dict[str, Any],
     allow_compression: bool = option(
         "Model", "Also propose tensor trains, which change the model.", "--allow-compression", default=False
     ),
     as_json: OneObject = False,
-    **given: Any,
 ) -> None:
     """Show where the tables of a model would lie, and what to expect, without training it.
 
@@ -65,9 +64,6 @@ def plan(
     stoker plan data/criteo --device-memory 1GiB --allow-compression
     stoker plan data/criteo --device-memory 1GiB --json
     """
-    settings = model_options({name: value for name, value in given.items() if value is not None})
-    settings |= {} if device_memory is None else {"device_memory": device_memory}
-
     import torch
 
     from stoker.base.device import device_memory as memory_of
@@ -78,11 +74,11 @@ def plan(
     from stoker.training.placing import place_run
     from stoker.training.step_time import measure_step
 
-    if given["threads"] is not None:
-        torch.set_num_threads(given["threads"])
+    if "threads" in settings:
+        torch.set_num_threads(settings["threads"])
     if device_memory is None:
-        settings["device_memory"] = str(int(_FREE_SHARE * memory_of(resolve_device(given["device"]))[0]))
-    config = TrainConfig.from_dict(settings)
+        device_memory = str(int(_FREE_SHARE * memory_of(resolve_device(settings.get("device")))[0]))
+    config = TrainConfig.from_dict({**settings, "device_memory": device_memory})
     data = open_dataset(dataset)
     placement = place_run(config, data, config.make_row_optimizer(Constant()))
     if placement is None:  # --device-memory all
@@ -175,9 +171,9 @@ def replay(
     steps: int | None = option(_TRACE, "Batches in all. (default: one epoch)"),
     order: str = option(_TRACE, "shuffled, as in training, or file.", default="shuffled"),
     seed: int = option(_TRACE, "Of the shuffled order.", default=0),
-    dim: int = option("Rows", "Columns of every table.", "--dim", "--embedding-dim", default=16),
-    dtype: str = option("Rows", "Of the tables: float32 or bfloat16.", default="float32"),
-    optimizer: str = option("Rows", f"Its state travels with a row: {ROW_OPTIMIZERS}.", default="rowwise_adagrad"),
+    dim: Dim = 16,
+    dtype: Dtype = "float32",
+    optimizer: Optimizer = "rowwise_adagrad",
     as_json: OneObject = False,
 ) -> None:
     """Replay the ids of a dataset through cache strategies, without training.

@@ -12,10 +12,13 @@ from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
 from stoker.base.units import format_duration, format_size, quoted
 from stoker.cli.options import (
-    ROW_OPTIMIZERS,
     DataArgument,
+    Dim,
+    Dtype,
     OneObject,
+    Optimizer,
     Overwrite,
+    Plot,
     check_new_files,
     option,
     say,
@@ -25,16 +28,16 @@ from stoker.cli.options import (
 if TYPE_CHECKING:
     from stoker.rewrite.hot_profile import HotProfile
 
-_ROWS, _SAMPLE, _PROFILE, _ORDER, _COST = "Rows", "Sample", "Profile", "Order", "Cost"
+_SAMPLE, _PROFILE, _ORDER, _COST = "Sample", "Profile", "Order", "Cost"
 _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 
 def profile(
     dataset: DataArgument,
     budget: str = option("Memory", "For hot rows and their optimizer state.", "--device-memory", default="512MiB"),
-    dim: int = option(_ROWS, "Columns of every table.", "--dim", "--embedding-dim", default=16),
-    dtype: str = option(_ROWS, "Of the tables: float32 or bfloat16.", default="float32"),
-    optimizer: str = option(_ROWS, f"Its state lies with the row: {ROW_OPTIMIZERS}.", default="rowwise_adagrad"),
+    dim: Dim = 16,
+    dtype: Dtype = "float32",
+    optimizer: Optimizer = "rowwise_adagrad",
     exact: bool = option(
         _SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
     ),
@@ -44,7 +47,7 @@ def profile(
     confidence: str | None = option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)"),
     seed: int = option(_SAMPLE, "Of the rows that are drawn; 0 or more.", default=0),
     out: Path | None = option("Results", "File to write the profile to, as JSON, for stoker classify."),
-    plot: Path | None = option("Results", "File to write the curve to, as .png (needs matplotlib)."),
+    plot: Plot = None,
     as_json: OneObject = False,
 ) -> None:
     """Find the rows that are accessed most, as many as fit a budget, and what they would serve.

@@ -12,7 +12,6 @@ from stoker.base.errors import DataError
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, plural
 from stoker.cli.options import (
-    Budget,
     Data,
     Import,
     Json,
@@ -23,8 +22,11 @@ from stoker.cli.options import (
     import_model,
     say,
     show_table,
+    takes,
 )
-from stoker.cli.train import metric_names, show_metrics, takes
+from stoker.cli.train import metric_names, show_metrics
+from stoker.placement.budget import MemoryBudget
+from stoker.training.settings import MachineConfig
 
 if TYPE_CHECKING:
     from stoker.dataset.dataset import Dataset
@@ -34,11 +36,7 @@ if TYPE_CHECKING:
     from stoker.training.tools.verify import Verification
 
 _LOOKAHEAD = 64  # batches
-_SCORING = ("host_memory", "home_path", "device", "backend", "threads")
-_AGAIN = (
-    "host_memory", "home_path", "strategy", "lookahead", "foresight", "in_flight", "spill", "device", "backend",
-    "threads",
-)  # fmt: skip
+_PLACED = ("device_memory", "host_memory", "home_path")
 
 Run = Annotated[Path, typer.Argument(help="Run directory (its best checkpoint is taken) or checkpoint; or a URL.")]
 SplitName = Annotated[str, typer.Option(help="train, valid or test.")]
@@ -46,7 +44,7 @@ Rows = Annotated[int | None, typer.Option(help="The first so many rows only.", m
 BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (default: 8192, or what fits)", min=1)]
 
 
-@takes(*_SCORING)
+@takes(MachineConfig, of_run=_PLACED)
 def evaluate(
     run: Run,
     data: Data = None,
@@ -57,10 +55,9 @@ def evaluate(
         None, "--k", help="Places of a list for nDCG and hit rate. (default: the run's)", min=1
     ),
     batch_size: BatchSize = None,
-    device_memory: Budget = None,
     *,
+    settings: dict[str, Any],
     as_json: Json = False,
-    **given: Any,
 ) -> None:
     """Evaluate a trained model, with its rows where the run had them.
 
@@ -71,7 +68,7 @@ def evaluate(
     from stoker.training.scores.evaluation import evaluate as run_evaluation
     from stoker.training.scores.evaluation import finite
 
-    loaded, chosen, size = _open(run, data, imported, split, batch_size, device_memory=device_memory, **given)
+    loaded, chosen, size = _open(run, data, imported, split, batch_size, settings)
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
     if as_json:
@@ -83,7 +80,7 @@ def evaluate(
     say(f"checkpoint: {loaded.path}")
 
 
-@takes(*_SCORING)
+@takes(MachineConfig, of_run=_PLACED)
 def predict(
     run: Run,
     out: Annotated[
@@ -97,10 +94,9 @@ def predict(
     split: SplitName = "test",
     rows: Rows = None,
     batch_size: BatchSize = None,
-    device_memory: Budget = None,
     *,
+    settings: dict[str, Any],
     as_json: Json = False,
-    **given: Any,
 ) -> None:
     """Write a score for every row of a split to a Parquet or CSV file.
 
@@ -111,7 +107,7 @@ def predict(
     from stoker.training.scores.evaluation import check_scores_file, write_scores
 
     check_scores_file(out)
-    loaded, chosen, size = _open(run, data, imported, split, batch_size, device_memory=device_memory, **given)
+    loaded, chosen, size = _open(run, data, imported, split, batch_size, settings)
     count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
     if as_json:
         print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
@@ -125,11 +121,7 @@ def _open(
     imported: str | None,
     split: str,
     batch_size: int | None,
-    *,
-    device: str | None,
-    backend: Any,
-    threads: int | None,
-    **memory: str | None,
+    settings: dict[str, Any],
 ) -> tuple[Any, Split, int]:
     """The model, its rows where the run had them or the options say, the rows to score, and how many at a time."""
     from stoker.base.device import resolve_device
@@ -139,23 +131,23 @@ def _open(
     from stoker.training.placing import place_scoring
     from stoker.training.scores.evaluation import check_dataset
 
-    if threads is not None:
+    if "threads" in settings:
         import torch
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(settings["threads"])
     import_model(imported)
     checkpoint = find_checkpoint(run)
     saved_model(checkpoint, read_manifest(checkpoint))  # refuses what no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
-    on = resolve_device(device)
-    given = {name: value for name, value in memory.items() if value is not None}
+    on = resolve_device(settings.get("device"))
+    given = {name: settings[name] for name in _PLACED if name in settings}
     if data is None or "device_memory" not in given:
         given = {**settings_around(checkpoint), **given}
     placement, size = place_scoring(
         read_manifest(checkpoint), dataset, given, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
     )
-    loaded = load(checkpoint, device=on, backend=backend or "auto", placement=placement)
+    loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, chosen, size
 
@@ -175,17 +167,16 @@ def _with_rows(dataset: Dataset, name: str) -> Split:
     return split
 
 
-@takes(*_AGAIN)
+@takes(of_run=(MemoryBudget, MachineConfig))
 def verify(
     run: RunArgument,
     steps: int = typer.Option(50, help="Steps to replay."),
     start: Start = None,
     data: Data = None,
     imported: Import = None,
-    device_memory: Budget = None,
     *,
+    settings: dict[str, Any],
     as_json: OneObject = False,
-    **given: Any,
 ) -> None:
     """Check that a run computes the same bits as one with all its rows in fast memory.
 
@@ -200,7 +191,6 @@ def verify(
     stoker verify runs/a --steps 200 --from start
     stoker verify runs/a --device-memory 256MiB --host-memory 1GiB --home /fast
     """
-    settings = _rerun_settings({"device_memory": device_memory, **given})
     begin = begin_at(start)
     import_model(imported)
 
@@ -229,7 +219,7 @@ def _show_verification(found: Verification) -> None:
         say(f"different {found.difference}", "bold red")
 
 
-@takes(*_AGAIN)
+@takes(of_run=(MemoryBudget, MachineConfig))
 def trace(
     run: RunArgument,
     steps: int = typer.Option(30, help="Steps to record."),
@@ -237,10 +227,9 @@ def trace(
     start: Start = None,
     data: Data = None,
     imported: Import = None,
-    device_memory: Budget = None,
     *,
+    settings: dict[str, Any],
     as_json: OneObject = False,
-    **given: Any,
 ) -> None:
     """Record what every thread does during some steps of a run.
 
@@ -253,7 +242,6 @@ def trace(
     stoker trace runs/a
     stoker trace runs/a --steps 100 --device-memory 256MiB --out runs-a.json
     """
-    settings = _rerun_settings({"device_memory": device_memory, **given})
     begin = begin_at(start)
     import_model(imported)
     replaced = out.exists()
@@ -290,13 +278,6 @@ def _show_trace(found: Trace, replaced: bool) -> None:
         say(f"Work in {', '.join(beside)} goes on beside training, so the shares may add up to more than 100 %.")
     before = ", in place of the one that was there" if replaced else ""
     say(f"timeline: {found.out}{before} (https://ui.perfetto.dev opens it)")
-
-
-def _rerun_settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments of a command that replace settings of a run gone over again."""
-    from stoker.training.config import MACHINE
-
-    return {name: given[name] for name in sorted(MACHINE) if given[name] is not None}
 
 
 def compare(

@@ -22,10 +22,10 @@ class MemoryBudget(Settings):
     panel: ClassVar[str] = "Memory"
 
     device_memory: str | int | None = setting(
-        None, "For rows and their optimizer state, such as 4GiB; others lie at home.", unset="all", size=True
+        None, "For rows and their optimizer state, such as 4GiB; other rows are in main memory.", unset="all", size=True
     )
     host_memory: str | int | None = setting(
-        None, "For rows at home; beyond, they lie in a file.", unset="80% of what is available", size=True
+        None, "For rows that do not fit there; beyond, they are in a file.", unset="80% of what is available", size=True
     )
     home_path: str | None = setting(None, "Directory of that file.", unset="the temporary one", options=("--home",))
     strategy: Choice = setting("auto", "Of tables that do not fit. auto is what moves the fewest bytes.")
