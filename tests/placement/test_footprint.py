@@ -9,6 +9,7 @@ import torch
 import stoker
 from stoker import Batch, Cached, EmbeddingTables, RowWiseAdagrad, TableConfig, stage
 from stoker.placement import footprint as footprint_module
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses, uses_of
 from stoker.placement.footprint import Footprint
 from stoker.tables.links.cuda_link import staging_bytes
@@ -28,7 +29,8 @@ def tables_of(*rows: int) -> list[TableConfig]:
 def of(
     uses: list[Uses], *, lookahead: int = 64, on_cpu: bool = True, rounded: bool = False, foresight: bool = False
 ) -> Footprint:
-    return Footprint(uses, ROW, lookahead=lookahead, in_flight=2, on_cpu=on_cpu, rounded=rounded, foresight=foresight)
+    budget = MemoryBudget(lookahead=lookahead, in_flight=2, foresight=foresight)
+    return Footprint(uses, ROW, budget, on_cpu=on_cpu, rounded=rounded)
 
 
 class Stream(list[Batch]):

@@ -173,7 +173,7 @@ def test_hot_rows_without_room_are_refused_or_passed_over() -> None:
         planned("200KiB", hot_batches=apart, strategy="hot-cold")
     with pytest.raises(ConfigError, match="take all slots, and leave none for hot rows"):
         planned("20KiB", strategy="hot-cold")
-    with pytest.raises(ConfigError, match=r"strategy 'best' is unknown\. Choose one of auto, cached, hot-cold"):
+    with pytest.raises(ConfigError, match=r"strategy 'best' is unknown\. Choose one of 'auto', 'cached', 'hot-cold'"):
         planned("200KiB", strategy="best")
 
 

@@ -293,7 +293,7 @@ def test_budgets_are_refused_before_anything_is_made(data: Dataset, tmp_path: Pa
         ({"device_memory": "much"}, "not a number with a unit"),
         ({"spill": "never"}, "spill 'never' is unknown"),
         ({"strategy": "hot"}, "strategy 'hot' is unknown. Choose one of 'auto', 'cached', 'hot-cold'"),
-        ({"lookahead": -1}, "must not be a negative"),
+        ({"lookahead": -1}, "must not be negative"),
         ({"in_flight": 0}, "must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -134,7 +134,7 @@ def _declared(several: Sequence[type[Settings] | str]) -> Iterator[tuple[type[Se
         yield from (known[name] for name in names)
 
 
-def _options_for(part: type[Settings], item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:
+def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:
     """Yield the options for a setting, one but for those of the model."""
     if item.name == "model_options":
         yield from _parameters(own_options).values()
@@ -143,13 +143,15 @@ def _options_for(part: type[Settings], item: Field[Any], default: str | None) ->
     kind: Any = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
     if kind is bool:
         names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
-    elif get_origin(hint) is Mapping:
+    text = _help(part, item, default)
+    if get_origin(hint) is Mapping:
         kind = list[str]
-    made = option(part.panel, _help(part, item, default), *names, metavar=_METAVARS.get(item.name))
+        text = f"{text.removesuffix('.')}; may be repeated."
+    made = option(part.panel, text, *names, metavar=_METAVARS.get(item.name))
     yield inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
 
 
-def _help(part: type[Settings], item: Field[Any], default: str | None) -> str:
+def _help(part: Any, item: Field[Any], default: str | None) -> str:
     """Return the help of a setting, with its choices and its default."""
     text, value = item.metadata["help"], default_of(item)
     if choices := choices_of(part, item.name):

@@ -141,12 +141,12 @@ def _open(
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
     on = resolve_device(settings.get("device"))
-    given = {name: settings[name] for name in _PLACED if name in settings}
-    if data is None or "device_memory" not in given:
-        given = {**settings_around(checkpoint), **given}
+    own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
+    given = {name: settings.get(name, own.get(name)) for name in _PLACED}
     placement, size = place_scoring(
-        read_manifest(checkpoint), dataset, given, batch_size=batch_size, lookahead=_LOOKAHEAD, device=on
-    )
+        read_manifest(checkpoint), dataset, MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given}), batch_size=batch_size,
+        device=on,
+    )  # fmt: skip
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, chosen, size

@@ -30,6 +30,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import Uses
 from stoker.tables.links.cuda_link import staging_bytes
 from stoker.tables.slots.residency import ENOUGH
@@ -93,35 +94,31 @@ class Footprint:
     Args:
         uses: of each table.
         row_bytes: of a row with its optimizer state.
-        lookahead: batches whose ids are known in advance.
-        in_flight: batches whose rows are in slots.
+        budget: ``lookahead``, ``in_flight`` and ``foresight``.
         on_cpu: the slots lie in main memory, as everything beside them does.
         rounded: the weights are bfloat16.
-        foresight: next uses are known beyond the window.
     """
 
     def __init__(
         self,
         uses: Sequence[Uses],
         row_bytes: int,
+        budget: MemoryBudget,
         *,
-        lookahead: int,
-        in_flight: int,
         on_cpu: bool,
         rounded: bool,
-        foresight: bool = False,
     ) -> None:
         self.rows = sum(use.num_rows for use in uses)  # N
         self.distinct = math.ceil(sum(use.distinct for use in uses))  # U
         self.lookups = math.ceil(sum(float(use.lookups @ use.rows) for use in uses))  # L
         self.row_bytes = row_bytes
-        self.in_flight = in_flight
+        self.in_flight = budget.in_flight or 2
         self.on_cpu = on_cpu
-        self.foresight = foresight
+        self.foresight = budget.foresight
         self.slot_bytes = row_bytes + (_ROUNDED_SLOT if rounded else 0)
         self.hot_bytes = self.slot_bytes + (HOT_MARK if on_cpu else 0)  # of fast memory that a hot row takes
-        self._window = Window(uses, lookahead)
-        self._most = lookahead + 1
+        self._window = Window(uses, budget.lookahead)
+        self._most = budget.lookahead + 1
         # Rows from the most frequent on, and how many of them a batch has.
         rows, q = (np.concatenate([getattr(use, name) for use in uses]) for name in ("rows", "q"))
         order = np.argsort(-q, kind="stable")

@@ -14,6 +14,7 @@ import torch
 from stoker.base.device import available_memory
 from stoker.base.errors import ConfigError, DependencyError
 from stoker.base.units import format_count, format_size, plural
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Traffic, Uses, expect, expect_hot_cold, mixed, parted, phases, resting
 from stoker.placement.footprint import HOT_MARK, Footprint, Window
 from stoker.placement.profile import Profile, measure_profile
@@ -64,22 +65,19 @@ class Workload:
 
     uses: Mapping[str, Uses]  # of every table
     state: Mapping[str, str]  # of the row optimizer
-    lookahead: int
-    in_flight: int | None
+    budget: MemoryBudget
     device: torch.device
-    foresight: bool = False
     hot_batches: HotBatches | None = None  # where batches of hot rows are kept apart
 
     def depth(self, home: str | None) -> int:
         """Batches in flight: as given, or what :func:`stoker.stage` begins with."""
-        return self.in_flight or (2 if home == "file" or self.device.type == "cuda" else 1)
+        return self.budget.in_flight or (2 if home == "file" or self.device.type == "cuda" else 1)
 
     def footprint(self, tables: Sequence[TableConfig]) -> Footprint:
         """The memory of tables that share slots."""
         return Footprint(
-            [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state), lookahead=self.lookahead,
-            in_flight=self.depth("file"), on_cpu=self.device.type == "cpu", rounded=tables[0].dtype == "bfloat16",
-            foresight=self.foresight,
+            [self.uses[table.name] for table in tables], row_bytes(tables[0], self.state), self.budget,
+            on_cpu=self.device.type == "cpu", rounded=tables[0].dtype == "bfloat16",
         )  # fmt: skip
 
     def traffic(self, tables: Sequence[TableConfig], strategy: Slotted, slots: int) -> tuple[Traffic, bool]:
@@ -115,7 +113,8 @@ class Workload:
         if stay:
             found = expect_hot_cold(uses, stay, slots, in_flight=depth)
         else:
-            known = None if self.foresight else min(self.lookahead, Window(uses, self.lookahead).batches(slots))
+            ahead = self.budget.lookahead
+            known = None if self.budget.foresight else min(ahead, Window(uses, ahead).batches(slots))
             found = expect(
                 uses, slots, lookahead=known, in_flight=depth, transient=not isinstance(strategy, Cached)
             )  # fmt: skip

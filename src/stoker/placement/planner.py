@@ -15,8 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size, parse_size
 from stoker.optim import RowOptimizer
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches, Uses, choose_hot, parted, phases, roomy, uses_of
 from stoker.placement.footprint import Footprint
 from stoker.placement.placement import Placement, Workload, row_bytes
@@ -36,8 +36,6 @@ from stoker.tables.embedding import EmbeddingTables
 from stoker.tables.stores.log_home import index_bytes
 
 Kind = tuple[int, str, str]  # dim, pooling, dtype: tables that may share slots
-Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
-CHOICES: tuple[str, ...] = get_args(Choice)
 _CLASSES: dict[str, type[Slotted]] = {"cached": Cached, "hot-cold": HotCold, "host-pipelined": HostPipelined}
 
 _SHARES = 16  # parts in which memory is dealt out to several kinds
@@ -51,21 +49,15 @@ def plan(
     counts: Mapping[str, Any] | None = None,
     *,
     optimizer: RowOptimizer | None = None,
-    device_memory: int | str,
-    host_memory: int | str | None = None,
+    budget: MemoryBudget | None = None,
     batch_size: int = 2048,
-    in_flight: int | None = None,
-    lookahead: int = 64,
-    spill: Literal["parts", "refuse"] = "parts",
-    foresight: bool = False,
-    strategy: Choice = "auto",
     tensor_trains: Mapping[str, TensorTrain] | None = None,
     hot_batches: HotBatches | None = None,
-    path: str | Path | None = None,
     device: torch.device | str | None = None,
     profile: Profile | None = None,
     ids_per_feature: float | Mapping[str, float] | None = None,
     max_ids: int | Mapping[str, int] | None = None,
+    **memory: Any,
 ) -> Placement:
     """Where every table should lie. The numbers a model computes do not depend on it.
 
@@ -75,44 +67,40 @@ def plan(
         counts: table -> training occurrences by id [num_embeddings], falling, such as ``dataset.counts``. Tables
             without are taken to follow Zipf's law with exponent 1.05.
         optimizer: the row optimizer, whose state travels with a row; None: that of ``tables``, if it has one.
-        device_memory: bytes for rows and their state in fast memory, such as "4GiB". Where the device is the CPU they
-            also cover what it takes to find and plan the rows. The dense part needs its own.
-        host_memory: bytes for all rows at home, and with a GPU for finding and planning rows; None takes 80 % of what
-            is available (less ``device_memory``, where the device is the CPU). Homes that need more become files.
+        budget: the memory settings; None takes them from ``memory``.
         batch_size: examples.
-        in_flight: batches whose rows are in fast memory at a time; None as in :func:`stoker.stage`.
-        lookahead: batches whose ids are known in advance.
-        spill: whether batches with more rows than slots are worked on in parts or refused.
-        foresight: the next use of every row is known to the end of the epoch (:func:`stoker.stage`).
-        strategy: of tables that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is
-            expected to move the fewest bytes.
         tensor_trains: tables whose cores lie on the device instead of their rows. Never chosen: they change the model.
         hot_batches: of a classified dataset that is read by its schedule; ``HotCold`` keeps its profile's hot rows.
-        path: directory of homes in files; None means the system's temporary one.
         device: where the slots are; None takes the first GPU, else the CPU.
         profile: costs of the machine; None measures this one when they are first asked for.
         ids_per_feature: mean ids of a feature in an example, for all features or by feature; None means 1.
         max_ids: the most ids of a feature in an example; None means ``ids_per_feature`` rounded up.
+        memory: the memory settings by name. ``device_memory``: bytes for rows and their state in fast memory, such as
+            "4GiB"; where the device is the CPU they also cover what it takes to find and plan the rows; the dense part
+            needs its own. ``host_memory``: bytes for all rows in main memory, and with a GPU for finding and planning
+            rows; None takes 80 % of what is available (less ``device_memory``, where the device is the CPU); rows that
+            need more are in a file in the directory ``path``, None: the system's temporary one. ``strategy`` of tables
+            that do not fit: "cached", "hot-cold", "host-pipelined", or "auto", the one that is expected to move the
+            fewest bytes. ``lookahead``, ``in_flight`` and ``foresight`` as for :func:`stoker.stage`. ``spill``: whether
+            batches with more rows than slots are worked on in "parts" or refused ("refuse").
 
     Raises:
         ConfigError: a budget that cannot work, with the smallest that does; or a setting out of its range.
     """
     tables, optimizer = _given(tables, optimizer)
-    if batch_size < 1 or lookahead < 0 or (in_flight is not None and in_flight < 1):
-        raise ConfigError(
-            f"batch_size={batch_size}, lookahead={lookahead} and in_flight={in_flight} must be at least 1, 0 and 1."
-        )
-    check_choice(strategy)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+    settings = _memory(budget, memory)
     chosen = resolve_device(device)
-    budget = parse_size(device_memory)
+    limit = parse_size(settings.device_memory or 0)
     mean = {name: _of(ids_per_feature, name, 1.0) for table in tables for name in table.features}
     most = {name: int(_of(max_ids, name, math.ceil(mean[name]))) for name in mean}
     state = dict(optimizer.state)
     work = Workload(
-        uses=_uses(tables, counts or {}, batch_size, mean), state=state, lookahead=lookahead, in_flight=in_flight,
-        device=chosen, foresight=foresight, hot_batches=hot_batches,
+        uses=_uses(tables, counts or {}, batch_size, mean), state=state, budget=settings, device=chosen,
+        hot_batches=hot_batches,
     )  # fmt: skip
-    needs = _Needs(work, most, spill)
+    needs = _Needs(work, most)
     trains = {name: each for name, each in (tensor_trains or {}).items() if name in work.uses}
     everything, tables = tables, [table for table in tables if table.name not in trains]
     cores = sum(
@@ -120,36 +108,36 @@ def plan(
         for table in stored_tables([table for table in everything if table.name in trains], trains)
     )
     total = sum(needs.bytes(table) for table in tables)
-    if total + cores <= budget:
+    if total + cores <= limit:
         _check_device(total + cores, chosen)
         return Placement(everything, {**{table.name: Device() for table in tables}, **trains}, work, profile)
-    if cores >= budget:
+    if cores >= limit:
         raise ConfigError(
             f"the cores of {len(trains)} tensor-train tables need {format_size(cores)} with their state, but the "
-            f"budget for rows is {format_size(budget)}. Give more device memory, or a lower rank."
+            f"budget for rows is {format_size(limit)}. Give more device memory, or a lower rank."
         )
-    budget -= cores
+    limit -= cores
     on_cpu = chosen.type == "cpu"
 
-    def placed(budget: int) -> _Placed:
-        needs.check(tables, budget, batch_size)
-        resident, slots = _divide(tables, budget, needs, work)
+    def placed(limit: int) -> _Placed:
+        needs.check(tables, limit, batch_size)
+        resident, slots = _divide(tables, limit, needs, work)
         rest = [table for table in tables if table not in resident]
         first = Division(strategy=Cached, resident=resident, rest=rest, slots=slots)
-        division, moved, choice = weigh(first, work, budget, strategy, needs.largest_slots)
+        division, moved, choice = weigh(first, work, limit, needs.largest_slots)
         homes = sum(needs.bytes(table) for table in division.rest)
         beside, given = (0, needs.taken(division)) if on_cpu else (needs.beside(division), 0)
-        return _Placed(division, moved, choice, *_home(homes, beside, host_memory, given, path))
+        return _Placed(division, moved, choice, *_home(homes, beside, given, settings))
 
-    found = placed(budget)
-    options: dict[str, Any] = {"home": found.home, "spill": spill}
+    found = placed(limit)
+    options: dict[str, Any] = {"home": found.home, "spill": settings.spill}
     if found.home == "file":
-        options |= {"path": None if path is None else str(path), "writes": "in-place"}
+        options |= {"path": settings.home_path, "writes": "in-place"}
         # The index of a log is worth a little of the memory that rows would have.
         index = index_bytes(sum(table.num_embeddings for table in tables))
-        if index * _INDEX_SHARE <= (budget if on_cpu else found.room):
+        if index * _INDEX_SHARE <= (limit if on_cpu else found.room):
             with suppress(ConfigError):  # the index leaves too little
-                found = placed(budget - index) if on_cpu else found
+                found = placed(limit - index) if on_cpu else found
                 options["writes"] = "append"
     division, moved, choice, note = found.division, found.moved, found.choice, found.note
     _check_device(needs.taken(division) + cores, chosen)
@@ -161,6 +149,19 @@ def plan(
     }
     strategies = {table.name: Device() if table in resident else of_kind[kind_of(table)] for table in tables}
     return Placement(everything, {**strategies, **trains}, work, profile, note, moved, choice)
+
+
+def _memory(budget: MemoryBudget | None, given: dict[str, Any]) -> MemoryBudget:
+    """Return the memory settings."""
+    if budget is None:
+        if "path" in given:
+            given["home_path"] = given.pop("path")
+        budget = MemoryBudget.from_dict(given)
+    elif given:
+        raise ConfigError(f"plan takes a budget or memory settings by name ({', '.join(given)}), not both.")
+    if budget.device_memory is None:
+        raise ConfigError("plan needs a limit on fast memory. Give for example device_memory='4GiB'.")
+    return budget
 
 
 def _of(given: float | Mapping[str, float] | None, name: str, default: float) -> float:
@@ -227,8 +228,8 @@ class _Placed(NamedTuple):
 class _Needs:
     """What tables need: rows in slots, and bytes of fast memory."""
 
-    def __init__(self, work: Workload, most: Mapping[str, int], spill: str) -> None:
-        self.work, self.most, self.spill = work, most, spill
+    def __init__(self, work: Workload, most: Mapping[str, int]) -> None:
+        self.work, self.most, self.spill = work, most, work.budget.spill
         self.uses, self.state = work.uses, work.state
         self._footprints: dict[tuple[str, ...], Footprint] = {}
 
@@ -261,12 +262,12 @@ class _Needs:
         """With fewer, tables of one kind cannot be trained."""
         largest = self.largest_slots(members)
         if self.spill == "refuse":
-            return max(largest, self.in_flight_slots(members, self.work.in_flight or 1))
+            return max(largest, self.in_flight_slots(members, self.work.budget.in_flight or 1))
         return largest
 
     def wanted_slots(self, members: Sequence[TableConfig]) -> int:
         """With these, one batch can be staged while another is trained."""
-        return self.in_flight_slots(members, self.work.in_flight or 2)
+        return self.in_flight_slots(members, self.work.budget.in_flight or 2)
 
     def fast(self, tables: Sequence[TableConfig], slots: Callable[[Sequence[TableConfig]], int]) -> int:
         """Bytes of fast memory for tables of any kinds, each kind behind so many slots."""
@@ -289,7 +290,7 @@ class _Needs:
         if budget >= least:
             return
         if self.spill == "refuse":
-            depth = self.work.in_flight or 1
+            depth = self.work.budget.in_flight or 1
             number = "a batch" if depth == 1 else f"{depth} batches in flight"
             what = f"{number} of {batch_size:,} examples needs about {format_size(least)} of rows at once"
             remedy = "lower in_flight or batch_size, or choose spill='parts', which works on large batches in parts"
@@ -373,20 +374,17 @@ def _deal(
     return slots, sum(moved(kind, value) for kind, value in given.items())
 
 
-def _home(
-    needed: int, beside: int, host_memory: int | str | None, slots: int, path: str | Path | None
-) -> tuple[Literal["memory", "file"], float, str]:
+def _home(needed: int, beside: int, slots: int, settings: MemoryBudget) -> tuple[Literal["memory", "file"], float, str]:
     """Where rows lie that do not fit the device, the bytes of main memory there are for them, and why.
 
     Args:
         needed: bytes of all their rows.
         beside: bytes of main memory that it takes to find and plan them.
-        host_memory: as for :func:`plan`.
         slots: bytes of main memory that are given away already.
-        path: as for :func:`plan`.
+        settings: ``host_memory`` and ``home_path``.
     """
-    if host_memory is not None:
-        room: float = parse_size(host_memory)
+    if settings.host_memory is not None:
+        room: float = parse_size(settings.host_memory)
         given = f"host_memory {format_size(room)}"
     else:
         available = available_memory()
@@ -396,7 +394,7 @@ def _home(
         return "memory", room - beside, f"the rows at home take {format_size(needed)} of memory"
     if beside:
         given += f" less {format_size(beside)} to find and plan them"
-    where = "the system's temporary directory" if path is None else str(path)
+    where = "the system's temporary directory" if settings.home_path is None else settings.home_path
     why = f"the rows at home need {format_size(needed)}, more than {given}: they lie in a file in {where}"
     return "file", room - beside, why
 
@@ -416,14 +414,6 @@ def _at_least(size: int) -> str:
         if size >= factor:
             return f"{math.ceil(size / factor * 10) / 10:g}{unit}"
     return f"{math.ceil(size / 1024)}KiB"
-
-
-def check_choice(strategy: str) -> None:
-    """Refuse a strategy that does not exist."""
-    if strategy not in CHOICES:
-        raise ConfigError(
-            f"strategy {strategy!r} is unknown. Choose one of {', '.join(CHOICES)}.", settings=("strategy",)
-        )
 
 
 def kind_of(table: TableConfig) -> Kind:
@@ -467,21 +457,20 @@ class Division:
 
 
 def weigh(
-    cached: Division, work: Workload, budget: int, strategy: Choice, largest: Callable[[Sequence[TableConfig]], int]
+    cached: Division, work: Workload, budget: int, largest: Callable[[Sequence[TableConfig]], int]
 ) -> tuple[Division, dict[str, float], str]:
     """The division asked for, or the one that moves the fewest bytes; what each moves in a step, and why in a sentence.
 
     Args:
         cached: how a cache would lie.
-        work: what to judge by.
+        work: what to judge by, and the strategy that the user asked for.
         budget: bytes of fast memory.
-        strategy: the user's choice.
         largest: rows of the largest example of tables of one kind.
 
     Raises:
         ConfigError: hot rows were asked for, and there is no room for them.
     """
-    found: dict[str, Division] = {"cached": cached}
+    found, strategy = {"cached": cached}, work.budget.strategy
     hot, problem = _hot_cold(cached, work, budget, largest)
     if hot is not None:
         found["hot-cold"] = hot
@@ -513,7 +502,7 @@ def least_moved(moved: Mapping[str, float], *, known: bool) -> str:
     return next(name for name in order if moved.get(name, math.inf) <= least * _AS_GOOD)
 
 
-def _why(strategy: Choice, chosen: str, moved: Mapping[str, float], problem: str) -> str:
+def _why(strategy: str, chosen: str, moved: Mapping[str, float], problem: str) -> str:
     if strategy != "auto":
         return ", as asked for"
     if moved[chosen] > min(moved.values()):

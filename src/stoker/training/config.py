@@ -13,6 +13,7 @@ import torch
 from stoker.base.checks import near
 from stoker.base.device import resolve_device
 from stoker.base.errors import ConfigError
+from stoker.base.settings import Useless
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
 from stoker.optim import (
@@ -42,7 +43,6 @@ from stoker.training.settings import (
     RunConfig,
     ScalingConfig,
     ScheduleConfig,
-    Useless,
 )
 
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

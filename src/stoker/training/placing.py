@@ -25,6 +25,7 @@ from stoker.dataset.spec import FeatureSpec
 from stoker.dataset.split import BatchStream, EpochRest
 from stoker.models import MODELS, RecModel
 from stoker.optim import RowOptimizer
+from stoker.placement.budget import MemoryBudget
 from stoker.placement.expected import HotBatches
 from stoker.placement.placement import Placement, row_bytes
 from stoker.placement.planner import plan
@@ -98,6 +99,7 @@ def place(
     data: Dataset,
     tables: tuple[TableConfig, ...],
     optimizer: RowOptimizer,
+    budget: MemoryBudget,
     *,
     batch_size: int = 2048,
     scheduled: bool = False,
@@ -127,18 +129,17 @@ def place(
     known = data.hot_cold if scheduled else None
     hot = None if known is None else HotBatches(rows=known["hot_rows"], share=len(data.hot) / examples)
     return plan(
-        tables, counts, optimizer=optimizer, batch_size=batch_size, hot_batches=hot, ids_per_feature=mean, max_ids=most,
-        **options,
+        tables, counts, optimizer=optimizer, budget=budget, batch_size=batch_size, hot_batches=hot,
+        ids_per_feature=mean, max_ids=most, **options,
     )  # fmt: skip
 
 
 def place_scoring(
     manifest: Mapping[str, Any],
     data: Dataset,
-    settings: Mapping[str, Any],
+    budget: MemoryBudget,
     *,
     batch_size: int | None,
-    lookahead: int,
     device: torch.device,
 ) -> tuple[Placement | None, int]:
     """Where a checkpoint's rows are while they score ``data``, and the number of examples at a time.
@@ -146,9 +147,8 @@ def place_scoring(
     Args:
         manifest: of the checkpoint.
         data: its dataset.
-        settings: ``device_memory`` (None or "all": no limit), ``host_memory`` and ``home_path``.
+        budget: the memory for rows.
         batch_size: None takes as many as the budget allows, at most 8192.
-        lookahead: batches whose ids are known in advance.
         device: where the slots are.
 
     Returns:
@@ -163,17 +163,12 @@ def place_scoring(
     trains = {name: TensorTrain.from_dict(values) for name, values in model.get("tensor_train", {}).items()}
     optimizer = RowOptimizer.from_dict(manifest["row_optimizer"])
     size = batch_size or SCORED
-    budget = settings.get("device_memory")
-    if budget in (None, "all"):
+    if budget.device_memory is None:
         check_memory(stored_tables(tables, trains), optimizer.state, device)
         return None, size
     while True:
         try:
-            placement = place(
-                data, tables, optimizer, device_memory=str(budget), host_memory=settings.get("host_memory"),
-                path=settings.get("home_path"), batch_size=size, lookahead=lookahead, device=device,
-                tensor_trains=trains,
-            )  # fmt: skip
+            placement = place(data, tables, optimizer, budget, batch_size=size, device=device, tensor_trains=trains)
             return placement, size
         except ConfigError:
             # Where slots are main memory, the budget also pays for what is known of coming batches.
@@ -191,11 +186,9 @@ def place_run(config: TrainConfig, data: Dataset, optimizer: RowOptimizer) -> Pl
     if config.device_memory is None:
         return None
     return place(
-        data, config.tables(data.schema), optimizer, device_memory=config.device_memory, host_memory=config.host_memory,
-        path=config.home_path, batch_size=config.batch_size, lookahead=config.lookahead,
-        in_flight=config.in_flight, spill=config.spill, foresight=config.foresight,
-        strategy=config.strategy, tensor_trains=config.tensor_trains(data.schema),
-        scheduled=config.batch_order != "shuffled", device=config.device,
+        data, config.tables(data.schema), optimizer, config, batch_size=config.batch_size,
+        tensor_trains=config.tensor_trains(data.schema), scheduled=config.batch_order != "shuffled",
+        device=config.device,
     )  # fmt: skip
 
 
