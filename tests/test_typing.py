@@ -56,6 +56,7 @@ def test_settings_of_models_are_the_arguments_of_the_base() -> None:
 _PROGRAM = """
 from pathlib import Path
 
+import dataclasses
 import stoker
 from stoker import DLRM, train
 from stoker import Trainer  # wrong: attr-defined
@@ -73,12 +74,12 @@ train(data, out="runs/a", batch_size="large")  # wrong: arg-type
 train(data, out="runs/a", row_optimizer="adma")  # wrong: arg-type
 train(data, stoker.TrainConfig(lookahead=4), resume="runs/a", display="plain")
 stoker.TrainConfig(look_ahead=4)  # wrong: call-arg
-stoker.TrainConfig().replace(threads=2).replace(thread=2)  # wrong: call-arg
+dataclasses.replace(stoker.TrainConfig(threads=2), thread=2)  # wrong: call-arg
 stoker.find_lr(data, lr_steps=50, dense_lr=0.1)
-stoker.find_lr(data, lr_step=50)  # wrong: call-arg
+stoker.find_lr(data, stoker.TrainConfig(dense_lr="high"), which="rows")  # wrong: arg-type
 stoker.verify("runs/a", steps=3, device_memory="1GiB")
-stoker.verify("runs/a", row_lr=0.1)  # wrong: call-arg
-stoker.trace("runs/a", in_flight="3")  # wrong: arg-type
+stoker.verify("runs/a", steps="all")  # wrong: arg-type
+stoker.trace("runs/a", in_flight=3)
 model = DLRM(data.schema, embedding_dim=16, bottom=(64, 16), optimizer=stoker.RowWiseAdagrad(lr=0.02))
 DLRM(data.schema, embeding_dim=16)  # wrong: call-arg
 stoker.DIN(data.schema, history={"item": "items"}, activation="dice", seed=1)

@@ -137,16 +137,15 @@ def _open(
         torch.set_num_threads(settings["threads"])
     import_model(imported)
     checkpoint = find_checkpoint(run)
-    saved_model(checkpoint, read_manifest(checkpoint))  # refuses what no command can build
+    manifest = read_manifest(checkpoint)
+    saved_model(checkpoint, manifest)  # refuses what no command can build
     dataset = open_dataset(find_dataset(checkpoint) if data is None else data)
     chosen = _with_rows(dataset, split)
     on = resolve_device(settings.get("device"))
     own = settings_around(checkpoint) if data is None or "device_memory" not in settings else {}
     given = {name: settings.get(name, own.get(name)) for name in _PLACED}
-    placement, size = place_scoring(
-        read_manifest(checkpoint), dataset, MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given}), batch_size=batch_size,
-        device=on,
-    )  # fmt: skip
+    budget = MemoryBudget.from_dict({"lookahead": _LOOKAHEAD, **given})
+    placement, size = place_scoring(manifest, dataset, budget, batch_size=batch_size, device=on)
     loaded = load(checkpoint, device=on, backend=settings.get("backend", "auto"), placement=placement)
     check_dataset(dataset, loaded.model, loaded.manifest["extra"].get("dataset"))
     return loaded, chosen, size

@@ -27,7 +27,9 @@ class MemoryBudget(Settings):
     host_memory: str | int | None = setting(
         None, "For rows that do not fit there; beyond, they are in a file.", unset="80% of what is available", size=True
     )
-    home_path: str | None = setting(None, "Directory of that file.", unset="the temporary one", options=("--home",))
+    home_path: str | os.PathLike[str] | None = setting(
+        None, "Directory of that file.", unset="the temporary one", options=("--home",)
+    )
     strategy: Choice = setting("auto", "Of tables that do not fit. auto is what moves the fewest bytes.")
     lookahead: int = setting(64, "Batches whose ids are known, beyond those in flight.", at_least=0)
     foresight: bool = setting(False, "Read the ids of an epoch first: every next use is known, the fewest rows move.")

@@ -16,6 +16,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.settings import Useless
 from stoker.dataset.spec import FeatureSpec
 from stoker.models import MODELS, RecModel
+from stoker.models.options import check_options, own_options
 from stoker.optim import (
     ROW_OPTIMIZERS,
     Constant,
@@ -30,7 +31,6 @@ from stoker.optim import (
 from stoker.placement.budget import MemoryBudget
 from stoker.tables import Strategy, TableConfig, TensorTrain
 from stoker.tables.compressed.tensor_train import stored_tables
-from stoker.training.model_options import check_options, own_options
 from stoker.training.settings import (
     DENSE_LR,
     ROW_LR,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol
 
 import torch
 
@@ -14,7 +15,7 @@ from stoker.dataset.dataset import Dataset
 from stoker.dataset.split import BatchStream
 from stoker.models import RecModel
 from stoker.training.config import TrainConfig
-from stoker.training.display import Display
+from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import LOST, RunDirectory, RunLog, open_dataset, own_dataset
 from stoker.training.notes import ending
@@ -23,6 +24,8 @@ from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
 from stoker.training.settings import RESUMABLE
+
+_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,29 @@ class TrainResult:
     valid: dict[str, float | None]  # metrics of the best checkpoint on the validation rows
     test: dict[str, float | None]  # and on the test rows
     samples_per_second: float | None  # of training alone, over this call; None when no step was left to do
+
+
+class Trains(Protocol[_P]):
+    """:func:`stoker.train` for type checkers, which see the settings among its arguments."""
+
+    def __call__(
+        self, dataset: Dataset | str | Path | None = None, config: TrainConfig | None = None,
+        out: str | Path | None = None, resume: str | Path | None = None, display: Display | Mode = "auto",
+        *args: _P.args, **settings: _P.kwargs,
+    ) -> TrainResult: ...  # fmt: skip
+
+
+def takes_settings(of: Callable[_P, object]) -> Callable[[Callable[..., TrainResult]], Trains[_P]]:
+    """Tell type checkers the settings that a function takes as keywords."""
+    return lambda function: function
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(TrainConfig):
+    """Settings as :func:`stoker.train` takes them."""
+
+    if TYPE_CHECKING:
+        batch_size: int | Literal["auto"] = 2048  # type: ignore[assignment]
 
 
 def open_run(

@@ -23,7 +23,7 @@ from stoker.tables import Stage
 from stoker.training.auto_batch import BatchChoice, choose_batch_size
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode, make_display
-from stoker.training.ends import TrainResult, finish, open_run, restore
+from stoker.training.ends import TrainArguments, TrainResult, finish, open_run, restore, takes_settings
 from stoker.training.files import checkpoint
 from stoker.training.files.rundir import INTERIM, RunDirectory, RunLog, Upload, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
@@ -38,6 +38,7 @@ from stoker.training.settings import RESUMABLE
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
 
+@takes_settings(TrainArguments)
 def train(
     dataset: Dataset | str | Path | None = None,
     config: TrainConfig | None = None,

@@ -9,10 +9,10 @@ import pytest
 
 from stoker.base.errors import ConfigError
 from stoker.models import DLRM, MODELS
+from stoker.models.options import check_options, own_options
 from stoker.optim import SGD
 from stoker.testing import make_dataset
 from stoker.training.config import TrainConfig
-from stoker.training.model_options import check_options, own_options
 
 SIZES = "expected a list of whole numbers such as [64, 32]"
 

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin
 
 from stoker.base.errors import ConfigError
-from stoker.models import RecModel
+from stoker.models.base import RecModel
 
 _Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words, and whether a value is that
 
