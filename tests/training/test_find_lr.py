@@ -19,7 +19,7 @@ from stoker.cli.train import find_lr as command
 from stoker.cli.train import train as train_command
 from stoker.dataset.manifest import write_manifest
 from stoker.testing import make_dataset
-from stoker.training.settings import OrderConfig, RunConfig, ScheduleConfig
+from stoker.training.settings import OrderConfig, RateConfig, RunConfig
 from stoker.training.tools.find_lr import Finding, Trial, find_lr
 
 SETTINGS: dict[str, Any] = {
@@ -200,6 +200,6 @@ def test_its_options_are_those_of_train() -> None:
     import inspect
 
     mine, theirs = (set(inspect.signature(each).parameters) for each in (command, train_command))
-    own = {item.name for part in (OrderConfig, ScheduleConfig, RunConfig) for item in dataclasses.fields(part)}
-    shared = {"batch_size", "seed", "shuffle_memory", "data_memory"}
+    own = {item.name for part in (OrderConfig, RateConfig, RunConfig) for item in dataclasses.fields(part)}
+    shared = {"batch_size", "seed", "shuffle_memory", "data_memory", "lr_scaling", "base_batch_size"}
     assert theirs - mine == own - shared | {"out", "resume", "json_lines"}

@@ -24,8 +24,8 @@ def setting(
     help: str,
     *,
     unset: str = "",
-    at_least: float | None = None,
-    at_most: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
     size: bool = False,
     resumable: bool = False,
     options: tuple[str, ...] = (),
@@ -36,14 +36,14 @@ def setting(
         default: its default, or a function without arguments that makes it.
         help: what it means; the values of a ``Literal`` are added to the first sentence.
         unset: what a default of None stands for, in words.
-        at_least: least number, finite.
-        at_most: largest number.
+        least: least number, finite.
+        most: largest number.
         size: it is a size in bytes such as "4GiB", or the default.
         resumable: a resumed run may change it.
         options: names of its option; empty: its name with hyphens.
     """
     metadata = {
-        "help": help, "unset": unset, "at_least": at_least, "at_most": at_most, "size": size, "resumable": resumable,
+        "help": help, "unset": unset, "least": least, "most": most, "size": size, "resumable": resumable,
         "options": options,
     }  # fmt: skip
     if callable(default):
@@ -81,7 +81,11 @@ class Settings:
         ConfigError: a value out of its range.
     """
 
-    panel: ClassVar[str] = ""  # of the command line's help
+    panel: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, panel: str = "") -> None:
+        """Args: panel: of the command line's help."""
+        cls.panel = panel
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -96,7 +100,7 @@ class Settings:
             self._refuse(f"{name} {value!r} is unknown. Choose one of {', '.join(map(repr, choices))}.", name)
         if value is None or value == default_of(item):
             return
-        least, most = limits["at_least"], limits["at_most"]
+        least, most = limits["least"], limits["most"]
         if most is not None and not least <= value <= most:
             self._refuse(f"{name} is {value:g}; it must be {least:g} to {most:g}.", name)
         if least is not None and not least <= value < math.inf:

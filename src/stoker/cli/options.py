@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from stoker.base.errors import ConfigError, DataError, SchemaError, StokerError
 from stoker.base.settings import Settings, choices_of, default_of, hints_of, options_of
+from stoker.base.units import format_count, format_size
 from stoker.training.settings import PARTS, RowOptimizerName
 
 
@@ -29,6 +31,15 @@ def option(panel: str | None, text: str, *names: str, default: Any = None, **mor
 def alternatives(names: Sequence[str]) -> str:
     """Return "a, b or c"."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def import_model(path: str | None) -> str | None:
+    """Import what ``--import`` names; return the name of the model."""
+    if path is None:
+        return None
+    from stoker.models import import_model as register
+
+    return register(path).name
 
 
 #: Kinds of row optimizers, for help texts.
@@ -44,6 +55,7 @@ Import = Annotated[
         "--import",
         metavar="PATH",
         default=...,
+        callback=import_model,
     ),
 ]
 Data = Annotated[Path | None, typer.Option(help="Dataset; default: the run's own.")]
@@ -72,19 +84,14 @@ def begin_at(text: str | None) -> int | Literal["start"] | None:
         raise ConfigError(f"--from {text!r} is neither a step nor start. Write for example --from 1000.") from error
 
 
-def import_model(path: str | None) -> str | None:
-    """Import what ``--import`` names; return the name of the model."""
-    if path is None:
-        return None
-    from stoker.models import import_model as register
-
-    return register(path).name
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def takes(
     *wanted: type[Settings] | str, of_run: Sequence[type[Settings] | str] = (), without: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options for settings; it gets those that were given as ``settings``, in place of which they stand.
+    Where it trains or loads a model, ``--import`` goes with them.
 
     Args:
         wanted: classes of settings, or names of single ones. A parameter of the command replaces the one of its name.
@@ -101,6 +108,8 @@ def takes(
             if item.name not in mine and item.name not in without
             for each in _options_for(part, item, default)
         }
+        if of_run or "model" in made:
+            made = {"imported": inspect.Parameter("imported", _KEYWORD, default=None, annotation=Import), **made}
         parameters: list[inspect.Parameter] = []
         for each in mine.values():
             parameters += made.values() if each.name == "settings" else [each]
@@ -111,8 +120,7 @@ def takes(
 
         # What typer looks at.
         command.__doc__ = function.__doc__
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        command.__signature__ = inspect.Signature([each.replace(kind=keyword) for each in parameters])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([each.replace(kind=_KEYWORD) for each in parameters])  # type: ignore[attr-defined]
         command.__annotations__ = {each.name: each.annotation for each in parameters}
         return command
 
@@ -148,7 +156,7 @@ def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[i
         kind = list[str]
         text = f"{text.removesuffix('.')}; may be repeated."
     made = option(part.panel, text, *names, metavar=_METAVARS.get(item.name))
-    yield inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
+    yield inspect.Parameter(item.name, _KEYWORD, default=made, annotation=kind | None)
 
 
 def _help(part: Any, item: Field[Any], default: str | None) -> str:
@@ -167,9 +175,10 @@ def _help(part: Any, item: Field[Any], default: str | None) -> str:
 def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were given, as the library takes them."""
     found = {name: value for name, value in given.items() if value not in (None, [])}
-    own = {name: found.pop(name) for name in _parameters(own_options) if name in found}
-    if own:
-        found["model_options"] = own_options(**own)
+    if (own := found.pop("imported", None)) is not None and "model" in given:
+        found.setdefault("model", own)
+    if options := {name: found.pop(name) for name in _parameters(own_options) if name in found}:
+        found["model_options"] = own_options(**options)
     return {name: _READ[name](value) if name in _READ else value for name, value in found.items()}
 
 
@@ -240,12 +249,41 @@ def check_new_files(*paths: Path | None, plot: Path | None = None) -> list[Path]
     return wanted
 
 
+def printed(record: Any, as_json: bool) -> bool:
+    """Print a record as JSON if that is asked for; return whether it is."""
+    if as_json:
+        print(json.dumps(record))
+    return as_json
+
+
 def say(text: str, style: str = "", *, error: bool = False) -> None:
     """Print a line as it is, however long; on standard error if it is an ``error``."""
     from rich.console import Console
     from rich.text import Text
 
     Console(stderr=error).print(Text(text, style=style), soft_wrap=True)
+
+
+class _Cells(Formatter):
+    """Formats cells: None as "-"; sizes by ``{0[bytes]:size}`` or ``:MiB``, counts by ``{0[rows]:count}``."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return "-"
+        if format_spec in _UNITS:
+            return _UNITS[format_spec](value)
+        return str(super().format_field(value, format_spec))
+
+
+_UNITS: dict[str, Callable[[Any], str]] = {
+    "size": format_size, "MiB": lambda mib: format_size(mib * 2**20), "count": format_count,
+}  # fmt: skip
+
+
+def show_rows(title: str | None, columns: Mapping[str, str], rows: Iterable[Any], **looks: Any) -> None:
+    """Print a table; ``columns`` has the format of each heading's cells, such as "{0[share]:.1%}"."""
+    table = ([_Cells().format(form, row) for form in columns.values()] for row in rows)
+    show_table(title, [*columns], table, **looks)
 
 
 def show_table(

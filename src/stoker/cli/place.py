@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +16,9 @@ from stoker.cli.options import (
     OneObject,
     Optimizer,
     option,
+    printed,
     say,
-    show_table,
+    show_rows,
     takes,
 )
 from stoker.placement.budget import MemoryBudget
@@ -86,11 +86,10 @@ def plan(
         assert placement is not None
     step = measure_step(config, data, placement)
     proposal = _proposal(config, data) if allow_compression else None
-    if as_json:
-        record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
-        if allow_compression:
-            record["compressed"] = proposal and {"settings": proposal.settings, **_values(*proposal[1:])}
-        print(json.dumps(record))
+    record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
+    if allow_compression:
+        record["compressed"] = proposal and {"settings": proposal.settings, **_values(*proposal[1:])}
+    if printed(record, as_json):
         return
     _show_placement(f"{dataset}, {config.model}", placement, step)
     if proposal:
@@ -206,9 +205,7 @@ def replay(
             in_flight=in_flight, batch_size=batch_size, steps=steps, seed=seed if order == "shuffled" else None,
             dim=dim, dtype=dtype, optimizer=optimizer, progress=bars,
         )  # fmt: skip
-    if as_json:
-        print(json.dumps({"dataset": str(dataset), "order": order, **found.to_dict()}))
-    else:
+    if not printed({"dataset": str(dataset), "order": order, **found.to_dict()}, as_json):
         _show_replay(dataset, order, found)
 
 
@@ -222,16 +219,12 @@ def _show_replay(dataset: Path, order: str, found: Replay) -> None:
         f"for {found.num_rows:,} rows ({found.slots / found.num_rows:.1%}); the least that works: "
         f"{found.least_slots:,} slots"
     )
-    headings = ["strategy", "hit rate", "of lookups", "misses", "above belady", "in a step", "out a step"]
-    rows = [
-        [
-            figures.strategy, f"{figures.hit_rate:.2%}", f"{figures.lookup_hit_rate:.2%}", f"{figures.misses:,}",
-            "-" if figures.above_belady is None else f"{figures.above_belady:+.1%}",
-            format_size(figures.mib_in_per_step * 2**20), format_size(figures.mib_out_per_step * 2**20),
-        ]
-        for figures in found.strategies
-    ]  # fmt: skip
-    show_table(None, headings, rows, whole=(0,))
+    columns = {
+        "strategy": "{0.strategy}", "hit rate": "{0.hit_rate:.2%}", "of lookups": "{0.lookup_hit_rate:.2%}",
+        "misses": "{0.misses:,}", "above belady": "{0.above_belady:+.1%}", "in a step": "{0.mib_in_per_step:MiB}",
+        "out a step": "{0.mib_out_per_step:MiB}",
+    }  # fmt: skip
+    show_rows(None, columns, found.strategies, whole=(0,))
     first = found.strategies[0].compulsory
     say(
         "Hit rate: the share of each batch's distinct rows that already lay in a slot. Every miss fetches a row and "

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.base.errors import DataError
+from stoker.base.picture import check_plot
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, plural
 from stoker.cli.options import (
     Data,
-    Import,
     Json,
     OneObject,
     RunArgument,
     Start,
     begin_at,
-    import_model,
+    printed,
     say,
     show_table,
     takes,
@@ -48,7 +48,6 @@ BatchSize = Annotated[int | None, typer.Option(help="Examples at a time. (defaul
 def evaluate(
     run: Run,
     data: Data = None,
-    imported: Import = None,
     split: SplitName = "test",
     rows: Rows = None,
     k: int | None = typer.Option(
@@ -68,11 +67,10 @@ def evaluate(
     from stoker.training.scores.evaluation import evaluate as run_evaluation
     from stoker.training.scores.evaluation import finite
 
-    loaded, chosen, size = _open(run, data, imported, split, batch_size, settings)
+    loaded, chosen, size = _open(run, data, split, batch_size, settings)
     places = k or int(loaded.manifest["extra"].get("settings", {}).get("ranking_k", 10))
     metrics = finite(run_evaluation(loaded.model, chosen, rows=rows, batch_size=size, lookahead=_LOOKAHEAD, k=places))
-    if as_json:
-        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}))
+    if printed({"checkpoint": str(loaded.path), "step": loaded.step, "split": split, **metrics}, as_json):
         return
     if absent := len(chosen) - chosen.labelled:
         say(f"{absent:,} of {len(chosen):,} rows of split {split} have no label: left out")
@@ -90,7 +88,6 @@ def predict(
         ),
     ],
     data: Data = None,
-    imported: Import = None,
     split: SplitName = "test",
     rows: Rows = None,
     batch_size: BatchSize = None,
@@ -107,18 +104,15 @@ def predict(
     from stoker.training.scores.evaluation import check_scores_file, write_scores
 
     check_scores_file(out)
-    loaded, chosen, size = _open(run, data, imported, split, batch_size, settings)
+    loaded, chosen, size = _open(run, data, split, batch_size, settings)
     count = write_scores(loaded.model, chosen, out, rows=rows, batch_size=size, lookahead=_LOOKAHEAD)
-    if as_json:
-        print(json.dumps({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}))
-    else:
+    if not printed({"checkpoint": str(loaded.path), "step": loaded.step, "out": str(out), "rows": count}, as_json):
         say(f"{plural(count, 'score')} of {loaded.path} in {out}")
 
 
 def _open(
     run: Path,
     data: Path | None,
-    imported: str | None,
     split: str,
     batch_size: int | None,
     settings: dict[str, Any],
@@ -135,7 +129,6 @@ def _open(
         import torch
 
         torch.set_num_threads(settings["threads"])
-    import_model(imported)
     checkpoint = find_checkpoint(run)
     manifest = read_manifest(checkpoint)
     saved_model(checkpoint, manifest)  # refuses what no command can build
@@ -172,7 +165,6 @@ def verify(
     steps: int = typer.Option(50, help="Steps to replay."),
     start: Start = None,
     data: Data = None,
-    imported: Import = None,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
@@ -191,15 +183,12 @@ def verify(
     stoker verify runs/a --device-memory 256MiB --host-memory 1GiB --home /fast
     """
     begin = begin_at(start)
-    import_model(imported)
 
     from stoker.training.tools.verify import verify as run_verify
 
     with Bars(quiet=as_json) as bars:
         found = run_verify(run, steps=steps, begin=begin, data=data, progress=bars, **settings)
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    else:
+    if not printed(found.to_dict(), as_json):
         _show_verification(found)
     if not found.identical:
         raise typer.Exit(1)
@@ -225,7 +214,6 @@ def trace(
     out: Path = typer.Option(Path("trace.json"), help="File for the timeline; it is replaced if there."),
     start: Start = None,
     data: Data = None,
-    imported: Import = None,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
@@ -242,16 +230,13 @@ def trace(
     stoker trace runs/a --steps 100 --device-memory 256MiB --out runs-a.json
     """
     begin = begin_at(start)
-    import_model(imported)
     replaced = out.exists()
 
     from stoker.training.tools.trace import trace as run_trace
 
     with Bars(quiet=as_json) as bars:
         found = run_trace(run, steps=steps, out=out, begin=begin, data=data, progress=bars, **settings)
-    if as_json:
-        print(json.dumps(found.to_dict()))
-    else:
+    if not printed(found.to_dict(), as_json):
         _show_trace(found, replaced)
 
 
@@ -300,14 +285,11 @@ def compare(
     from stoker.training.tools.compare import compare as run_comparison
 
     if plot is not None:
-        from stoker.base.picture import check_plot
-
         check_plot(plot)
     found = run_comparison(*runs, metric=metric)
     if plot is not None:
         found.plot(plot)
-    if as_json:
-        print(json.dumps(found.to_dict()))
+    if printed(found.to_dict(), as_json):
         return
     _show_figures(found, "Best validation figures", "valid")
     _show_figures(found, "Test figures", "test")

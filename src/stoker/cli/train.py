@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,26 +14,18 @@ from stoker.base.remote import url_of
 from stoker.base.units import format_count, plural, quoted
 from stoker.cli.options import (
     DataArgument,
-    Import,
     Json,
     OneObject,
     Plot,
     check_new_files,
-    import_model,
     option,
+    printed,
     say,
     show_table,
     takes,
 )
 from stoker.placement.budget import MemoryBudget
-from stoker.training.settings import (
-    PARTS,
-    DenseConfig,
-    MachineConfig,
-    ModelConfig,
-    RowConfig,
-    ScalingConfig,
-)
+from stoker.training.settings import PARTS, DenseConfig, MachineConfig, ModelConfig, RowConfig
 
 if TYPE_CHECKING:
     from stoker.training import TrainResult
@@ -49,7 +40,6 @@ def train(
     dataset: Annotated[Path | None, typer.Argument(help="Directory that stoker prepare wrote.")] = None,
     out: Path | None = option("Run", "Run directory to make, or a URL."),
     resume: Path | None = option("Run", "Run directory or URL to continue, to the bit."),
-    imported: Import = None,
     batch_size: str | None = option(
         "Optimization", "Examples, or auto: doubled from the base batch size while that pays. (default: 2048)"
     ),
@@ -70,8 +60,6 @@ def train(
     stoker train data/criteo-hot --out runs/d --swap-rate 25
     stoker train data/globo --out runs/e --device-memory 256MiB --host-memory 1GiB --home /fast --foresight
     """
-    if (own := import_model(imported)) is not None and resume is None:
-        settings.setdefault("model", own)
     if batch_size is not None:
         settings["batch_size"] = _size(batch_size)
 
@@ -79,10 +67,8 @@ def train(
 
     result = run_training(dataset, out=out, resume=resume, display="json" if json_lines else "auto", **settings)
     place = url_of(resume if out is None else out) or str(result.run)
-    if json_lines:
-        record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
-        print(json.dumps({"kind": "result", "run": place, **record}))
-    else:
+    record = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
+    if not printed({"kind": "result", "run": place, **record}, json_lines):
         _show_result(result, place)
 
 
@@ -149,8 +135,8 @@ def _size(text: str) -> int | Literal["auto"]:
 
 # A test without evaluation and checkpoints has no use for the settings of these.
 @takes(
-    ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, ScalingConfig, "data_memory",
-    MemoryBudget, MachineConfig,
+    ModelConfig, "batch_size", "seed", "shuffle_memory", RowConfig, DenseConfig, "lr_scaling", "base_batch_size",
+    "data_memory", MemoryBudget, MachineConfig,
 )  # fmt: skip
 def find_lr(
     dataset: DataArgument,
@@ -161,7 +147,6 @@ def find_lr(
     smoothing: float = option(_TEST, "Weight of the past in the smoothed loss.", default=0.9),
     trial_steps: int | None = option(_TEST, "Batches of each trial. (default: 5 times lr-steps, an epoch at most)"),
     plot: Plot = None,
-    imported: Import = None,
     *,
     settings: dict[str, Any],
     as_json: OneObject = False,
@@ -181,8 +166,6 @@ def find_lr(
     written = check_new_files(plot=plot)
     from stoker.training.tools.find_lr import find_lr as run
 
-    if (own := import_model(imported)) is not None:
-        settings.setdefault("model", own)
     with Bars(quiet=as_json) as bars:
         found = run(
             dataset, lr_steps=lr_steps, low=low, high=high, which=which, smoothing=smoothing,  # type: ignore[arg-type]
@@ -190,8 +173,7 @@ def find_lr(
         )  # fmt: skip
     if plot is not None:
         found.plot(plot)
-    if as_json:
-        typer.echo(json.dumps({"dataset": str(dataset), **found.to_dict()}))
+    if printed({"dataset": str(dataset), **found.to_dict()}, as_json):
         return
     _show_finding(dataset, found)
     for path in written:

@@ -15,37 +15,30 @@ from stoker.models.base import RecModel
 _Check = tuple[str, Callable[[Any], bool]]  # what is expected, in words, and whether a value is that
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    """Return a check for the type of a value; true and false are no numbers."""
+    return lambda value: isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is(*kinds), value))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(fits, value))
-
-
-def _object_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(map(_is_text, value)) and all(map(fits, value.values()))
+def _object_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and _list_of(str)([*value]) and _list_of(*kinds)([*value.values()])
 
 
 _KNOWN: dict[Any, _Check] = {
-    int: ("a whole number", _is_whole),
-    float: ("a number", _is_number),
-    str: ("a text", _is_text),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    type(None): ("null", lambda value: value is None),
-    Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(_is_whole)),
-    Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(_is_number)),
-    Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(_is_text)),
-    Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(_is_whole)),
-    Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(_is_text)),
+    int: ("a whole number", _is(Integral)),
+    float: ("a number", _is(Real)),
+    str: ("a text", _is(str)),
+    bool: ("true or false", _is(bool)),
+    type(None): ("null", _is(type(None))),
+    Sequence[int]: ("a list of whole numbers such as [64, 32]", _list_of(Integral)),
+    Sequence[float]: ("a list of numbers such as [0.5, 1]", _list_of(Real)),
+    Sequence[str]: ('a list of texts such as ["a", "b"]', _list_of(str)),
+    Mapping[str, int]: ('an object of whole numbers such as {"a": 1}', _object_of(Integral)),
+    Mapping[str, str]: ('an object of texts such as {"a": "b"}', _object_of(str)),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from stoker.base.settings import Settings, Useless, setting
 
@@ -12,14 +12,12 @@ Choice = Literal["auto", "cached", "hot-cold", "host-pipelined"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryBudget(Settings):
+class MemoryBudget(Settings, panel="Memory"):
     """The memory for rows. The numbers a model computes do not depend on it.
 
     >>> MemoryBudget(device_memory="4GiB", in_flight=3).lookahead
     64
     """
-
-    panel: ClassVar[str] = "Memory"
 
     device_memory: str | int | None = setting(
         None, "For rows and their optimizer state, such as 4GiB; other rows are in main memory.", unset="all", size=True
@@ -31,10 +29,10 @@ class MemoryBudget(Settings):
         None, "Directory of that file.", unset="the temporary one", options=("--home",)
     )
     strategy: Choice = setting("auto", "Of tables that do not fit. auto is what moves the fewest bytes.")
-    lookahead: int = setting(64, "Batches whose ids are known, beyond those in flight.", at_least=0)
+    lookahead: int = setting(64, "Batches whose ids are known, beyond those in flight.", least=0)
     foresight: bool = setting(False, "Read the ids of an epoch first: every next use is known, the fewest rows move.")
     in_flight: int | None = setting(
-        None, "Batches whose rows are on the device; no more than fit.", unset="adapts", at_least=1
+        None, "Batches whose rows are on the device; no more than fit.", unset="adapts", least=1
     )
     spill: Literal["parts", "refuse"] = setting(
         "parts", "Work on batches with more rows than fit in parts, or refuse them."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -39,10 +39,9 @@ from stoker.training.settings import (
     MachineConfig,
     ModelConfig,
     OrderConfig,
+    RateConfig,
     RowConfig,
     RunConfig,
-    ScalingConfig,
-    ScheduleConfig,
 )
 
 _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -53,37 +52,18 @@ _DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
+class Scaling(NamedTuple):
     """Factors where a batch has s times the examples that the rates are meant for."""
 
     row_lr: float = 1.0
     dense_lr: float = 1.0
     row_weight_decay: float = 1.0
 
-    @classmethod
-    def by(cls, rule: str, s: float) -> Scaling:
-        """The factors of a rule.
-
-        Args:
-            rule: "none"; "sqrt" (Krizhevsky 2014) or "linear" (Goyal et al. 2017) for both rates; "cowclip": rows keep
-                their rate, the dense rate grows by the root and the rows' weight decay linearly (Zheng et al. 2022).
-            s: batch size over the one that the rates are meant for; below 1 for smaller batches.
-        """
-        root = math.sqrt(s)
-        known = {
-            "sqrt": cls(row_lr=root, dense_lr=root),
-            "linear": cls(row_lr=s, dense_lr=s),
-            "cowclip": cls(dense_lr=root, row_weight_decay=s),
-        }
-        return known.get(rule, cls())
-
 
 # A dataclass takes the fields of its last base first.
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    MachineConfig, MemoryBudget, RunConfig, ScheduleConfig, ScalingConfig, DenseConfig, RowConfig, OrderConfig,
-    ModelConfig,
+    MachineConfig, MemoryBudget, RunConfig, RateConfig, DenseConfig, RowConfig, OrderConfig, ModelConfig
 ):  # fmt: skip
     """All settings of :func:`stoker.train`: the fields of its bases. Everything that changes the numbers is among them.
 
@@ -156,8 +136,15 @@ class TrainConfig(
 
     @property
     def scaling(self) -> Scaling:
-        """Factors on learning rates and weight decay for this batch size."""
-        return Scaling.by(self.lr_scaling, self.batch_size / self.base_batch_size)
+        """Factors on learning rates and weight decay for this batch size.
+
+        "sqrt" (Krizhevsky 2014) and "linear" (Goyal et al. 2017) scale both rates; with "cowclip" rows keep their rate,
+        the dense rate grows by the root and the rows' weight decay linearly (Zheng et al. 2022).
+        """
+        s = self.batch_size / self.base_batch_size
+        root = math.sqrt(s)
+        known = {"sqrt": Scaling(root, root), "linear": Scaling(s, s), "cowclip": Scaling(1.0, root, s)}
+        return known.get(self.lr_scaling, Scaling())
 
     def make_row_optimizer(self, schedule: Schedule) -> RowOptimizer:
         """The row optimizer, its rate scaled to the batch size."""

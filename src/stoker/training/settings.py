@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from stoker.base.settings import Settings, Useless, setting
 from stoker.placement.budget import MemoryBudget
@@ -34,24 +34,18 @@ def _by_kind(rates: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Settings):
+class ModelConfig(Settings, panel="Model"):
     """What is trained."""
 
-    panel: ClassVar[str] = "Model"
-
     model: str = setting("dlrm", "dlrm, deepfm, dcn, tbsm, din, tabular, or the name of a model of your own.")
-    embedding_dim: int = setting(16, "Columns of every table.", at_least=1, options=("--embedding-dim", "--dim"))
+    embedding_dim: int = setting(16, "Columns of every table.", least=1, options=("--embedding-dim", "--dim"))
     model_options: Mapping[str, Any] = setting(dict, 'The model\'s own options, such as {"bottom": (64, 16)}.')
     pooling: Literal["sum", "mean", "max"] = setting("mean", "Of sequence features.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Of the tables.")
     tt_rank: int | None = setting(None, "Large tables as tensor trains of this rank: another, smaller model.")
-    tt_rows: int = setting(
-        1_000_000, "Rows from which on a table is large; one that would not get smaller stays as it is.", at_least=1
-    )
+    tt_rows: int = setting(1_000_000, "Rows of a large table; one that would not get smaller stays as it is.", least=1)
     tt_cores: int = setting(3, "Cores of each, 2 to 4.")
-    tt_own: Mapping[str, int] = setting(
-        dict, "TABLE=K: instead, K numbers of its own for each row and one core for all, as users need."
-    )
+    tt_own: Mapping[str, int] = setting(dict, "TABLE=K: instead, K numbers for each of its rows and one core for all.")
     dense_dtype: Literal["float32", "bfloat16"] = setting("float32", "Of the dense part. bfloat16 is autocast.")
     compile: bool = setting(False, "Compile the dense part.")
 
@@ -69,23 +63,19 @@ class ModelConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderConfig(Settings):
+class OrderConfig(Settings, panel="Optimization"):
     """Which examples, how many at a time, and in which order."""
 
-    panel: ClassVar[str] = "Optimization"
-
-    batch_size: int = setting(2048, "Examples.", at_least=1)
-    epochs: int = setting(1, "Passes over the training rows.", at_least=1, resumable=True)
-    steps: int | None = setting(None, "Batches in all, instead of epochs.", at_least=1, resumable=True)
+    batch_size: int = setting(2048, "Examples.", least=1)
+    epochs: int = setting(1, "Passes over the training rows.", least=1, resumable=True)
+    steps: int | None = setting(None, "Batches in all, instead of epochs.", least=1, resumable=True)
     shuffle_memory: str = setting("1GiB", "Rows shuffled at a time; part of the order, so of the numbers.", size=True)
-    seed: int = setting(0, "Of initial values, rounding and the order of rows.", at_least=0)
+    seed: int = setting(0, "Of initial values, rounding and the order of rows.", least=0)
     batch_order: Literal["auto", "shuffled", "hot-cold"] = setting(
         "auto", "Order of batches. auto is hot-cold on a classified dataset."
     )
-    swap_rate: float = setting(
-        50.0, "R of the hot-cold schedule at the start, 1 to 100 percent.", at_least=1, at_most=100
-    )
-    schedule_rows: int = setting(8192, "First validation rows whose loss drives that schedule.", at_least=1)
+    swap_rate: float = setting(50.0, "R of the hot-cold schedule at the start, 1 to 100 percent.", least=1, most=100)
+    schedule_rows: int = setting(8192, "First validation rows whose loss drives that schedule.", least=1)
 
     def __post_init__(self) -> None:
         self._set("swap_rate", float(self.swap_rate))
@@ -104,23 +94,17 @@ class OrderConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowConfig(Settings):
+class RowConfig(Settings, panel="Optimization"):
     """The optimizer of the rows."""
 
-    panel: ClassVar[str] = "Optimization"
-
     row_optimizer: RowOptimizerName = setting("rowwise_adagrad", "Optimizer of the rows.")
-    row_lr: float | None = setting(None, "Learning rate of the rows.", unset=_by_kind(ROW_LR), at_least=0)
-    row_weight_decay: float = setting(
-        0.0, "L2 of touched rows; of adamw and lamb decoupled from the moments.", at_least=0
-    )
+    row_lr: float | None = setting(None, "Learning rate of the rows.", unset=_by_kind(ROW_LR), least=0)
+    row_weight_decay: float = setting(0.0, "L2 of touched rows; of adamw and lamb decoupled from the moments.", least=0)
     row_momentum: float = setting(0.9, "Of momentum_sgd.")
     row_nesterov: bool = setting(False, "Of momentum_sgd: Nesterov's momentum.")
-    row_beta: float = setting(1.0, "Of ftrl: smooths the first steps.", at_least=0)
-    row_l1: float = setting(0.0, "Of ftrl: the larger, the more weights are exactly 0.", at_least=0)
-    row_l2: float = setting(
-        0.0, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments.", at_least=0
-    )
+    row_beta: float = setting(1.0, "Of ftrl: smooths the first steps.", least=0)
+    row_l1: float = setting(0.0, "Of ftrl: the larger, the more weights are exactly 0.", least=0)
+    row_l2: float = setting(0.0, "Of ftrl: L2 of the weights. Of lamb: of touched rows, through its moments.", least=0)
     row_clip_value: float | None = setting(None, "Largest absolute value in a row's gradient.")
     row_clip_norm: float | None = setting(None, "Largest norm of a row's gradient.")
     row_cow_clip: tuple[float, float] | None = setting(None, "CowClip of the rows' gradients: r,zeta, such as 1,1e-5.")
@@ -138,15 +122,13 @@ class RowConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseConfig(Settings):
+class DenseConfig(Settings, panel="Optimization"):
     """The optimizer of the dense part."""
 
-    panel: ClassVar[str] = "Optimization"
-
     dense_optimizer: Literal["sgd", "adagrad", "adam", "lamb"] = setting("adam", "Optimizer of the dense part.")
-    dense_lr: float | None = setting(None, "Learning rate of the dense part.", unset=_by_kind(DENSE_LR), at_least=0)
-    dense_weight_decay: float = setting(0.0, "L2 of the dense part; of lamb decoupled from its moments.", at_least=0)
-    dense_clip_norm: float | None = setting(None, "Largest norm over all dense gradients.", at_least=0)
+    dense_lr: float | None = setting(None, "Learning rate of the dense part.", unset=_by_kind(DENSE_LR), least=0)
+    dense_weight_decay: float = setting(0.0, "L2 of the dense part; of lamb decoupled from its moments.", least=0)
+    dense_clip_norm: float | None = setting(None, "Largest norm over all dense gradients.", least=0)
     min_trust: float = setting(0.0, "Of lamb: least trust ratio; above 0 tables that begin small grow as under Adam.")
     max_trust: float = setting(10.0, "Of lamb: largest trust ratio.")
 
@@ -162,34 +144,20 @@ class DenseConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingConfig(Settings):
-    """How rates follow the batch size."""
-
-    panel: ClassVar[str] = "Optimization"
+class RateConfig(Settings, panel="Optimization"):
+    """How learning rates follow the batch size, and how both change over the steps."""
 
     lr_scaling: Literal["none", "sqrt", "linear", "cowclip"] = setting(
         "none", "Of learning rates with the batch size. With cowclip rows keep theirs."
     )
-    base_batch_size: int = setting(2048, "Examples that the learning rates are meant for.", at_least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Settings):
-    """How both learning rates change over the steps."""
-
-    panel: ClassVar[str] = "Optimization"
-
+    base_batch_size: int = setting(2048, "Examples that the learning rates are meant for.", least=1)
     schedule: Literal["constant", "linear", "cosine", "polynomial", "step", "one-cycle"] = setting(
         "constant", "Of both learning rates."
     )
     cycle_rise: float = setting(0.25, "Share of the steps in which one-cycle rises.")
-    warmup: int = setting(0, "Steps of linear warm-up.", at_least=0)
-    dense_warmup: int = setting(
-        0, "The same for the dense part alone, on top of the schedule; CowClip takes an epoch.", at_least=0
-    )
-    decay_steps: int | None = setting(
-        None, "Steps of the decay, or between two drops.", unset="to the end, or a third", at_least=1
-    )
+    warmup: int = setting(0, "Steps of linear warm-up.", least=0)
+    dense_warmup: int = setting(0, "The same for the dense part alone, on top; CowClip takes an epoch.", least=0)
+    decay_steps: int | None = setting(None, "Steps of decay, or between two drops.", unset="to the end", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,28 +178,20 @@ class ScheduleConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Settings):
+class RunConfig(Settings, panel="Run"):
     """What a run measures, keeps and writes."""
 
-    panel: ClassVar[str] = "Run"
-
-    eval_every: int | None = setting(None, "Steps between evaluations.", unset="an epoch", at_least=1, resumable=True)
-    valid_rows: int | None = setting(None, "First so many validation rows only.", at_least=1, resumable=True)
+    eval_every: int | None = setting(None, "Steps between evaluations.", unset="an epoch", least=1, resumable=True)
+    valid_rows: int | None = setting(None, "First so many validation rows only.", least=1, resumable=True)
     metric: Literal["auc", "log_loss", "mrr", "ndcg", "hr", "group_auc"] = setting(
         "auc", "What decides which checkpoint is best. All but auc and log_loss need a dataset with groups."
     )
-    ranking_k: int = setting(10, "Places of a list that ndcg and hr look at.", at_least=1)
-    patience: int | None = setting(
-        None, "Evaluations in a row without a better metric before stopping.", at_least=1, resumable=True
-    )
-    save_every: int | None = setting(
-        None, "Steps between checkpoints.", unset="at every evaluation", at_least=1, resumable=True
-    )
-    checkpoint_minutes: float = setting(
-        5.0, "Minutes of training between checkpoints besides those; 0: none by time.", at_least=0, resumable=True
-    )
-    keep_last: int = setting(2, "Checkpoints kept beside the best.", at_least=1, resumable=True)
-    log_every: int = setting(50, "Steps between lines of metrics.jsonl.", at_least=1, resumable=True)
+    ranking_k: int = setting(10, "Places of a list that ndcg and hr look at.", least=1)
+    patience: int | None = setting(None, "Evaluations without a better metric until it ends.", least=1, resumable=True)
+    save_every: int | None = setting(None, "Steps between checkpoints.", unset="eval-every", least=1, resumable=True)
+    checkpoint_minutes: float = setting(5.0, "Minutes between checkpoints besides; 0: none.", least=0, resumable=True)
+    keep_last: int = setting(2, "Checkpoints kept beside the best.", least=1, resumable=True)
+    log_every: int = setting(50, "Steps between lines of metrics.jsonl.", least=1, resumable=True)
     tensorboard: bool = setting(True, "Write TensorBoard events.", resumable=True)
     data_memory: str = setting(
         "auto", "For a copy of the training rows in fast memory, such as 2GiB; 0: none; auto: half of what is free on "
@@ -240,20 +200,17 @@ class RunConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineConfig(Settings):
+class MachineConfig(Settings, panel="Machine"):
     """What computes. Of a run's numbers only the rounding depends on it."""
-
-    panel: ClassVar[str] = "Machine"
 
     device: str = setting("auto", "auto, cpu or cuda; auto takes the GPU where there is one.")
     backend: Literal["auto", "reference", "cpu", "triton"] = setting("auto", "Kernels of the tables.")
-    threads: int | None = setting(None, "CPU threads.", unset="as many as torch takes", at_least=1)
+    threads: int | None = setting(None, "CPU threads.", unset="as many as torch takes", least=1)
 
 
 #: All settings, in the order of the help.
 PARTS: tuple[type[Settings], ...] = (
-    ModelConfig, OrderConfig, RowConfig, DenseConfig, ScalingConfig, ScheduleConfig, RunConfig, MemoryBudget,
-    MachineConfig,
+    ModelConfig, OrderConfig, RowConfig, DenseConfig, RateConfig, RunConfig, MemoryBudget, MachineConfig,
 )  # fmt: skip
 #: Settings that leave the numbers of a step alone, so that a replay may change them.
 MACHINE = frozenset(item.name for part in (MemoryBudget, MachineConfig) for item in fields(part))
