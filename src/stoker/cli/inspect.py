@@ -10,8 +10,8 @@ import typer
 
 from stoker.base.errors import CheckpointError, DataError
 from stoker.base.remote import local_run
-from stoker.base.units import format_count, format_size, plural
-from stoker.cli.options import OneObject, say, show_table
+from stoker.base.units import format_size, plural
+from stoker.cli.options import OneObject, say, show_rows, show_table
 
 
 def inspect(
@@ -42,10 +42,8 @@ def inspect(
         found = _describe_checkpoint(path, verify=verify)
     if as_json:
         print(json.dumps(found, indent=1, allow_nan=False))
-    elif kind == "dataset":
-        _show_dataset(found)
     else:
-        _show_checkpoint(found)
+        (_show_dataset if kind == "dataset" else _show_checkpoint)(found)
 
 
 def doctor(
@@ -162,10 +160,6 @@ def _describe_run(path: Path) -> list[dict[str, Any]]:
     return listed
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
 def _recipe(recipe: str | dict[str, str] | None) -> str:
     """Name and preset as people say them; older and generated datasets have a name alone."""
     if not isinstance(recipe, dict):
@@ -209,64 +203,55 @@ def _show_dataset(found: dict[str, Any]) -> None:
         _line("bad lines", f"{found['quarantined']:,}, listed in quarantine.jsonl")
     for file, line in found["broken_files"].items():
         _line("cut short", f"{file} breaks off at line {line:,}; what came after it is not here")
-    splits = [
-        [
-            name, f"{split['rows']:,}", f"{split['positives']:,}", _percent(split["share"]), f"{split['shards']:,}",
-            format_size(split["bytes"]),
-        ]
-        for name, split in found["splits"].items()
-    ]  # fmt: skip
-    show_table("Splits", ["split", "rows", "positives", "share", "shards", "size"], splits)
-    for name, split in found["splits"].items():
+    splits = [{"name": name, **split} for name, split in found["splits"].items()]
+    columns = {
+        "split": "{0[name]}", "rows": "{0[rows]:,}", "positives": "{0[positives]:,}", "share": "{0[share]:.1%}",
+        "shards": "{0[shards]:,}", "size": "{0[bytes]:size}",
+    }  # fmt: skip
+    show_rows("Splits", columns, splits)
+    for split in splits:
         if "labelled" in split:
-            words = f"{split['rows'] - split['labelled']:,} rows of {name}: for stoker predict, not for training"
-            _line("no label", words)
-    if timed := {name: split["time"] for name, split in found["splits"].items() if "time" in split}:
-        rows = [[name, str(time["first"]), str(time["last"])] for name, time in timed.items()]
-        show_table("Times of the rows", ["split", "first", "last"], rows)
+            absent = split["rows"] - split["labelled"]
+            _line("no label", f"{absent:,} rows of {split['name']}: for stoker predict, not for training")
+    if timed := [split for split in splits if "time" in split]:
+        columns = {"split": "{0[name]}", "first": "{0[time][first]}", "last": "{0[time][last]}"}
+        show_rows("Times of the rows", columns, timed)
     if found["keep"]:
         _line("kept columns", ", ".join(f"{name} ({kind})" for name, kind in found["keep"].items()))
     if groups := found["groups"]:
-        _show_groups(groups, found["splits"])
+        cut = f"; {groups['cut']:,} have rows in several splits" if groups["cut"] else ", each whole in one split"
+        grouped = [{**split, **split["groups"], "split": split["name"]} for split in splits if split.get("groups")]
+        columns = {
+            "split": "{0[split]}", "groups": "{0[count]:,}", "rows on average": "{0[mean]:.1f}",
+            "at most": "{0[largest]:,}", "with a positive": "{0[share]:.1%}",
+        }  # fmt: skip
+        shares = ({**each, "share": each["with_positive"] / each["count"]} for each in grouped)
+        show_rows(f"Groups by {groups['column']}: {groups['count']:,}{cut}", columns, shares)
     if parts:
         hot, cold = parts["hot"], parts["cold"]
-        share = _percent(hot["rows"] / max(1, hot["rows"] + cold["rows"]))
-        counted = f"{hot['rows']:,} hot training rows ({share}), {cold['rows']:,} cold"
+        share = hot["rows"] / max(1, hot["rows"] + cold["rows"])
+        counted = f"{hot['rows']:,} hot training rows ({share:.1%}), {cold['rows']:,} cold"
         _line("classified", f"{counted}; profile {parts['profile_hash'][:16]}")
     tables = [
-        [
-            table["table"] + (f" (up to {table['max_length']})" if table["max_length"] > 1 else ""),
-            f"{table['rows']:,}", format_count(table["accesses"]),
-            *(_percent(table[key]) for key in ("oov_share", "hot_1_percent", "hot_10_percent")),
-            format_count(table["top_counts"][0]) if table["top_counts"] else "-",
-        ]
+        {
+            **table, "largest": (table["top_counts"] or [None])[0],
+            "longest": f" (up to {table['max_length']})" if table["max_length"] > 1 else "",
+        }
         for table in found["tables"]
     ]  # fmt: skip
-    show_table(
-        "Tables: training accesses, and the share that unknown values and the most popular rows take",
-        ["table", "rows", "accesses", "unknown", "top 1 %", "top 10 %", "largest"],
-        tables,
+    columns = {
+        "table": "{0[table]}{0[longest]}", "rows": "{0[rows]:,}", "accesses": "{0[accesses]:count}",
+        "unknown": "{0[oov_share]:.1%}", "top 1 %": "{0[hot_1_percent]:.1%}", "top 10 %": "{0[hot_10_percent]:.1%}",
+        "largest": "{0[largest]:count}",
+    }  # fmt: skip
+    show_rows(
+        "Tables: training accesses, and the share that unknown values and the most popular rows take", columns, tables
     )
-    if found["dense"]:
-        keys = ("min", "mean", "max", "std")
-        columns = [
-            [column["column"], *(f"{column[key]:.4g}" for key in keys), _percent(column["zeros"])]
-            for column in found["dense"]
-        ]
-        title = f"Dense columns, from {found['dense'][0]['rows']:,} training rows"
-        show_table(title, ["column", *keys, "zeros"], columns)
+    if dense := found["dense"]:
+        figures = {key: f"{{0[{key}]:.4g}}" for key in ("min", "mean", "max", "std")}
+        columns = {"column": "{0[column]}", **figures, "zeros": "{0[zeros]:.1%}"}
+        show_rows(f"Dense columns, from {dense[0]['rows']:,} training rows", columns, dense)
     _verified(found)
-
-
-def _show_groups(groups: dict[str, Any], splits: dict[str, Any]) -> None:
-    cut = f"; {groups['cut']:,} have rows in several splits" if groups["cut"] else ", each whole in one split"
-    rows = []
-    for name, split in splits.items():
-        if of := split.get("groups"):
-            share = _percent(of["with_positive"] / of["count"])
-            rows.append([name, f"{of['count']:,}", f"{of['mean']:.1f}", f"{of['largest']:,}", share])
-    headings = ["split", "groups", "rows on average", "at most", "with a positive"]
-    show_table(f"Groups by {groups['column']}: {groups['count']:,}{cut}", headings, rows)
 
 
 def _show_checkpoint(found: dict[str, Any]) -> None:
@@ -282,13 +267,13 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
         _line("data position", _position(found["stream"]))
     _line("size", f"{format_size(found['bytes'])} in {plural(found['files'], 'file')}")
     tables = [
-        [
-            ".".join(filter(None, (table.get("module"), table["name"]))), f"{table['num_embeddings']:,}",
-            str(table["embedding_dim"]), str(table["dtype"]), format_size(table["bytes"]),
-        ]
-        for table in found["tables"]
-    ]  # fmt: skip
-    show_table("Tables", ["table", "rows", "dim", "type", "size with state"], tables)
+        {**table, "path": ".".join(filter(None, (table.get("module"), table["name"])))} for table in found["tables"]
+    ]
+    columns = {
+        "table": "{0[path]}", "rows": "{0[num_embeddings]:,}", "dim": "{0[embedding_dim]}", "type": "{0[dtype]}",
+        "size with state": "{0[bytes]:size}",
+    }  # fmt: skip
+    show_rows("Tables", columns, tables)
     _verified(found)
 
 

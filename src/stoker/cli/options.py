@@ -281,9 +281,13 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 
 
 def show_rows(title: str | None, columns: Mapping[str, str], rows: Iterable[Any], **looks: Any) -> None:
-    """Print a table; ``columns`` has the format of each heading's cells, such as "{0[share]:.1%}"."""
-    table = ([_Cells().format(form, row) for form in columns.values()] for row in rows)
-    show_table(title, [*columns], table, **looks)
+    """Print a table; ``columns`` has the format of each heading's cells, such as "{0[share]:.1%}" or, of the second
+    value of a tuple, "{1:,}"."""
+    cells = (
+        [_Cells().format(form, *(row if isinstance(row, tuple) else (row,))) for form in columns.values()]
+        for row in rows
+    )
+    show_table(title, [*columns], cells, **looks)
 
 
 def show_table(

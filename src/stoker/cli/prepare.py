@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from stoker.base.errors import ConfigError
 from stoker.base.files import atomic_file, refuse_url
 from stoker.base.progress import Bars
 from stoker.base.units import format_count, format_duration, format_size, plural, quoted
-from stoker.cli.options import say, show_table, with_options
+from stoker.cli.options import printed, say, show_rows, show_table, with_options
 
 if TYPE_CHECKING:
     from stoker.prep.draft import Draft
@@ -227,10 +226,9 @@ def prepare(
             )  # fmt: skip
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(with_options(str(stop), {"resume": "--resume"}, ["resume"])) from stop
-    if as_json:
-        print(json.dumps({**vars(report), "path": remote.url_of(out) or str(report.path)}))
-    else:
-        _show_report(report, remote.url_of(out) or str(report.path))
+    path = remote.url_of(out) or str(report.path)
+    if not printed({**vars(report), "path": path}, as_json):
+        _show_report(report, path)
 
 
 def _known(recipe: str) -> bool:
@@ -261,15 +259,20 @@ def _changed(
 
 
 def _show_report(report: PrepareReport, path: str) -> None:
-    splits = []
-    for name, count in report.rows.items():
-        positive = report.positives[name]
-        share = f"{positive / report.labelled[name]:.2%}" if report.labelled[name] else "-"
-        splits.append([name, f"{count:,}", f"{positive:,}", share])
-    show_table(f"Dataset {path}", ["split", "rows", "positive", "share"], splits)
+    splits = (
+        (
+            name,
+            count,
+            report.positives[name],
+            report.positives[name] / report.labelled[name] if report.labelled[name] else None,
+        )
+        for name, count in report.rows.items()
+    )
+    columns = {"split": "{0}", "rows": "{1:,}", "positive": "{2:,}", "share": "{3:.2%}"}
+    show_rows(f"Dataset {path}", columns, splits)
     if report.tables:
-        tables = [[name, f"{int(one['rows']):,}", f"{one['unknown']:.2%}"] for name, one in report.tables.items()]
-        show_table("Tables", ["table", "rows", "held-out ids unknown"], tables)
+        columns = {"table": "{0}", "rows": "{1[rows]:,.0f}", "held-out ids unknown": "{1[unknown]:.2%}"}
+        show_rows("Tables", columns, report.tables.items())
     rows = sum(report.rows.values())
     rate = format_count(rows / report.seconds) if report.seconds else "-"
     parts = [
@@ -304,11 +307,10 @@ def _list_recipes(as_json: bool) -> None:
     from stoker.prep import recipes
 
     found = [recipes.get(name) for name in recipes.names()]
-    if as_json:
-        print(json.dumps([{"name": r.name, "description": r.description, "presets": list(r.presets)} for r in found]))
-        return
-    rows = [[recipe.name, ", ".join(recipe.presets), recipe.description] for recipe in found]
-    show_table("Recipes", ["recipe", "presets", "what it reads"], rows, left=range(3))
+    record = [{"name": r.name, "description": r.description, "presets": list(r.presets)} for r in found]
+    if not printed(record, as_json):
+        rows = [[recipe.name, ", ".join(recipe.presets), recipe.description] for recipe in found]
+        show_table("Recipes", ["recipe", "presets", "what it reads"], rows, left=range(3))
 
 
 def synthetic(
@@ -354,8 +356,7 @@ def synthetic(
         base_rate=base_rate, signal=signal, overwrite=overwrite, metadata=metadata,
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    if as_json:
-        print(json.dumps(asdict(truth)))
+    if printed(asdict(truth), as_json):
         return
     spoiled = f", {truth.bad:,} of them spoiled" if truth.bad else ""
     say(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,9 @@ from stoker.cli.options import (
     Plot,
     check_new_files,
     option,
+    printed,
     say,
+    show_rows,
     show_table,
 )
 
@@ -82,9 +83,7 @@ def profile(
         found.save(out)
     if plot is not None:
         found.plot(plot)
-    if as_json:
-        print(json.dumps({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}))
-    else:
+    if not printed({"dataset": str(dataset), "hash": found.hash, **found.to_dict()}, as_json):
         _show_profile(dataset, found, None if sample is None else popularity.true_hot_rows(data, found), written)
 
 
@@ -119,35 +118,36 @@ def _show_profile(dataset: Path, found: HotProfile, truth: Mapping[str, int] | N
 
 
 def _show_tables(found: HotProfile) -> None:
-    rows = []
-    for each in sorted(found.tables, key=lambda each: -each.rows):
-        by = "counts" if found.settings.sample is None else "sample"
-        if each.whole or not found.threshold:
-            by = "whole" if each.whole else "all"
-        rows.append(
-            [
-                each.name, f"{each.rows:,}", f"{each.hot_rows:,}", f"{each.hot_rows / each.rows:.2%}", by,
-                format_size(each.hot_bytes), f"{each.access_share:.2%}",
-            ]
-        )  # fmt: skip
-    _show_dense(["table", "rows", "hot rows", "share", "by", "hot bytes", "accesses"], rows)
+    by = "counts" if found.settings.sample is None else "sample"
+    columns = {
+        "table": "{0.name}", "rows": "{0.rows:,}", "hot rows": "{0.hot_rows:,}", "share": "{1:.2%}", "by": "{2}",
+        "hot bytes": "{0.hot_bytes:size}", "accesses": "{0.access_share:.2%}",
+    }  # fmt: skip
+    rows = (
+        (each, each.hot_rows / each.rows, "whole" if each.whole else by if found.threshold else "all")
+        for each in sorted(found.tables, key=lambda each: -each.rows)
+    )
+    _show_dense(columns, rows)
 
 
-def _show_dense(headings: list[str], rows: list[list[str]]) -> None:
+def _show_dense(columns: dict[str, str], rows: Iterable[tuple[Any, ...]]) -> None:
     from rich.box import SIMPLE
 
-    show_table(None, headings, rows, whole=range(len(headings)), box=SIMPLE, padding=(0, 0), collapse_padding=True)
+    show_rows(None, columns, rows, whole=range(len(columns)), box=SIMPLE, padding=(0, 0), collapse_padding=True)
 
 
 def _show_estimates(found: HotProfile, truth: Mapping[str, int]) -> None:
     """Print how near the published estimate comes to the counts of all rows."""
-    rows = []
-    for each in sorted(found.tables, key=lambda each: -each.rows):
-        if not each.whole:
-            true = truth[each.name]
-            off = f"{each.estimate / max(true, 1) - 1:+.1%}"
-            rows.append([each.name, f"{each.estimate:,}", f"{each.low:,}-{each.high:,}", f"{true:,}", off])
-    _show_dense(["table", "estimate", "interval", "truth", "off"], rows)
+    columns = {
+        "table": "{0.name}", "estimate": "{0.estimate:,}", "interval": "{0.low:,}-{0.high:,}", "truth": "{1:,}",
+        "off": "{2:+.1%}",
+    }  # fmt: skip
+    rows = (
+        (each, truth[each.name], each.estimate / max(truth[each.name], 1) - 1)
+        for each in sorted(found.tables, key=lambda each: -each.rows)
+        if not each.whole
+    )
+    _show_dense(columns, rows)
 
 
 def _show_curve(found: HotProfile) -> None:
@@ -212,9 +212,8 @@ def classify(
         found = run_profile(data, progress=bars, **given) if profile is None else HotProfile.load(profile)
         report = run_classify(data, found, out, overwrite=overwrite, progress=bars)
     rows = report.hot + report.cold
-    if as_json:
-        values = {name: value for name, value in vars(report).items() if name != "path"}
-        print(json.dumps({"out": str(out), "profile_hash": found.hash, **values}))
+    values = {name: value for name, value in vars(report).items() if name != "path"}
+    if printed({"out": str(out), "profile_hash": found.hash, **values}, as_json):
         return
     what = "already classified" if report.reused else f"classified in {format_duration(report.seconds)}"
     say(f"{out}: {rows:,} training rows {what}")
@@ -268,8 +267,7 @@ def reorder(
     how = Reordering(**{name: value for name, value in asked.items() if value is not None})
     with Bars(quiet=as_json) as bars:
         report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
-    if as_json:
-        print(json.dumps({**asdict(report), "path": str(report.path)}))
+    if printed({**asdict(report), "path": str(report.path)}, as_json):
         return
     what = "already reordered" if report.reused else f"reordered in {format_duration(report.seconds)}"
     say(f"{out}: {what}")
