@@ -56,7 +56,7 @@ def test_inspect_says_so(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--method", "leiden"), "none of bisect"),
+        (("--method", "leiden"), "Choose one of 'bisect'"),
         (("--spread", "nan"), "at least 1"),
         (("--hot", "-1"), "share of the accesses"),
         (("--table", "C9"), "no table C9"),

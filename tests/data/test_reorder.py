@@ -156,7 +156,7 @@ def test_tiers_are_powers_of_the_spread() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"method": "leiden"}, "none of bisect, communities, first-use"),
+        ({"method": "leiden"}, "Choose one of 'bisect', 'communities', 'first-use'"),
         ({"hot": -0.1}, "share of the accesses"),
         ({"spread": 0.5}, "at least 1"),
         ({"spread": float("nan")}, "at least 1"),

@@ -138,8 +138,7 @@ def _declared(several: Sequence[type[Settings] | str]) -> Iterator[tuple[type[Se
     """Yield settings with the classes that declare them."""
     known = {item.name: (part, item) for part in PARTS for item in fields(part)}
     for each in several:
-        names = [each] if isinstance(each, str) else [item.name for item in fields(each)]
-        yield from (known[name] for name in names)
+        yield from [known[each]] if isinstance(each, str) else [(each, item) for item in fields(each)]
 
 
 def _options_for(part: Any, item: Field[Any], default: str | None) -> Iterator[inspect.Parameter]:

@@ -24,12 +24,13 @@ from stoker.cli.options import (
     say,
     show_rows,
     show_table,
+    takes,
 )
+from stoker.rewrite.id_order import Reordering
 
 if TYPE_CHECKING:
     from stoker.rewrite.hot_profile import HotProfile
 
-_SAMPLE, _PROFILE, _ORDER, _COST = "Sample", "Profile", "Order", "Cost"
 _BAR = 18  # columns of the longest bar: the table fits a terminal of 80
 
 
@@ -40,13 +41,13 @@ def profile(
     dtype: Dtype = "float32",
     optimizer: Optimizer = "rowwise_adagrad",
     exact: bool = option(
-        _SAMPLE, "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
+        "Sample", "Take the vocabulary's counts of all rows, which is the default.", "--exact", default=False
     ),
     sample: str | None = option(
-        _SAMPLE, "Estimate from this share of the training rows, as published (5%), and compare with the counts."
+        "Sample", "Estimate from this share of the training rows, as published (5%), and compare with the counts."
     ),
-    confidence: str | None = option(_SAMPLE, "Of the estimate's intervals. (default: 99.9%)"),
-    seed: int = option(_SAMPLE, "Of the rows that are drawn; 0 or more.", default=0),
+    confidence: str | None = option("Sample", "Of the estimate's intervals. (default: 99.9%)"),
+    seed: int = option("Sample", "Of the rows that are drawn; 0 or more.", default=0),
     out: Path | None = option("Results", "File to write the profile to, as JSON, for stoker classify."),
     plot: Plot = None,
     as_json: OneObject = False,
@@ -174,13 +175,13 @@ def _bar(share: float) -> str:
 def classify(
     dataset: DataArgument,
     out: Path = option("Results", "Directory to make.", default=...),
-    profile: Path | None = option(_PROFILE, "File that stoker profile wrote. (default: a profile is made first)"),
+    profile: Path | None = option("Profile", "File that stoker profile wrote. (default: a profile is made first)"),
     budget: str | None = option(
-        _PROFILE, "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
+        "Profile", "For hot rows and their optimizer state. (default: 512MiB)", "--device-memory"
     ),
-    dim: int | None = option(_PROFILE, "Columns of every table. (default: 16)", "--dim"),
-    dtype: str | None = option(_PROFILE, "Of the tables: float32 or bfloat16. (default: float32)"),
-    optimizer: str | None = option(_PROFILE, "Of the rows; its state lies with them. (default: rowwise_adagrad)"),
+    dim: int | None = option("Profile", "Columns of every table. (default: 16)", "--dim"),
+    dtype: str | None = option("Profile", "Of the tables: float32 or bfloat16. (default: float32)"),
+    optimizer: str | None = option("Profile", "Of the rows; its state lies with them. (default: rowwise_adagrad)"),
     overwrite: Overwrite = False,
     as_json: OneObject = False,
 ) -> None:
@@ -223,27 +224,16 @@ def classify(
     say(f"next: stoker train {quoted(out)} --out RUN")
 
 
+@takes(Reordering)
 def reorder(
     dataset: DataArgument,
     out: Path = option("Results", "Directory to make.", default=...),
-    method: str | None = option(_ORDER, "bisect, communities (needs networkit) or first-use. (default: bisect)"),
-    hot: float | None = option(
-        _ORDER,
-        "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many. (default: 0.01)",
-    ),
-    spread: float | None = option(
-        _ORDER,
-        "Other ids trade places where their counts differ by less than this factor; inf: all of them. (default: 2)",
-    ),
-    window: int | None = option(_ORDER, "Neighbouring training rows that are looked at as one batch. (default: 4096)"),
     tables: list[str] | None = option(
-        _ORDER, "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"
+        "Order", "To reorder; may be repeated. (default: all with a vocabulary and 1,000 rows)", "--table"
     ),
-    edges: int | None = option(
-        _COST, "Pairs of an id and a window, or of two ids, per table at most. (default: 8000000)"
-    ),
-    seed: int | None = option(_COST, "Of what is drawn where there are more. (default: 0)"),
     overwrite: Overwrite = False,
+    *,
+    settings: dict[str, Any],
     as_json: OneObject = False,
 ) -> None:
     """Number ids anew, so that those used together are neighbours.
@@ -258,13 +248,9 @@ def reorder(
     stoker reorder data/criteo --table C3 --window 8192 --out data/criteo-ordered
     stoker reorder data/criteo --method communities --spread inf --out data/el-rec
     """
-    asked: dict[str, Any] = {
-        "method": method, "hot": hot, "spread": spread, "window": window, "edges": edges, "seed": seed,
-    }  # fmt: skip
-    from stoker.rewrite.id_order import Reordering
     from stoker.rewrite.reorder import BLOCK_IDS, run_reorder
 
-    how = Reordering(**{name: value for name, value in asked.items() if value is not None})
+    how = Reordering.from_dict(settings)
     with Bars(quiet=as_json) as bars:
         report = run_reorder(dataset, out, how=how, tables=tables, overwrite=overwrite, progress=bars)
     if printed({**asdict(report), "path": str(report.path)}, as_json):

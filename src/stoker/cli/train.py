@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stoker.training.tools.find_lr import Finding
 
 _TEST = "Range test"
-_WIDTH, _HEIGHT = 64, 12  # of a curve: it fits a terminal of 80
+_WIDTH = 64  # of a curve: it fits a terminal of 80
 
 
 @takes(*PARTS)
@@ -213,23 +213,17 @@ def _options(rates: dict[str, float]) -> str:
 
 
 def curve(found: Finding) -> str:
-    """The smoothed loss by factor, in characters; columns of the suggestions are marked below."""
-    steps = len(found.smoothed)
-    width = min(_WIDTH, steps)
-    columns = [found.smoothed[min(steps - 1, column * steps // width)] for column in range(width)]
+    """The smoothed loss by step, in characters; steps of the suggestions are marked on the axis."""
+    from stoker.training.tools.compare import text_plot
+
+    last = len(found.smoothed) - 1
     # What lies above where it began is cut off: the end of the curve would squeeze its bend.
-    low, high = min(columns), max(columns[: max(1, width // 3)])
-    span = (high - low) or 1.0
-    rows = [[" "] * width for _ in range(_HEIGHT)]
-    for column, value in enumerate(columns):
-        level = round((min(value, high) - low) / span * (_HEIGHT - 1))
-        rows[_HEIGHT - 1 - level][column] = "•" if value <= high else "˙"
-    lines = [f"{high:8.4f} " + "".join(rows[0])]
-    lines += [" " * 9 + "".join(row) for row in rows[1:-1]] + [f"{low:8.4f} " + "".join(rows[-1])]
-    marks = [" "] * width
+    top = max(found.smoothed[: max(1, last // 3)])
+    points = [(float(step), min(loss, top)) for step, loss in enumerate(found.smoothed)]
+    words = "learning rates, rising; s: steepest, m: minimum"
+    *lines, axis, below = text_plot({"loss": points}, {"loss": "•"}, below=words, width=_WIDTH).splitlines()
     for at, mark in ((found.steepest, "s"), (found.minimum, "m")):
         if at is not None:
-            marks[min(width - 1, at * width // steps)] = mark
-    lines.append(" " * 9 + "".join(marks).rstrip())
-    lines.append(" " * 9 + "learning rates, rising; s: steepest, m: minimum")
-    return "\n".join(lines)
+            column = axis.index("+") + 1 + round(at / last * (_WIDTH - 1))
+            axis = f"{axis[:column]}{mark}{axis[column + 1 :]}"
+    return "\n".join([*lines, axis, below])

@@ -28,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DependencyError
+from stoker.base.settings import Settings, setting
 from stoker.dataset.shards import Shard
 from stoker.dataset.spec import FeatureSpec
 from stoker.rewrite.derived import feature_of_ids
 
 __all__ = [
-    "METHODS",
     "IdWindows",
     "Reordering",
     "TableUse",
@@ -46,27 +46,29 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 _DRAWS = 32  # partners of an id in a window at most; more tell little of a small table
-METHODS = ("bisect", "communities", "first-use")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reordering:
+class Reordering(Settings, panel="Order"):
     """How ids are ordered.
 
     Raises:
         ConfigError: a setting outside its range.
     """
 
-    method: Literal["bisect", "communities", "first-use"] = "bisect"
-    hot: float = 0.01  # ids that stay where they are, by frequency: the share of accesses they take; from 1 on, ids
-    spread: float = 2.0  # ids trade places where their counts differ by less than this factor; inf: all but hot ones
-    window: int = 4096  # neighbouring training rows that are looked at as one batch
-    edges: int = 8_000_000  # M at most, and E at most, per table
-    seed: int = 0  # of what is drawn where there are more
+    method: Literal["bisect", "communities", "first-use"] = setting("bisect", "Method. communities needs networkit.")
+    hot: float = setting(
+        0.01, "Ids that stay, most frequent first: the share of accesses they take, or, from 1 on, how many."
+    )
+    spread: float = setting(
+        2.0, "Other ids trade places where their counts differ by less than this factor; inf: all of them."
+    )
+    window: int = setting(4096, "Neighbouring training rows that are looked at as one batch.")
+    edges: int = setting(8_000_000, "Pairs of an id and a window, or of two ids, per table at most.")
+    seed: int = setting(0, "Of what is drawn where there are more.")
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"method {self.method!r} is none of {', '.join(METHODS)}.", settings=("method",))
+        super().__post_init__()
         if not 0 <= self.hot < math.inf:
             raise ConfigError(f"hot is {self.hot}: give a share of the accesses below 1, or a number of ids.")
         if not self.spread >= 1:

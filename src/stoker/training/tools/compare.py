@@ -325,7 +325,9 @@ def curves(comparison: Comparison) -> dict[str, Points]:
     return {name: points for name, points in found.items() if points}
 
 
-def text_plot(points: Mapping[str, Points], marks: Mapping[str, str], *, width: int = 60, height: int = 12) -> str:
+def text_plot(
+    points: Mapping[str, Points], marks: Mapping[str, str], *, below: str = "epoch", width: int = 60, height: int = 12
+) -> str:
     """Curves (at least one point in all) in characters, a mark for each; "*" where several meet."""
     every = [point for each in points.values() for point in each]
     left, right = min(x for x, _ in every), max(x for x, _ in every)
@@ -347,7 +349,7 @@ def text_plot(points: Mapping[str, Points], marks: Mapping[str, str], *, width: 
     room = max(map(len, labels.values()))
     lines = [f"{labels.get(row, ''):>{room}} |{''.join(cells[row])}".rstrip() for row in range(height)]
     ends = f"{left:g}", f"{right:g}"
-    middle = "epoch".center(max(0, width - sum(map(len, ends))))
+    middle = below.center(max(0, width - sum(map(len, ends))))
     return "\n".join([*lines, f"{'':>{room}} +{'-' * width}", f"{'':>{room}}  {ends[0]}{middle}{ends[1]}"])
 
 
