@@ -22,7 +22,7 @@ import torch
 from stoker.base import device as machine
 from stoker.base.units import format_size
 
-# Package -> what is lost without it; the first three are not optional.
+# Package -> what is lost without it; without the first three nothing works.
 _PACKAGES = {
     "torch": "",
     "numpy": "",
@@ -38,6 +38,7 @@ _PACKAGES = {
     "zstandard": "reading .zst files",
 }
 _PIP_NAMES = {"yaml": "pyyaml"}
+_KERNELS = {"cpu": "Numba kernels for the CPU", "triton": "Triton kernels for the GPU"}
 
 
 def examine(*, measure: bool = True) -> dict[str, Any]:
@@ -51,22 +52,23 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         each with its remedy, and the findings by topic.
     """
     packages = {name: _version(name) for name in _PACKAGES}
+    gpus, compiler, folder = _gpus(), _compiler(), _folder()
     problems, advice = [], []
-    for name in ("torch", "numpy", "safetensors"):
-        if packages[name] is None:
-            problems.append(f"{name} is missing. Install it with: pip install {name}")
-    gpus = _gpus()
     for name, use in _PACKAGES.items():
-        if packages[name] is None and use and (name != "triton" or gpus):
+        if packages[name] is None and not use:
+            problems.append(f"{name} is missing. Install it with: pip install {name}")
+        elif packages[name] is None and (name != "triton" or gpus):
             advice.append(f"{name} is missing, it is needed for {use}: pip install {_PIP_NAMES.get(name, name)}")
-    if packages["numba"] is not None and (error := _import_error("numba")):
-        advice.append(f"numba is installed but does not load ({error}): pip install --upgrade numba")
-    backends = {"cpu": _backend("cpu")} | ({"cuda": _backend("cuda")} if gpus else {})
-    problems += [entry["error"] for entry in backends.values() if entry.get("error")]
-    compiler = _compiler()
+    if packages["numba"] is not None:
+        try:
+            importlib.import_module("numba")
+        except Exception as error:  # whatever a broken installation raises
+            words = f"{type(error).__name__}: {error}"
+            advice.append(f"numba is installed but does not load ({words}): pip install --upgrade numba")
+    backends = {kind: _backend(kind) for kind in ("cpu", *(["cuda"] if gpus else []))}
+    problems += [entry["error"] for entry in backends.values() if "error" in entry]
     if not compiler["usable"]:
         advice.append(f"torch.compile on the CPU will not work: {compiler['why']}")
-    folder = _folder()
     if not folder["writable"]:
         problems.append(f"the current directory {folder['path']} is not writable. Change to one that is.")
     return {
@@ -91,8 +93,7 @@ def examine(*, measure: bool = True) -> dict[str, Any]:
         "compiler": compiler,
         "threads": {
             "torch": torch.get_num_threads(),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
-            "NUMBA_NUM_THREADS": os.environ.get("NUMBA_NUM_THREADS"),
+            **{name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")},
         },
         "bandwidth": _bandwidth() if measure else None,
     }
@@ -105,28 +106,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _import_error(name: str) -> str | None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # whatever a broken installation raises
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def _gpus() -> list[dict[str, Any]]:
     found = []
     try:
         for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            free, total = machine.device_memory(f"cuda:{index}")
-            found.append(
-                {
-                    "name": properties.name,
-                    "memory": total,
-                    "memory_free": free,
-                    "capability": f"{properties.major}.{properties.minor}",
-                }
-            )
+            gpu, (free, total) = torch.cuda.get_device_properties(index), machine.device_memory(f"cuda:{index}")
+            capability = f"{gpu.major}.{gpu.minor}"
+            found.append({"name": gpu.name, "memory": total, "memory_free": free, "capability": capability})
     except RuntimeError as error:
         found.append({"name": f"unusable: {error}", "memory": 0, "memory_free": 0, "capability": ""})
     return found
@@ -140,12 +126,8 @@ def _backend(kind: str) -> dict[str, Any]:
         name = get_backend("auto", torch.device(kind)).name
     except Exception as error:
         return {"name": None, "why": "", "error": f"no embedding kernels for {kind}: {type(error).__name__}: {error}"}
-    why = {
-        "reference": f"plain PyTorch, since {'triton' if kind == 'cuda' else 'numba'} is not installed",
-        "cpu": "Numba kernels for the CPU",
-        "triton": "Triton kernels for the GPU",
-    }
-    return {"name": name, "why": why.get(name, "")}
+    plain = f"plain PyTorch, since {'triton' if kind == 'cuda' else 'numba'} is not installed"
+    return {"name": name, "why": plain if name == "reference" else _KERNELS.get(name, "")}
 
 
 def _kernel_cache() -> dict[str, str | None]:
