@@ -132,18 +132,20 @@ class Residency:
 
     def plan(self) -> SlotPlan | None:
         """Slots for the batch announced first of those not planned; None, and no change, if too few may be given up."""
-        made = self._plan(self._window[0][2], staged=True)
+        _, begin, rows = self._window[0]
+        made = self._plan(rows, begin)
         if made is not None:
             self._window.popleft()
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
         """Slots for a batch that was not announced, ahead of those that were."""
-        return self._plan(np.ascontiguousarray(rows, np.int64), staged=False)
+        return self._plan(np.ascontiguousarray(rows, np.int64), -1)
 
     def skip(self) -> None:
         """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
-        self._skip(self._window.popleft()[2])
+        _, begin, rows = self._window.popleft()
+        self._skip(rows, begin)
 
     def cancel(self) -> None:
         """Forget the batches announced but not planned, and all hints."""
@@ -177,7 +179,8 @@ class Residency:
             if item.hint < step:
                 item.hint = NEVER
 
-    def _plan(self, wanted: Ints, *, staged: bool) -> SlotPlan | None:
+    def _plan(self, wanted: Ints, begin: int) -> SlotPlan | None:
+        """Slots for a batch that was announced as the rows ``begin`` on of all; -1: it was not announced."""
         rows: list[int] = wanted.tolist()
         known = [self._rows.get(row, _Row()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
@@ -212,7 +215,7 @@ class Residency:
         fetch_rows, fetch_slots, slots = [], [], []
         for row, item in zip(rows, known, strict=True):
             self._rows[row] = item
-            if staged:
+            if begin >= 0:
                 _, item.hint = item.uses.popleft()
             if item.slot < 0:
                 item.slot, item.left = self._unused.pop() if self._unused else given_up.popleft(), -1
@@ -253,7 +256,7 @@ class Residency:
             if self._users[slot] == 0:
                 self._parked.add(slot)
 
-    def _skip(self, rows: Ints) -> None:
+    def _skip(self, rows: Ints, begin: int) -> None:
         for row in rows.tolist():
             item = self._rows[row]
             _, hint = item.uses.popleft()

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -380,10 +381,7 @@ class Queue:
     def __init__(self, storage: SlottedRows) -> None:
         self._storage = storage
         self._waiting: deque[_Request] = deque()
-        self._known = 0  # of them, those that the residency knows: the first ones, or none
         with storage._lock:
-            for other in storage._queues:
-                other._known = 0
             storage.residency.cancel()
             storage._queues.append(self)
 
@@ -411,13 +409,14 @@ class Queue:
             self._tell()
             storage.stats.plan_seconds += time.perf_counter() - begin
 
-    def _tell(self) -> None:
-        """Announce to the residency what it does not know yet."""
-        if self._decides:
-            while self._known < len(self._waiting):
-                request = self._waiting[self._known]
-                self._storage.residency.announce(request.wanted.rows, request.upcoming)
-                self._known += 1
+    def _tell(self) -> bool:
+        """Announce to the residency what it does not know yet; return whether it knows the batches of this queue."""
+        if not self._decides:
+            return False
+        residency = self._storage.residency
+        for request in islice(self._waiting, residency.announced, None):
+            residency.announce(request.wanted.rows, request.upcoming)
+        return True
 
     def stage(self) -> Lease | None:
         """Make the first batch resident; None if rows in flight leave too few slots for now."""
@@ -425,15 +424,12 @@ class Queue:
         with storage._lock:
             with span("plan"):
                 storage._enter_returned()
-                self._tell()
-                request = self._waiting[0]
-                residency = storage.residency
-                plan = residency.plan() if self._known else residency.plan_now(request.wanted.rows)
+                request, residency = self._waiting[0], storage.residency
+                plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
             storage.stats.plan_seconds += time.perf_counter() - begin
             if plan is None:
                 return None
             self._waiting.popleft()
-            self._known = max(0, self._known - 1)
             # Offsets and weights are those that the lookup will bring.
             lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
             lease.staged = True
@@ -442,9 +438,8 @@ class Queue:
     def skip(self) -> None:
         """Drop the first batch: it does not fit while others are in flight, and is fetched on demand."""
         with self._storage._lock:
-            if self._known:
+            if self._tell():
                 self._storage.residency.skip()
-                self._known -= 1
             self._waiting.popleft()
 
     def close(self) -> None:
@@ -457,7 +452,6 @@ class Queue:
                 storage.residency.cancel()
             storage._queues.remove(self)
             self._waiting.clear()
-            self._known = 0
 
 
 def make_residency(
