@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
-from stoker.ops import BackendName
+from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
-from stoker.tables.autograd import Gradient, Lookup, compiled_lookup, register
+from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
@@ -339,14 +339,14 @@ class EmbeddingTables(nn.Module):
             )
         check_modes()
         handle = self._steps.check_handle(self._parameters["handle"])
-        offsets = self.splitter.check(ids, offsets, weights)
+        call = self.splitter.check(ids, offsets, weights)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
             self._steps.check()
         elif self._copied is not None:
             self._check_copy()
-        leases, copy = self._take_staged(ids, offsets)
-        many = self.splitter.split(ids, offsets, weights)
+        leases, copy = self._take_staged(call)
+        many = self.splitter.split(call)
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
             given = ids, copy
             found = Lookup.apply(handle, self, many, leases, given, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
@@ -377,20 +377,24 @@ class EmbeddingTables(nn.Module):
             lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
         return lease
 
+    @property
+    def versions(self) -> list[int]:
+        """The changes of the rows of each group so far."""
+        return [group.version for group in self.groups]
+
     def backward_of(
-        self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
-        weights: bool, trains: bool, enclosing: int = -1,
+        self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, forward: Forward, *, rows: bool,
+        weights: bool,
     ) -> Tensor | None:  # fmt: skip
         """Collect the gradient [B, P, D] of a lookup in group ``index``, and return that of its per-sample weights.
 
-        Lease, version of the rows, train mode and enclosing backward (:meth:`RowSteps.enclosing`) are those of the
-        forward; ``rows`` and ``weights``: whether these want a gradient.
+        The lease is that of the forward; ``rows`` and ``weights``: whether these want a gradient.
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
         """
         group = self.groups[index]
-        if version != group.version and (weights or isinstance(group, CompressedGroup)):
+        if forward.versions[index] != group.version and (weights or isinstance(group, CompressedGroup)):
             raise RuntimeError(
                 f"the rows of table {group.tables[0].name!r} were changed between this forward and its backward, and "
                 "the gradient depends on them as they were: another backward, optimizer step or write came between. "
@@ -400,9 +404,9 @@ class EmbeddingTables(nn.Module):
             lease.release(changed=False)
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
-        if rows and trains:
-            self._collect(Gradient(index, lookups, grad, lease), enclosing)
-        elif rows and not trains:
+        if rows and forward.trains:
+            self._collect(Gradient(index, lookups, grad, lease), forward.enclosing)
+        elif rows:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
                 "requires_grad_(False) to say that they are not meant to change.",
@@ -411,26 +415,25 @@ class EmbeddingTables(nn.Module):
         return wanted
 
     def backward_of_call(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Sequence[int], *,
-        rows: bool, weights_wanted: bool, trains: bool,
-    ) -> Tensor | None:  # fmt: skip
+        self, grad: Tensor, call: Bags, forward: Forward, *, rows: bool, weights: bool
+    ) -> Tensor | None:
         """:meth:`backward_of` for all groups of a call, given the gradient of its output, with leases of their own."""
-        offsets = self.splitter.check(ids, offsets, weights)
-        total = None if weights is None else torch.zeros(weights.numel(), device=weights.device)
-        parts = self.splitter.split(ids, offsets, weights)
+        ids, given = call.ids, call.weights
+        total = places = None
+        if given is not None and weights:
+            total = torch.zeros(given.numel(), device=given.device)
+            places = self.splitter.split(replace(call, weights=torch.arange(len(total), device=ids.device)))
         grads = self.splitter.apart(grad)
-        for index, (lookups, version) in enumerate(zip(parts, versions, strict=True)):
+        for index, lookups in enumerate(self.splitter.split(call)):
             group, pooling, mine = self.groups[index], self.splitter.groups[index], grads[index]
             if lookups.space is not pooling.space:  # max pooling: which id was largest
                 mine = pooling.pool_gradient(group.lookup(lookups, group.acquire(lookups)), lookups, mine)
-            wanted = self.backward_of(
-                index, lookups, mine, group.acquire(lookups), version, rows=rows, weights=weights_wanted, trains=trains
-            )
-            if wanted is not None and total is not None:
-                places = self.splitter.split(ids, offsets, torch.arange(len(total), device=ids.device))[index]
-                assert places.bags.weights is not None
-                total[places.bags.weights] = wanted.view(-1)
-        return None if total is None or weights is None else total.view_as(weights).to(weights.dtype)
+            wanted = self.backward_of(index, lookups, mine, group.acquire(lookups), forward, rows=rows, weights=weights)
+            if places is not None and total is not None and wanted is not None:
+                at = places[index].bags.weights
+                assert at is not None
+                total[at] = wanted.view(-1)
+        return None if total is None or given is None else total.view_as(given).to(given.dtype)
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
         """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
@@ -451,25 +454,27 @@ class EmbeddingTables(nn.Module):
         if not gradients:
             return
         tick = self.tick + 1
-        for index, group in enumerate(self.groups):
-            mine = [each for each in gradients if each.group == index]
-            if mine:
-                lookups, grad, lease = self._sum(mine)
-                group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+        for group, lookups, grad, lease in self._sums(gradients):
+            group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
         for group in self.groups:
             group.tick = tick  # also of those that had no gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
         """The Euclidean norm of the gradient of all rows."""
         total = 0.0
-        for index, group in enumerate(self.groups):
-            mine = [each for each in gradients if each.group == index]
-            if mine:
-                lookups, grad, _ = self._sum(mine, release=False)
-                total += group.gradient_norm_squared(lookups, grad)
+        for group, lookups, grad, _ in self._sums(gradients, release=False):
+            total += group.gradient_norm_squared(lookups, grad)
         return math.sqrt(total)
 
-    def _sum(self, mine: Sequence[Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
+    def _sums(
+        self, gradients: Sequence[Gradient], *, release: bool = True
+    ) -> Iterator[tuple[TableGroup, Lookups, Tensor, Lease | None]]:
+        """Each group that has gradients, with them as one."""
+        for index, group in enumerate(self.groups):
+            if mine := [each for each in gradients if each.group == index]:
+                yield group, *self._sum(mine, release=release)
+
+    def _sum(self, mine: Sequence[Gradient], *, release: bool) -> tuple[Lookups, Tensor, Lease | None]:
         """Gradients of one group as one; raise RuntimeError if one was changed in place since its backward."""
         if any([each.version not in (-1, each.grad._version) for each in mine]):
             name = self.groups[mine[0].group].tables[0].name
@@ -507,10 +512,10 @@ class EmbeddingTables(nn.Module):
             copies = ids.clone(), None if offsets is None else offsets.clone()
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
-    def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[list[Lease | None], Tensor | None]:
+    def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None]:
         """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
-        found = self._staged.pop(id(ids), None) if self._staged else None
-        if found is None or not found.fits(ids, offsets):
+        found = self._staged.pop(id(call.ids), None) if self._staged else None
+        if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
             return [None] * len(self.groups), None
         for group, lease in zip(self.groups, found.leases, strict=True):

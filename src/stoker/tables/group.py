@@ -91,10 +91,14 @@ class TableGroup:
     @spanned("lookup")
     def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
         """Pooled rows [B, P, D] float32."""
+        return self._read(self._lookup, lookups, lease)
+
+    def _read(self, work: Callable[..., Tensor], lookups: Lookups, lease: Lease | None, *each: Tensor) -> Tensor:
+        """``work(lease, *each)`` on rows that stay as they are; ``each`` has a first dimension of B."""
         if (lease := self._begin(lookups, lease)) is None:
-            return self._by_examples(self._lookup, lookups)
+            return self._by_examples(work, lookups, *each)
         try:
-            return self._lookup(lease)
+            return work(lease, *each)
         finally:
             lease.end()
 
@@ -137,12 +141,7 @@ class TableGroup:
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
         """Gradient of the per-sample weights [L]."""
-        if (lease := self._begin(lookups, lease)) is None:
-            return self._by_examples(self._weight_gradient, lookups, grad)
-        try:
-            return self._weight_gradient(lease, grad)
-        finally:
-            lease.end()
+        return self._read(self._weight_gradient, lookups, lease, grad)
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)

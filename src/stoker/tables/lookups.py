@@ -9,6 +9,7 @@ D columns, L ids in all, T steps of a feature.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,11 @@ class StepLayout:
         """P."""
         return self._count
 
+    @property
+    def widths(self) -> list[int]:
+        """The positions of each feature."""
+        return [where.stop - where.start for where in self.slices.values()]
+
     def names(self, features: Iterable[str]) -> tuple[str, ...]:
         """A name for each position of the features: ``seen[0]``, ..., or the feature's own where it is pooled."""
         found: list[str] = []
@@ -116,16 +122,12 @@ class StepLayout:
                     f"steps. Cut it to its last {count} ids, or give the tables more steps."
                 )
 
-    def expand(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A lookup by feature as one by position: (ids [L], offsets [B * P + 1], weights [L]).
+    def expand(self, bags: Bags) -> Bags:
+        """A lookup by feature as one by position, with offsets [B * P + 1].
 
         No id moves: the bag of a step is one id of its feature's bag, or none.
         """
-        count, flat = len(self.features), ids.reshape(-1)
-        if offsets is None:
-            offsets = torch.arange(len(flat) + 1, device=ids.device)
+        count, offsets = len(self.features), offsets_of(bags)
         begins, ends = offsets[:-1].view(-1, count), offsets[1:].view(-1, count)
         expanded = torch.empty(len(begins) * len(self) + 1, dtype=torch.int64, device=offsets.device)
         starts = expanded[:-1].view(-1, len(self))
@@ -138,7 +140,7 @@ class StepLayout:
             else:
                 starts[:, self.slices[name]] = begins[:, mine]
         expanded[-1] = offsets[-1]
-        return flat, expanded, weights
+        return replace(bags, ids=bags.ids.reshape(-1), offsets=expanded)
 
 
 class GroupLookups:
@@ -173,42 +175,38 @@ class GroupLookups:
             layout.names(self.features),
         )
 
-    def select(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Lookups:
-        """The lookups of this group; arguments as checked by :meth:`Splitter.check`."""
-        part = (ids, offsets, weights)
-        if self._columns is not None and offsets is not None:
-            part = select_bags(self._columns, self.count, ids, offsets, weights)
+    def select(self, call: Bags) -> Lookups:
+        """The lookups of this group; ``call`` as from :meth:`Splitter.check`, its weights flat."""
+        bags = replace(call, mean=self.pooling == "mean")
+        if self._columns is not None and call.offsets is not None:
+            bags = Bags(*select_bags(self._columns, self.count, call.ids, call.offsets, call.weights), bags.mean)
         elif self._columns is not None:
-            chosen = None if weights is None else columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
-            part = columns_of(ids, self._columns), None, chosen
+            weights = call.weights
+            if weights is not None:
+                weights = columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
+            bags = Bags(columns_of(call.ids, self._columns), None, weights, bags.mean)
         # Steps keep their places, whatever is padding: only then is it taken out.
         if self._padding is not None and not self.layout.steps:
-            part = self._without_padding(self._padding, *part)
+            bags = self._without_padding(self._padding, bags)
         space = self.space
-        if self.pooling == "max" and part[1] is not None:
-            space = self._unpooled(part[1])
+        if self.pooling == "max" and bags.offsets is not None:
+            space = self._unpooled(bags.offsets)
         if (layout := self._layouts[space]).steps:
-            part = layout.expand(*part)
+            bags = layout.expand(bags)
         if self._padding is not None and self.layout.steps:
-            widths = torch.tensor([each.stop - each.start for each in layout.slices.values()])
-            part = self._without_padding(self._padding.repeat_interleave(widths), *part)
-        return Lookups(Bags(*part, self.pooling == "mean"), space)
+            widths = torch.tensor(layout.widths)
+            bags = self._without_padding(self._padding.repeat_interleave(widths), bags)
+        return Lookups(bags, space)
 
     @staticmethod
-    def _without_padding(
-        padding: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _without_padding(padding: Tensor, bags: Bags) -> Bags:
         """The ids that are no padding, in the bags they were in; ``padding``: that of each feature or position."""
-        padding = padding.to(ids.device)
-        if offsets is None:
-            keep = ((ids != padding) | (padding == _NO_PADDING)).reshape(-1)
-        else:
-            each = padding.repeat((len(offsets) - 1) // len(padding))
-            each = torch.repeat_interleave(each, bag_lengths(offsets))
-            keep = (ids != each) | (each == _NO_PADDING)
-        if bool(keep.all()):
-            return ids, offsets, weights
-        return keep_ids(keep, ids, offsets, weights)
+        ids, offsets, padding = bags.ids, bags.offsets, padding.to(bags.ids.device)
+        if offsets is not None:
+            padding = padding.repeat((len(offsets) - 1) // len(padding))
+            padding = torch.repeat_interleave(padding, bag_lengths(offsets))
+        keep = ((ids != padding) | (padding == _NO_PADDING)).reshape(-1)
+        return bags if bool(keep.all()) else Bags(*keep_ids(keep, ids, offsets, bags.weights), bags.mean)
 
     def _unpooled(self, offsets: Tensor) -> AddressSpace:
         """A space where each id of a bag has a position of its own: kernels only know sums."""
@@ -291,9 +289,7 @@ class GroupLookups:
         """The same in a form that all ranks have; ``largest`` finds the largest of each number over the ranks."""
         if self._padding is None and self.pooling != "max":
             return lookups, grad
-        layout = self._layouts[lookups.space]
-        widths = largest([layout.slices[name].stop - layout.slices[name].start for name in self.features])
-        return self._widened([(lookups, grad)], widths)[0]
+        return self._widened([(lookups, grad)], largest(self._layouts[lookups.space].widths))[0]
 
     def _widened(
         self, many: Sequence[tuple[Lookups, Tensor]], least: Sequence[int] | None = None
@@ -302,11 +298,7 @@ class GroupLookups:
         layouts = [self._layouts[each.space] for each, _ in many]
         space = self.space
         if self.pooling == "max":
-            space = self._wide(
-                max(layout.slices[name].stop - layout.slices[name].start for layout in layouts)
-                if least is None else least[place]
-                for place, name in enumerate(self.features)
-            )  # fmt: skip
+            space = self._wide(least or map(max, zip(*(layout.widths for layout in layouts), strict=True)))
         wide = self._layouts[space]
         found = []
         for (each, grad), layout in zip(many, layouts, strict=True):
@@ -340,11 +332,11 @@ class Splitter:
         if len(set(self._dims)) > 1:  # columns instead of positions
             self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
 
-    def check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+    def check(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Bags:
         """Refuse what no kernel may see. Ids themselves are checked where they are read.
 
         Returns:
-            offsets [B * F + 1] int64, or None.
+            The call with offsets [B * F + 1] int64, or None.
 
         Raises:
             ValueError: types or shapes that do not fit, offsets that do not rise, or more ids in a bag than steps.
@@ -373,7 +365,7 @@ class Splitter:
                         "per-sample weights need sum pooling, as in nn.EmbeddingBag; "
                         f"table {group.tables[0].name!r} pools by {group.pooling}."
                     )
-        return offsets
+        return Bags(ids, offsets, weights)
 
     def _check_offsets(self, ids: Tensor, offsets: Tensor) -> Tensor:
         count = len(self.features)
@@ -402,10 +394,10 @@ class Splitter:
             self.layout.check(offsets)
         return offsets
 
-    def split(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> list[Lookups]:
-        """What each group looks up; arguments as :meth:`check` leaves them."""
-        flat = None if weights is None else weights.reshape(-1)
-        return [group.select(ids, offsets, flat) for group in self.groups]
+    def split(self, call: Bags) -> list[Lookups]:
+        """What each group looks up of a call, as :meth:`check` leaves it."""
+        call = replace(call, weights=None if call.weights is None else call.weights.reshape(-1))
+        return [group.select(call) for group in self.groups]
 
     def join(self, pooled: Sequence[Tensor]) -> Tensor:
         """The outputs [B, P, D] of all groups side by side, in the order of the features."""

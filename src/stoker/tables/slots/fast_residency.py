@@ -602,9 +602,9 @@ class FastResidency(Residency):
         if self._entries + more - oldest > len(self._ring):
             size = 1 << (self._entries + more - oldest).bit_length()
             live = np.arange(oldest, self._entries)
-            larger = np.zeros(size, np.int64)
-            larger[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
-            self._ring = larger
+            ring = np.zeros(size, np.int64)
+            ring[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
+            self._ring = ring
 
     def _plan(self, rows: Ints, begin: int) -> SlotPlan | None:
         if begin < 0:
