@@ -82,11 +82,7 @@ class Lookup(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # of outputs that no loss depends on
         forward = Forward(tables.versions, tables.training, tables._steps.enclosing())
         ctx.call = _Call(tables, [each.space for each in many], [each.mean for each in bags], leases, forward)
-        found = []
-        for index, each in enumerate(many):
-            leases[index] = lease = tables.lease_for(index, each, leases[index], given)
-            found.append(tables.groups[index].lookup(each, lease))
-        return tuple(found)
+        return tuple(tables.look_up(many, leases, given))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -351,31 +351,31 @@ class EmbeddingTables(nn.Module):
             given = ids, copy
             found = Lookup.apply(handle, self, many, leases, given, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
         else:
-            found = []
-            for index, lookups in enumerate(many):
-                lease = self.lease_for(index, lookups, leases[index])
-                found.append(self.groups[index].lookup(lookups, lease))
-                if lease is not None:
-                    lease.release(changed=False)
+            found = self.look_up(many, leases)
+            release_all(leases)
         return self.splitter.join(
             [group.pool(out, each) for group, out, each in zip(self.splitter.groups, found, many, strict=True)]
         )
 
-    def lease_for(
-        self, index: int, lookups: Lookups, lease: Lease | None, given: tuple[Tensor, Tensor | None] | None = None
-    ) -> Lease | None:
-        """The right to look up in group ``index``: ``lease``, of a stage, or one acquired now.
+    def look_up(
+        self, many: Sequence[Lookups], leases: list[Lease | None], given: tuple[Tensor, Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """What each group finds [B, P, D]. ``leases`` are those of a stage; others are acquired and entered there.
 
         ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
         """
-        if lease is not None:
-            lease.use(lookups.bags)
-        else:
-            lease = self.groups[index].acquire(lookups)
-        if given is not None and lease is not None and lease.can_end and _share(mine := lookups.bags.ids, given[0]):
-            ids, copy = given
-            lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
-        return lease
+        found = []
+        for index, lookups in enumerate(many):
+            if (lease := leases[index]) is not None:
+                lease.use(lookups.bags)
+            else:
+                leases[index] = lease = self.groups[index].acquire(lookups)
+            mine = lookups.bags.ids
+            if given is not None and lease is not None and lease.can_end and _share(mine, given[0]):
+                ids, copy = given
+                lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
+            found.append(self.groups[index].lookup(lookups, lease))
+        return found
 
     @property
     def versions(self) -> list[int]:

@@ -257,7 +257,7 @@ class TableGroup:
                 lease = self.storage.acquire(bags_of(start, stop), space)
             except TooFewSlots as error:
                 if size == 1:
-                    raise error.of_one_example() from None
+                    raise TooFewSlots(error.needed, error.slots, error.hot, spill=True) from None
                 size = max(1, (stop - start) // 2)
                 continue
             if lease.begin():  # else another thread took its slots

@@ -207,29 +207,25 @@ class CudaLink(QueuedLink):
         if self.reading == "direct":
             assert isinstance(self.home, MemoryHome)
             held = self.home.held.of(rows)
-            there, places = rows[held], slots[held]
-            for part in self._parts(len(there)):
-                buffer = self._free_buffer()
-                buffer.hold(places[part], there[part], most=self._most)
+            for _, buffer in self._buffers(slots[held], rows[held]):
                 self._follow(stream)
                 streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))
-                buffer.end = streams.record(stream)
             rows, slots = rows[~held], slots[~held]
-        for part in self._parts(len(rows)):
-            buffer = self._free_buffer()
-            buffer.hold(slots[part], most=self._most)
+        for part, buffer in self._buffers(slots):
             self.home.fetch(rows[part], buffer.host)
             streams.queue(stream, buffer.upload)
             self._follow(stream)  # as late as can be: the copy above touches no slot
             streams.queue(stream, partial(buffer.scatter, self.slots))
-            buffer.end = streams.record(stream)
 
-    def _free_buffer(self) -> _Buffer:
-        """A buffer for rows that come, with nothing queued."""
-        buffer = _next(self._arriving)
-        if buffer.end is not None:
-            buffer.end.synchronize()
-        return buffer
+    def _buffers(self, slots: Ints, rows: Ints | None = None) -> Iterator[tuple[slice, _Buffer]]:
+        """Buffers with nothing queued for parts of the rows that come into ``slots``, one after the other."""
+        for part in self._parts(len(slots)):
+            buffer = _next(self._arriving)
+            if buffer.end is not None:
+                buffer.end.synchronize()
+            buffer.hold(slots[part], None if rows is None else rows[part], most=self._most)
+            yield part, buffer
+            buffer.end = self.streams.record(self.streams.incoming)
 
     def _parts(self, count: int, most: int | None = None) -> Iterator[slice]:
         most = most or self._most

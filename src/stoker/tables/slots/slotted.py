@@ -63,10 +63,6 @@ class TooFewSlots(StokerError):
         )
         self.needed, self.slots, self.hot = needed, slots, hot
 
-    def of_one_example(self) -> TooFewSlots:
-        """The same where the batch was worked on in chunks already, down to one example or row."""
-        return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:
