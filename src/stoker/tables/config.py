@@ -30,6 +30,13 @@ __all__ = [
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
+    """Raise ConfigError if ``value`` is none of the options."""
+    if value not in options:
+        known = ", ".join(repr(each) for each in options[:-1])
+        raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Where the rows of a table are while it trains. Placement is not a model change."""
@@ -74,16 +81,14 @@ class Slotted(Strategy):
             raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
-        if self.home not in ("memory", "file"):
-            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose 'memory' or 'file'.")
+        _check_choice(name, "home", self.home, "memory", "file")
         if self.pin and self.home != "memory":
             raise ConfigError(
                 f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
             )
-        if self.writes not in (None, "append", "in-place"):
-            raise ConfigError(f"{name}: writes {self.writes!r} is unknown. Choose 'append' or 'in-place'.")
-        if self.spill not in ("parts", "refuse"):
-            raise ConfigError(f"{name}: spill {self.spill!r} is unknown. Choose 'parts' or 'refuse'.")
+        if self.writes is not None:
+            _check_choice(name, "writes", self.writes, "append", "in-place")
+        _check_choice(name, "spill", self.spill, "parts", "refuse")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
 
@@ -260,10 +265,7 @@ class TableConfig:
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
                 "both must be at least 1."
             )
-        if self.pooling not in ("sum", "mean", "max"):
-            raise ConfigError(
-                f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum', 'mean' or 'max'."
-            )
+        _check_choice(f"table {self.name!r}", "pooling", self.pooling, "sum", "mean", "max")
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
             raise ConfigError(
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -427,15 +428,10 @@ class Splitter:
         group_of = {
             name: index for index, group in enumerate(self.groups) for name in group.layout.names(group.features)
         }
-        taken = [0] * len(self.groups)
-        runs: list[tuple[int, int, int]] = []
-        for name in self.layout.names(self.features):
-            group = group_of[name]
-            first, taken[group] = taken[group], taken[group] + 1
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], first + 1)
-            else:
-                runs.append((group, first, first + 1))
+        runs, taken = [], [0] * len(self.groups)
+        for group, names in groupby(self.layout.names(self.features), key=lambda name: group_of[name]):
+            first, taken[group] = taken[group], taken[group] + len(list(names))
+            runs.append((group, first, taken[group]))
         return runs
 
 

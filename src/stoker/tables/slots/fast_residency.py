@@ -531,29 +531,22 @@ def _ranks(first_row: Ints) -> tuple[Ints, ...]:
     on: G segments. (first_row, start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
     """
     rows = np.diff(first_row)
-    tables = len(rows)
-    bounds = np.unique(np.concatenate([[0], rows]))
-    start = bounds[:-1]
-    alive = np.array([(rows > begin).sum() for begin in start], np.int64)
-    base = np.concatenate([[0], np.cumsum(np.diff(bounds) * alive)]).astype(np.int64)
-    position = np.zeros((len(start), tables), np.int64)
-    owner = np.zeros((len(start), tables), np.int64)
-    for segment, begin in enumerate(start):
-        members = np.flatnonzero(rows > begin)
-        position[segment, members] = np.arange(len(members))
-        owner[segment, : len(members)] = members
-    return first_row, bounds.astype(np.int64), base, alive, position.reshape(-1), owner.reshape(-1)
+    bounds = np.unique(np.append(rows, 0))
+    members = rows > bounds[:-1, None]
+    alive = members.sum(1)
+    base = np.concatenate([[0], np.cumsum(np.diff(bounds) * alive)])
+    position = np.cumsum(members, 1) - 1
+    owner = np.argsort(~members, axis=1, kind="stable")  # those that are alive come first, in order
+    return first_row, bounds, base, alive, position.reshape(-1), owner.reshape(-1)
 
 
 def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
     """An empty bit tree over ``bits`` ranks, and where its levels begin; memory comes when it is touched."""
-    begins, total, words = [], 0, bits
-    while True:
-        words = -(-words // 64)
-        begins.append(total)
-        total += words
-        if words <= 1:
-            return np.zeros(max(total, 1), np.uint64), np.array(begins, np.int64)
+    words = [max(1, -(-bits // 64))]
+    while words[-1] > 1:
+        words.append(-(-words[-1] // 64))
+    begins = np.cumsum([0, *words])
+    return np.zeros(begins[-1], np.uint64), begins[:-1]
 
 
 class FastResidency(Residency):

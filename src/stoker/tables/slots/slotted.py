@@ -151,11 +151,6 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
-    @property
-    def staged(self) -> int:
-        """Batches that are resident and not handed out yet."""
-        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
-
     def queue(self) -> Queue:
         """A queue of upcoming batches for one stage."""
         return Queue(self)
