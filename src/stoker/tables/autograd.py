@@ -37,7 +37,7 @@ class Gradient(NamedTuple):
         return self._replace(grad=self.grad * factor, version=-1)
 
     def kept(self) -> Gradient:
-        """The same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
+        """Return the same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
         bags, space = self.lookups
         offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
         own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
@@ -114,7 +114,7 @@ def register(tables: Any) -> None:
 
 
 def compiled_lookup(tables: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
-    """:meth:`EmbeddingTables.forward` as an operator."""
+    """Call :meth:`EmbeddingTables.forward` as an operator."""
     trains = tables.training and tables.handle.requires_grad
     found: Tensor = torch.ops.stoker.lookup(tables.handle, ids, offsets, weights, tables.number, trains)[0]
     return found

@@ -93,7 +93,7 @@ class Slotted(Strategy):
             object.__setattr__(self, "memory", parse_size(self.memory))
 
     def count_slots(self, rows: int, row_bytes: int) -> int:
-        """C, for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
+        """Return C for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
 
         Raises:
             ConfigError: the memory does not hold one row.
@@ -154,7 +154,7 @@ class HotCold(Slotted):
 
     @classmethod
     def from_profile(cls, profile: _Profiled, **options: Any) -> HotCold:
-        """The hot rows of a profile (``stoker.profile``); ``options`` are the other fields, one size among them."""
+        """Take the hot rows of a profile (``stoker.profile``); ``options``: the other fields, one size among them."""
         return cls(hot=profile.hot_rows, **options)
 
     @property
@@ -163,7 +163,7 @@ class HotCold(Slotted):
         return dict(self.hot)
 
     def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
-        """[T] H of each table.
+        """Return H of each table [T].
 
         Raises:
             ConfigError: more hot rows than a table has.
@@ -194,12 +194,12 @@ class TensorTrain(Strategy):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[int]]) -> TensorTrain:
-        """Inverse of :meth:`to_dict`."""
+        """Invert :meth:`to_dict`."""
         rows, cols, ranks = (tuple(values[name]) for name in ("rows", "cols", "ranks"))
         return cls(shape=TTShape(rows, cols, ranks))
 
     def to_dict(self, table: TableConfig) -> dict[str, list[int]]:
-        """Plain values for JSON: the shape for ``table``."""
+        """Return the shape for ``table`` as plain values for JSON."""
         shape = self.shape_of(table)
         return {"rows": list(shape.rows), "cols": list(shape.cols), "ranks": list(shape.ranks)}
 
@@ -212,7 +212,7 @@ class TensorTrain(Strategy):
             factorize(1, 1, self.rank, self.cores)  # checks the numbers
 
     def shape_of(self, table: TableConfig) -> TTShape:
-        """Factors and ranks for ``table``.
+        """Return factors and ranks for ``table``.
 
         Raises:
             ConfigError: a given shape that does not fit it, as many own numbers as columns, a type other than float32,
@@ -309,8 +309,12 @@ def check_strategies(placement: Any) -> None:
 
 
 def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:
-    """One table for every vocabulary of a dataset, of ``embedding_dim`` columns, or of as many as it says by table;
-    ``options`` go to each config."""
+    """Return one table for every vocabulary of a dataset.
+
+    Args:
+        embedding_dim: columns of each table, or columns by table.
+        options: further arguments of each config.
+    """
     features: dict[str, list[str]] = {}
     for feature in spec.features:
         features.setdefault(feature.table, []).append(feature.name)
@@ -327,7 +331,7 @@ def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **opti
 
 
 def feature_order(tables: Sequence[TableConfig], features: Sequence[str] | None) -> tuple[str, ...]:
-    """The order of features in a batch: as given, or table by table."""
+    """Return the order of features in a batch: as given, or table by table."""
     own = [feature for table in tables for feature in table.features]
     if len(set(own)) != len(own):
         twice = sorted({feature for feature in own if own.count(feature) > 1})

@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of ids are the same memory, where NumPy can change it."""
+    """Return True if two tensors of ids share memory that NumPy can change."""
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
@@ -59,7 +59,7 @@ def release_all(leases: Iterable[Lease | None]) -> None:
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
-    """A strategy for each table."""
+    """Return a strategy for each table."""
     check_strategies(placement)
     if placement is None or isinstance(placement, Strategy):
         found = [placement or Device()] * len(names)
@@ -241,7 +241,7 @@ class EmbeddingTables(nn.Module):
             group.tick = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """One step of the row optimizer from all backwards inside, taken at the end; none if an exception leaves it.
+        """Make one step of the row optimizer of all backwards inside, at the end; none if an exception leaves it.
 
         Equal to ``nn.EmbeddingBag`` with gradients accumulated over micro-batches. Losses are scaled by the caller, as
         there: ``(loss / 4).backward()`` four times for the mean.
@@ -259,7 +259,7 @@ class EmbeddingTables(nn.Module):
         return self._steps.accumulate()
 
     def as_optimizer(self, *, in_backward: bool = False) -> TableOptimizer:
-        """The rows' optimizer as one of torch's: rows step when ``step()`` is called.
+        """Return the rows' optimizer as one of torch's: rows step when ``step()`` is called.
 
         From then on gradients of rows are summed until ``step()`` and dropped by ``zero_grad()``, as those of
         parameters are. ``GradScaler.step``, ``clip_grad_norm_(model.parameters(), ...)`` and learning-rate schedulers
@@ -360,7 +360,7 @@ class EmbeddingTables(nn.Module):
     def look_up(
         self, many: Sequence[Lookups], leases: list[Lease | None], given: tuple[Tensor, Tensor | None] | None = None
     ) -> list[Tensor]:
-        """What each group finds [B, P, D]. ``leases`` are those of a stage; others are acquired and entered there.
+        """Return what each group finds [B, P, D]; leases missing in ``leases`` are acquired and entered.
 
         ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
         """
@@ -417,7 +417,7 @@ class EmbeddingTables(nn.Module):
     def backward_of_call(
         self, grad: Tensor, call: Bags, forward: Forward, *, rows: bool, weights: bool
     ) -> Tensor | None:
-        """:meth:`backward_of` for all groups of a call, given the gradient of its output, with leases of their own."""
+        """Do :meth:`backward_of` for all groups of a call, given the gradient of its output, with new leases."""
         ids, given = call.ids, call.weights
         total = places = None
         if given is not None and weights:
@@ -436,7 +436,7 @@ class EmbeddingTables(nn.Module):
         return None if total is None or given is None else total.view_as(given).to(given.dtype)
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
-        """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
+        """Return the gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):
             return gradients
         found = []
@@ -450,7 +450,7 @@ class EmbeddingTables(nn.Module):
         return found
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:
-        """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
+        """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
         if not gradients:
             return
         tick = self.tick + 1
@@ -460,7 +460,7 @@ class EmbeddingTables(nn.Module):
             group.tick = tick  # also of those that had no gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
-        """The Euclidean norm of the gradient of all rows."""
+        """Return the Euclidean norm of the gradient of all rows."""
         total = 0.0
         for group, lookups, grad, _ in self._sums(gradients, release=False):
             total += group.gradient_norm_squared(lookups, grad)
@@ -469,13 +469,13 @@ class EmbeddingTables(nn.Module):
     def _sums(
         self, gradients: Sequence[Gradient], *, release: bool = True
     ) -> Iterator[tuple[TableGroup, Lookups, Tensor, Lease | None]]:
-        """Each group that has gradients, with them as one."""
+        """Yield each group that has gradients, with their sum."""
         for index, group in enumerate(self.groups):
             if mine := [each for each in gradients if each.group == index]:
                 yield group, *self._sum(mine, release=release)
 
     def _sum(self, mine: Sequence[Gradient], *, release: bool) -> tuple[Lookups, Tensor, Lease | None]:
-        """Gradients of one group as one; raise RuntimeError if one was changed in place since its backward."""
+        """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
         if any([each.version not in (-1, each.grad._version) for each in mine]):
             name = self.groups[mine[0].group].tables[0].name
             raise RuntimeError(
@@ -502,7 +502,7 @@ class EmbeddingTables(nn.Module):
         self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
         copies: tuple[Tensor, Tensor | None] | None,
     ) -> None:  # fmt: skip
-        """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
+        """Keep leases for the next ``forward`` of this very ``ids`` tensor (:func:`stoker.stage`).
 
         There is a lease for each group, None where the batch is fetched on demand. ``copies`` are the ids, and offsets
         as checked, when the batch was announced; None where only torch can have changed them since, whose versions
@@ -513,7 +513,7 @@ class EmbeddingTables(nn.Module):
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
     def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None]:
-        """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
+        """Return the leases of a staged batch and a copy of its ids; release them if it is not what was announced."""
         found = self._staged.pop(id(call.ids), None) if self._staged else None
         if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
@@ -524,7 +524,7 @@ class EmbeddingTables(nn.Module):
         return list(found.leases), None if found.copies is None else found.copies[0]
 
     def withdraw(self, ids: Tensor) -> None:
-        """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""
+        """Release what :meth:`hand_over` kept: the batch was not used, or is used up."""
         found = self._staged.pop(id(ids), None)
         release_all(() if found is None else found.leases)
 
@@ -563,7 +563,7 @@ class EmbeddingTables(nn.Module):
             )
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
-        """Canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
+        """Yield canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
         return self._group_of[table].read(table, chunk_rows)
 
     def write(self, table: str, start: int, rows: Rows) -> None:
@@ -571,7 +571,7 @@ class EmbeddingTables(nn.Module):
         self._group_of[table].write(table, start, rows)
 
     def rows(self, table: str) -> Tensor:
-        """A copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
+        """Return a copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
         return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
 
     @property
@@ -616,7 +616,7 @@ class EmbeddingTables(nn.Module):
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def _made_with(self) -> dict[str, Any]:
-        """Arguments that make tables like these."""
+        """Return the arguments that make tables like these."""
         return {
             "tables": self.tables,
             "optimizer": self.optimizer,
@@ -630,11 +630,11 @@ class EmbeddingTables(nn.Module):
         }
 
     def _kept(self) -> dict[str, Any]:
-        """What a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
+        """Return what a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
-        """Tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
+        """Return tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
         made: EmbeddingTables = type(self).__new__(type(self))
         memo[id(self)] = made
         EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
@@ -657,7 +657,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and ``torch.save(model)``. All rows come into memory; :func:`stoker.save` needs no such room."""
+        """Return what pickle and ``torch.save(model)`` store: all rows, in memory. :func:`stoker.save` needs less."""
         rows = {name: value.clone() for name, value in self.state_dict().items()}
         return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
 
@@ -689,7 +689,7 @@ class EmbeddingTables(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Tables, rows, bytes, and where the rows are, for ``print(model)``."""
+        """Name tables, rows, bytes, and where the rows are, for ``print(model)``."""
         rows = sum(table.num_embeddings for table in self.tables)
         size = format_size(sum(group.storage.fast_bytes for group in self.groups))
         lines = [f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"]

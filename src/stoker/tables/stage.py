@@ -100,7 +100,7 @@ class Stage(Generic[Item]):
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
-        """What each group looks up of a batch."""
+        """Return what each group looks up of a batch."""
         return self.tables.splitter.split(self.tables.splitter.check(*self._lookups_of(item)))
 
     def _lookups_of(self, item: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -136,7 +136,7 @@ class Stage(Generic[Item]):
             run.close()
 
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
-        """The batch on the tables' device, its ids and offsets; raise ConfigError if the stream has overwritten it."""
+        """Return the batch on the tables' device, its ids and offsets; raise ConfigError if the stream overwrote it."""
         ids, copies = upcoming.ids, upcoming.copies
         if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
@@ -149,7 +149,7 @@ class Stage(Generic[Item]):
         return item, ids, offsets
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream behind the batch handed out last."""
+        """Return the state of the stream behind the batch handed out last."""
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
         return state
 
@@ -172,7 +172,7 @@ class _Run:
         self._ready: deque[_Staged] = deque()
 
     def staged(self) -> Iterator[_Staged]:
-        """The batches, resident."""
+        """Yield the batches, resident."""
         return self._threaded() if self.stage.background else self._inline()
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class _Run:
         return True
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
-        """For each group what is known of the next uses of the batch's rows."""
+        """Return what is known of the next uses of the batch's rows, for each group."""
         groups, foresight = self.stage._groups, self.stage._foresight
         if foresight is None:
             return [None] * len(groups)
@@ -334,7 +334,7 @@ _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
 def _lookups_of_batch(item: Any) -> Lookup:
-    """Ids, offsets and weights of a :class:`Batch` or what looks like one."""
+    """Return ids, offsets and weights of a :class:`Batch` or what looks like one."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
         raise ConfigError(
@@ -346,12 +346,12 @@ def _lookups_of_batch(item: Any) -> Lookup:
 
 
 def _copied(call: Bags) -> tuple[Tensor, Tensor | None]:
-    """Ids and offsets in memory of their own."""
+    """Copy ids and offsets."""
     return call.ids.clone(), None if call.offsets is None else call.offsets.clone()
 
 
 def _moved(item: Any, device: torch.device) -> Any:
-    """The tensors of a batch on ``device``: a batch, a tensor, or tuples, lists and dicts of them."""
+    """Move the tensors of a batch to ``device``: a batch, a tensor, or tuples, lists and dicts of them."""
     if hasattr(item, "to"):
         return item.to(device, non_blocking=True)
     if isinstance(item, dict):
@@ -363,7 +363,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def _keeps(storage: SlottedRows) -> bool:
-    """Whether rows stay after their use, so that it matters when the next one is."""
+    """Return True if rows stay after their use, so that it matters when the next one is."""
     return not storage.residency.transient
 
 
@@ -378,7 +378,7 @@ def stage(
     progress: Progress | None = None,
     lookups: Callable[[Item], Lookup] | None = None,
 ) -> Stage[Item]:
-    """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
+    """Return the batches of ``stream``, with the rows of each in fast memory when it is handed out.
 
     Tables whose rows are all on the device are left alone. A batch that was not staged fetches its rows on demand and
     gives the same numbers, as does one whose ids or offsets are changed before they are looked up.
@@ -434,7 +434,7 @@ def stage(
 
 
 def _tables_of(given: Any) -> EmbeddingTables:
-    """The one EmbeddingTables of a module, which may be it."""
+    """Return the one EmbeddingTables of a module, which may be it."""
     modules = given.modules() if isinstance(given, nn.Module) else ()
     found = [each for each in modules if isinstance(each, EmbeddingTables)]
     if len(found) != 1:

@@ -68,7 +68,7 @@ def _ask(directory, row):
 
 @jit
 def _find(directory, row):
-    """Place of the record of ``row``, or of the free record where it belongs."""
+    """Return the place of the record of ``row``, or of the free record where it belongs."""
     mask = np.uint64(directory.shape[0] - 1)
     key = row + 1
     at = _hash(key) & mask
@@ -79,7 +79,7 @@ def _find(directory, row):
 
 @jit
 def _insert(directory, row, counters):
-    """Place of the record of ``row``, made if missing."""
+    """Return the place of the record of ``row``, made if missing."""
     at = _find(directory, row)
     if directory[at, ADDRESS] == 0:
         directory[at, ADDRESS] = row + 1
@@ -127,7 +127,7 @@ def _rehash(old, new):
 
 @intrinsic
 def _highest_bit(typingctx, word):
-    """Position of the highest set bit of a word that is not 0."""
+    """Return the position of the highest set bit of a word that is not 0."""
     signature = types.int64(types.uint64)
 
     def codegen(context, b, signature, args):
@@ -151,7 +151,7 @@ def _table_of(first_row, row):
 
 @jit
 def _rank_of(row, ranks):
-    """Place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
+    """Return the place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
     first_row, start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3], ranks[4]
     table = _table_of(first_row, row)
     local = row - first_row[table]
@@ -192,7 +192,7 @@ def _unmark(tree, levels, rank):
 
 @jit
 def _highest(tree, levels):
-    """The highest rank in the tree, or -1."""
+    """Return the highest rank in the tree, or -1."""
     top = levels.size - 1
     if tree[levels[top]] == 0:
         return np.int64(-1)
@@ -227,7 +227,7 @@ def _sink(heap, size, at):
 
 @jit
 def _rebuild(slots, order, counters):
-    """The heap of all parked slots with a known use."""
+    """Build the heap of all parked slots with a known use."""
     heap, size = order[2], 0
     lowest = np.int64(2**62)
     for slot in range(slots.shape[0]):
@@ -268,7 +268,7 @@ def _push(slot, slots, order, counters):
 
 @jit
 def _pop(directory, slots, order, ranks, counters):
-    """The parked slot with the farthest known use, the rarest of those; there must be one."""
+    """Take the parked slot with the farthest known use, the rarest of those; there must be one."""
     heap = order[2]
     while True:
         key = heap[0]
@@ -286,7 +286,7 @@ def _pop(directory, slots, order, ranks, counters):
 
 @jit
 def _park(slot, slots, order, counters):
-    """The slot may be given up."""
+    """Let plans give the slot up."""
     slots[slot, FLAGS] |= PARKED_FLAG
     counters[PARKED] += 1
     if slots[slot, NEXT] < 0:
@@ -297,7 +297,7 @@ def _park(slot, slots, order, counters):
 
 @jit
 def _unpark(slot, slots, order, counters):
-    """The slot may no longer be given up."""
+    """Let no plan give the slot up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
     counters[PARKED] -= 1
     if slots[slot, NEXT] < 0:
@@ -306,7 +306,7 @@ def _unpark(slot, slots, order, counters):
 
 @jit
 def _set_next(slot, step, slots, order, counters):
-    """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
+    """Note the next use of the row in ``slot``: at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
     slots[slot, NEXT] = step
     if not parked:
@@ -525,7 +525,7 @@ def _skip(rows, begin, directory, window, slots, order, counters):
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
-    """Tables to number all rows by (row within the table, table): see :func:`_rank_of`.
+    """Make tables to number all rows by (row within the table, table): see :func:`_rank_of`.
 
     Up to the size of the smallest table every table has a row of each number, up to the next one all but that, and so
     on: G segments. (first_row, start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
@@ -541,7 +541,7 @@ def _ranks(first_row: Ints) -> tuple[Ints, ...]:
 
 
 def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
-    """An empty bit tree over ``bits`` ranks, and where its levels begin; memory comes when it is touched."""
+    """Make an empty bit tree over ``bits`` ranks, and say where its levels begin; memory comes when it is touched."""
     words = [max(1, -(-bits // 64))]
     while words[-1] > 1:
         words.append(-(-words[-1] // 64))

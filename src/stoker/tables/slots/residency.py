@@ -99,7 +99,7 @@ class Residency:
         self._parked: set[int] = set()  # slots that may be given up
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
-        """A further batch will use the distinct addresses ``rows`` [U].
+        """Note that a further batch will use the distinct addresses ``rows`` [U].
 
         Args:
             rows: the addresses.
@@ -131,7 +131,7 @@ class Residency:
         self._entries += len(rows)
 
     def plan(self) -> SlotPlan | None:
-        """Slots for the batch announced first of those not planned; None, and no change, if too few may be given up."""
+        """Give slots to the first batch announced and not planned; None, and no change, if too few may be given up."""
         _, begin, rows = self._window[0]
         made = self._plan(rows, begin)
         if made is not None:
@@ -139,11 +139,11 @@ class Residency:
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
-        """Slots for a batch that was not announced, ahead of those that were."""
+        """Give slots to a batch that was not announced, ahead of those that were."""
         return self._plan(np.ascontiguousarray(rows, np.int64), -1)
 
     def skip(self) -> None:
-        """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
+        """Forget the first announced batch, which is not planned, but not what was hinted with it."""
         _, begin, rows = self._window.popleft()
         self._skip(rows, begin)
 
@@ -159,7 +159,7 @@ class Residency:
         return len(self._window)
 
     def resident(self, start: int, stop: int) -> Ints:
-        """Slots that hold an address of ``start..stop``."""
+        """Return the slots that hold an address of ``start..stop``."""
         return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
 
     def _local(self, row: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class Residency:
                 item.hint = NEVER
 
     def _plan(self, wanted: Ints, begin: int) -> SlotPlan | None:
-        """Slots for a batch that was announced as the rows ``begin`` on of all; -1: it was not announced."""
+        """Give slots to a batch that was announced as the rows ``begin`` on of all; -1: it was not announced."""
         rows: list[int] = wanted.tolist()
         known = [self._rows.get(row, _Row()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
@@ -248,7 +248,7 @@ class Residency:
             del self._rows[row]
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        """A planned batch no longer needs its ``slots``; ``changed``: its rows must be stored when they leave."""
+        """Take back the ``slots`` of a planned batch; ``changed``: its rows must be stored when they leave."""
         for slot in slots.tolist():
             self._users[slot] -= 1
             if changed:
@@ -271,13 +271,13 @@ class Residency:
             self._drop(row)
 
     def take_changed(self) -> Ints:
-        """Slots that hold changed rows, all of which count as unchanged from now on; for storing them."""
+        """Return the slots of changed rows, for storing them; all count as unchanged from now on."""
         slots = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
-        """The rows in ``slots`` could not be stored after all."""
+        """Count the rows in ``slots`` as changed: they could not be stored after all."""
         self._changed.update(slots.tolist())
 
     @property

@@ -136,7 +136,7 @@ class SlottedRows(Storage):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
     def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
-        """Table and row within it of each of the addresses [n]."""
+        """Return table and row within it of each of the addresses [n]."""
         table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
         return table, addresses - self.space.first_row[table]
 
@@ -152,7 +152,7 @@ class SlottedRows(Storage):
             return self.residency.free
 
     def queue(self) -> Queue:
-        """A queue of upcoming batches for one stage."""
+        """Open a queue of upcoming batches for one stage."""
         return Queue(self)
 
     @spanned("stall")
@@ -186,7 +186,7 @@ class SlottedRows(Storage):
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
-        """The distinct rows that are not hot, in an order that is the same for the same bags.
+        """Return the distinct rows that are not hot, in an order that is the same for the same bags.
 
         Raises:
             IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
@@ -194,7 +194,7 @@ class SlottedRows(Storage):
         return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
-        """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
+        """Make the calling thread's work on a staged lease follow the coming of its rows, unless it was revoked."""
         # Without the storage's lock: a batch whose rows are in place must not wait while those of later ones come.
         ticket, staged = lease.ticket, lease.staged
         lease.ticket, lease.staged = None, False
@@ -225,7 +225,7 @@ class SlottedRows(Storage):
 
     @spanned("plan")
     def _carry_out(self, plan: SlotPlan, bags: Bags, space: AddressSpace, wanted: Distinct) -> Lease:
-        """The lease of a batch, with the link's ticket for what it needs."""
+        """Move the rows of a plan, and return the lease of its batch with the link's ticket."""
         link = self._link
         try:
             link.run(plan)
@@ -252,7 +252,7 @@ class SlottedRows(Storage):
         return lease
 
     def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
-        """The slot of each id, int32."""
+        """Return the slot of each id, int32."""
         which = wanted.which.numpy()
         if not len(plan.slots):
             return torch.from_numpy(np.invert(which))  # -1 - place
@@ -316,7 +316,7 @@ class SlottedRows(Storage):
             return found
 
     def _slots_of(self, rows: Ints) -> Ints:
-        """The slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
+        """Return the slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
         own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
@@ -448,7 +448,7 @@ class Queue:
 def make_residency(
     first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
 ) -> Residency:
-    """The fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
+    """Return the fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
     kind = Residency
     if importlib.util.find_spec("numba") is not None if fast is None else fast:
         from stoker.tables.slots.fast_residency import FastResidency
@@ -461,7 +461,7 @@ def make_slotted(
     strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
     device: torch.device,
 ) -> SlottedRows:  # fmt: skip
-    """The storage of a group under ``strategy``; ``seed`` is that of the initial rows.
+    """Return the storage of a group under ``strategy``; ``seed`` is that of the initial rows.
 
     Raises:
         ConfigError: hot rows that a table does not have, or that leave no slot for others.
@@ -487,7 +487,7 @@ def make_slotted(
 
 
 def appends(strategy: Slotted, num_rows: int) -> bool:
-    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.stores.log_home.LogHome`)."""
+    """Return True if the home of N rows appends to a file (:class:`stoker.tables.stores.log_home.LogHome`)."""
     if strategy.home != "file":
         return False
     if strategy.writes is None:
@@ -496,7 +496,7 @@ def appends(strategy: Slotted, num_rows: int) -> bool:
 
 
 def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
-    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
+    """Return a home behind a GPU: page-locked where memory is plentiful and the system agrees."""
     home = MemoryHome(initial, state)  # takes no memory yet
     if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
         return home
