@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-import time
+import timeit
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -444,11 +444,10 @@ def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     seconds: dict[Reading, float] = {}
     for way in _WAYS:
         link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)
-        times = []
-        for _ in range(_ATTEMPTS):  # the first compiles kernels and makes buffers
-            begin = time.perf_counter()
+
+        def fetch(link: CudaLink = link) -> None:
             link.fetch(rows, slots)
             streams.record(streams.incoming).synchronize()
-            times.append(time.perf_counter() - begin)
-        seconds[way] = min(times)
+
+        seconds[way] = min(timeit.repeat(fetch, number=1, repeat=_ATTEMPTS))  # the first compiles and makes buffers
     return seconds

@@ -120,9 +120,8 @@ class SlottedRows(Storage):
         self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last one
         self._leases: dict[int, weakref.ref[Lease]] = {}  # not over, by number of their plan, in order
         rounded = home.dtype == torch.bfloat16
-        self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
-        self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
-        self._labels = [labels for labels in (self._table_in_slot, self._row_in_slot) if labels is not None]
+        # Table and row in each slot, for the random bits of bfloat16.
+        self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
         self._fill_hot()
         self._link = (link or DirectLink)(home, self.transit, self.stats)
 
@@ -163,10 +162,8 @@ class SlottedRows(Storage):
         with self._lock:
             with span("plan"):
                 self._enter_returned()
-                plan = self.residency.plan_now(wanted.rows)
-            while plan is None and self._revoke_one():
-                self._enter_returned()
-                plan = self.residency.plan_now(wanted.rows)
+                while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
+                    self._enter_returned()
             if plan is None:
                 raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
             self.stats.plan_seconds += time.perf_counter() - begin
@@ -244,9 +241,10 @@ class SlottedRows(Storage):
             raise
         if space not in self._slot_spaces:
             self._slot_spaces[space] = slot_space(space, self.num_slots)
+        tables, rows = self._labels or (None, None)
         lease = Lease(
-            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=self._table_in_slot,
-            rows=self._row_in_slot, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
+            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=tables, rows=rows,
+            give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease
