@@ -30,13 +30,6 @@ __all__ = [
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
-    """Raise ConfigError if ``value`` is none of the options."""
-    if value not in options:
-        known = ", ".join(repr(each) for each in options[:-1])
-        raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """Where the rows of a table are while it trains. Placement is not a model change."""
@@ -290,6 +283,13 @@ class TableConfig:
     def num_bytes(self) -> int:
         """Bytes of the weights."""
         return self.num_embeddings * self.embedding_dim * DTYPES[self.dtype].itemsize
+
+
+def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
+    """Raise ConfigError if ``value`` is none of the options."""
+    if value not in options:
+        known = ", ".join(repr(each) for each in options[:-1])
+        raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
 
 
 def check_strategies(placement: Any) -> None:

@@ -135,7 +135,7 @@ class SlottedRows(Storage):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
 
     def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
-        """Return table and row within it of each of the addresses [n]."""
+        """Table and row within it of each of the addresses [n]."""
         table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
         return table, addresses - self.space.first_row[table]
 
@@ -485,7 +485,7 @@ def make_slotted(
 
 
 def appends(strategy: Slotted, num_rows: int) -> bool:
-    """Return True if the home of N rows appends to a file (:class:`stoker.tables.stores.log_home.LogHome`)."""
+    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.stores.log_home.LogHome`)."""
     if strategy.home != "file":
         return False
     if strategy.writes is None:
@@ -494,7 +494,7 @@ def appends(strategy: Slotted, num_rows: int) -> bool:
 
 
 def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
-    """Return a home behind a GPU: page-locked where memory is plentiful and the system agrees."""
+    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
     home = MemoryHome(initial, state)  # takes no memory yet
     if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
         return home
