@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.base.errors import ConfigError
-from stoker.tables.slots.residency import LANDED, Residency, SlotPlan
+from stoker.tables.slots.fast_residency import FastResidency
+from stoker.tables.slots.residency import FARTHEST, LANDED, NEVER, Residency, SlotPlan
 from stoker.tables.slots.slotted import make_residency
 
 
@@ -64,6 +65,54 @@ def hinted(steps, kind, random):
     }[kind]
 
 
+class Model:
+    """What both residencies inherit, kept apart from them: which batches wait, and when their rows are used next."""
+
+    def __init__(self) -> None:
+        self.window: list[tuple[int, list[int], list[int]]] = []  # step, rows, their hinted steps
+        self.step = 0
+        self.hints: dict[int, int] = {}  # resident row -> hinted step
+
+    def announce(self, rows: np.ndarray, upcoming: np.ndarray | None) -> None:
+        hints = [0] * len(rows) if upcoming is None else upcoming.tolist()
+        hinted = [self.step + min(hint, FARTHEST) if hint > 0 else NEVER for hint in hints]
+        self.window.append((self.step, rows.tolist(), hinted))
+        self.step += 1
+
+    def take(self, resident: set[int]) -> None:
+        """The first batch was planned or skipped, which left ``resident``: its hints hold for rows in their slots."""
+        _, rows, hints = self.window.pop(0)
+        self.hints.update(zip(rows, hints, strict=True))
+        self.keep(resident)
+
+    def keep(self, resident: set[int]) -> None:
+        """Rows that left took their hints along."""
+        self.hints = {row: hint for row, hint in self.hints.items() if row in resident}
+
+    def cancel(self) -> None:
+        self.window.clear()
+        self.hints.clear()
+
+    def next_use(self, row: int) -> int:
+        """Its first announced use, or what was hinted, unless that has passed."""
+        announced = next((step for step, rows, _ in self.window if row in rows), None)
+        hint = self.hints.get(row, NEVER)
+        return announced if announced is not None else hint if hint >= self.first else NEVER
+
+    @property
+    def first(self) -> int:
+        return self.window[0][0] if self.window else self.step
+
+    def check(self, residency: Residency) -> None:
+        """A residency says when rows are used next as this one does; outdated hints may be kept for a while."""
+        assert residency.announced == len(self.window)
+        assert residency.wanted == len({row for _, rows, _ in self.window for row in rows})
+        assert isinstance(residency, FastResidency)
+        for row, step in residency._slots[residency.row_in_slot >= 0, :2].tolist():
+            said = NEVER if step < 0 or step < self.first else step
+            assert said == self.next_use(row)
+
+
 @settings(max_examples=300, deadline=None)
 @given(scripts())
 def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
@@ -74,12 +123,13 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
     held: list[tuple[np.ndarray, np.ndarray]] = []  # slots and rows of batches in flight
     content: dict[int, int] = {}  # slot -> row, as the plans say
     left: dict[int, int] = {}  # row -> plan that wrote it home
+    model = Model()
     for kind, rows, flag in steps:
         if kind == "announce":
             upcoming = next(left_hints)
             plain.announce(rows, upcoming)
             fast.announce(rows, upcoming)
-            planned = None
+            model.announce(rows, upcoming)
         elif kind in ("plan", "now"):
             if kind == "plan" and not plain.announced:
                 continue
@@ -114,6 +164,13 @@ def test_fast_plans_equal_plain_ones_and_keep_the_rules(script):
             fast.cancel()
         elif kind == "take":
             assert np.array_equal(plain.take_changed(), fast.take_changed())
+        resident = set(plain.row_in_slot.tolist())
+        if kind in ("plan", "skip") and len(model.window) > plain.announced:
+            model.take(resident)
+        elif kind == "cancel":
+            model.cancel()
+        model.keep(resident)
+        model.check(fast)
         assert (plain.free, plain.announced, plain.wanted) == (fast.free, fast.announced, fast.wanted)
         assert np.array_equal(plain.row_in_slot, fast.row_in_slot)
 

@@ -62,7 +62,8 @@ def test_more_in_flight_than_lookahead_and_slots_hold_changes_no_number(backgrou
     def watched() -> Iterator[Batch]:
         nonlocal most
         for batch in staged:
-            most = max(most, storage.staged)  # this one included, until it is looked up
+            held = [found() for found in storage._leases.values()]  # this one included, until it is looked up
+            most = max(most, sum(lease is not None and lease.staged for lease in held))
             yield batch
 
     rows = trained(tables, watched())

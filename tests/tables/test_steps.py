@@ -15,6 +15,7 @@ from torch import nn
 import stoker
 from stoker.base.errors import ConfigError
 from stoker.dataset.batch import Batch
+from stoker.ops import Bags
 from stoker.tables.lookups import StepLayout
 
 PLACEMENTS = {
@@ -114,7 +115,8 @@ def test_the_newest_id_is_the_last_step(lengths, extra, pooled):
     flat = [length for pair in lengths for length in pair]
     offsets = torch.tensor([0, *flat]).cumsum(0)
     ids = torch.arange(int(offsets[-1]))
-    found, expanded, _ = layout.expand(ids, offsets, None)
+    made = layout.expand(Bags(ids, offsets))
+    found, expanded = made.ids, made.offsets
     assert torch.equal(found, ids)
     bags = [found[a:b].tolist() for a, b in itertools.pairwise(expanded.tolist())]
     assert len(bags) == len(lengths) * len(layout)

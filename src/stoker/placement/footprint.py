@@ -5,7 +5,7 @@ Legend: N rows at home, C slots, U distinct rows of a batch, L its lookups, W ba
 * The page table (``fast_residency``): 40 bytes a slot, and 16 more for the order of eviction where the window
   wants more rows than there are slots, or next uses are foreseen; a hash of 32 bytes a record, a power of two of them
   at most 3/4 full, for rows that lie in slots, are announced or are on their way home; one bit a row, for idle ones.
-* The window: 24 bytes an announced use, in a ring of a power of two; and what waits for its turn (``slotted``):
+* The window: 8 bytes an announced use, in a ring of a power of two; and what waits for its turn (``slotted``):
   8 bytes a distinct row, 12 bytes a lookup (its id, and the row that it wants).
 * On the way: writebacks that have not landed (``transfer``), those of two plans: more pile up only where a disk
   cannot keep up, at most :data:`stoker.tables.slots.residency.LANDED` plans'. A plan writes about as many rows as a
@@ -38,7 +38,7 @@ from stoker.tables.slots.residency import ENOUGH
 _SLOT, _ORDERED_SLOT = 40, 56  # bytes: its record and its place in the list of empty ones; two keys in a heap
 _ROUNDED_SLOT = 16  # bytes on the device where weights are bfloat16: table and row, for the random bits
 _RECORD, _LEAST_RECORDS, _LOAD = 32, 2**12, 0.75
-_ENTRY = 24
+_ENTRY = 8
 _PER_ROW, _PER_LOOKUP = 8, 12
 HOT_MARK = 8  # bytes a hot row, in the threads that look rows up
 _PLANS = 2  # whose writebacks are on the way

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stoker.ops import Bags
+from stoker.ops import AddressSpace, Bags
 from stoker.tables.lookups import Lookups
 from stoker.tables.storage import Lease
 
-__all__ = ["Gradient", "Lookup", "compiled_lookup", "register"]
+__all__ = ["Forward", "Gradient", "Lookup", "compiled_lookup", "register"]
 
 _tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -37,7 +37,7 @@ class Gradient(NamedTuple):
         return self._replace(grad=self.grad * factor, version=-1)
 
     def kept(self) -> Gradient:
-        """The same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
+        """Return the same for later, when a loop may have filled its buffers with other ids, or stepped its weights."""
         bags, space = self.lookups
         offsets, weights = (None if each is None else each.clone() for each in (bags.offsets, bags.weights))
         own = Lookups(Bags(bags.ids.clone(), offsets, weights, bags.mean), space)
@@ -46,16 +46,22 @@ class Gradient(NamedTuple):
         return self._replace(lookups=own, version=self.grad._version)
 
 
-class _Call:
+class Forward(NamedTuple):
+    """What a backward has to know of its forward."""
+
+    versions: Sequence[int]  # of the rows of each group
+    trains: bool  # whether rows were in train mode
+    enclosing: int = -1  # the backward that it ran in (:meth:`RowSteps.enclosing`)
+
+
+class _Call(NamedTuple):
     """What a call looked up, for its backward; tensors are kept by autograd, which notices changes in place."""
 
-    __slots__ = ("enclosing", "leases", "means", "spaces", "tables", "trains", "versions")
-
-    def __init__(self, tables: Any, many: Sequence[Lookups], leases: Sequence[Lease | None]) -> None:
-        self.tables, self.leases = tables, leases
-        self.spaces, self.means = [each.space for each in many], [each.bags.mean for each in many]
-        self.trains, self.enclosing = tables.training, tables._steps.enclosing()
-        self.versions = [group.version for group in tables.groups]
+    tables: Any
+    spaces: list[AddressSpace]
+    means: list[bool]
+    leases: Sequence[Lease | None]
+    forward: Forward
 
 
 class Lookup(torch.autograd.Function):
@@ -74,12 +80,9 @@ class Lookup(torch.autograd.Function):
         bags = [each.bags for each in many]
         ctx.save_for_backward(*[each.ids for each in bags], *[each.offsets for each in bags], *weights)
         ctx.set_materialize_grads(False)  # of outputs that no loss depends on
-        ctx.call = _Call(tables, many, leases)
-        found = []
-        for index, each in enumerate(many):
-            leases[index] = lease = tables.lease_for(index, each, leases[index], given)
-            found.append(tables.groups[index].lookup(each, lease))
-        return tuple(found)
+        forward = Forward(tables.versions, tables.training, tables._steps.enclosing())
+        ctx.call = _Call(tables, [each.space for each in many], [each.mean for each in bags], leases, forward)
+        return tuple(tables.look_up(many, leases, given))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -95,8 +98,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is not None:
             bags = Bags(saved[index], saved[count + index], saved[2 * count + index], call.means[index])
             found[5 + index] = call.tables.backward_of(
-                index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.versions[index],
-                rows=wanted[0], weights=wanted[5 + index], trains=call.trains, enclosing=call.enclosing,
+                index, Lookups(bags, call.spaces[index]), grad, call.leases[index], call.forward,
+                rows=wanted[0], weights=wanted[5 + index],
             )  # fmt: skip
     return tuple(found)
 
@@ -111,7 +114,7 @@ def register(tables: Any) -> None:
 
 
 def compiled_lookup(tables: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
-    """:meth:`EmbeddingTables.forward` as an operator."""
+    """Call :meth:`EmbeddingTables.forward` as an operator."""
     trains = tables.training and tables.handle.requires_grad
     found: Tensor = torch.ops.stoker.lookup(tables.handle, ids, offsets, weights, tables.number, trains)[0]
     return found
@@ -124,7 +127,7 @@ def _lookup(
     tables = _tables[number]
     if trains:
         tables._steps.check()
-    versions = torch.tensor([group.version for group in tables.groups])
+    versions = torch.tensor(tables.versions)
     with torch.no_grad():
         return tables(ids, offsets, weights), versions
 
@@ -149,9 +152,8 @@ def _lookup_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tables = _tables[number]
     tables._steps.expect_gradient()
-    wanted = tables.backward_of_call(
-        grad, ids, offsets, weights, versions.tolist(), rows=rows, weights_wanted=weighted, trains=trains
-    )
+    call = tables.splitter.check(ids, offsets, weights)
+    wanted = tables.backward_of_call(grad, call, Forward(versions.tolist(), trains), rows=rows, weights=weighted)
     none = grad.new_zeros(0)
     return torch.zeros_like(handle), none if wanted is None else wanted
 

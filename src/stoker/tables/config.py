@@ -74,21 +74,19 @@ class Slotted(Strategy):
             raise ConfigError(f"{name}: slots is {self.slots}; it must be at least 1.")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"{name}: fraction is {self.fraction}; it must lie above 0 and at most at 1.")
-        if self.home not in ("memory", "file"):
-            raise ConfigError(f"{name}: home {self.home!r} is unknown. Choose 'memory' or 'file'.")
+        _check_choice(name, "home", self.home, "memory", "file")
         if self.pin and self.home != "memory":
             raise ConfigError(
                 f"{name}: pin=True page-locks rows in memory, but home={self.home!r} keeps them elsewhere."
             )
-        if self.writes not in (None, "append", "in-place"):
-            raise ConfigError(f"{name}: writes {self.writes!r} is unknown. Choose 'append' or 'in-place'.")
-        if self.spill not in ("parts", "refuse"):
-            raise ConfigError(f"{name}: spill {self.spill!r} is unknown. Choose 'parts' or 'refuse'.")
+        if self.writes is not None:
+            _check_choice(name, "writes", self.writes, "append", "in-place")
+        _check_choice(name, "spill", self.spill, "parts", "refuse")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_size(self.memory))
 
     def count_slots(self, rows: int, row_bytes: int) -> int:
-        """C, for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
+        """Return C for tables of ``rows`` rows in all with ``row_bytes`` bytes each, state included.
 
         Raises:
             ConfigError: the memory does not hold one row.
@@ -149,7 +147,7 @@ class HotCold(Slotted):
 
     @classmethod
     def from_profile(cls, profile: _Profiled, **options: Any) -> HotCold:
-        """The hot rows of a profile (``stoker.profile``); ``options`` are the other fields, one size among them."""
+        """Take the hot rows of a profile (``stoker.profile``); ``options``: the other fields, one size among them."""
         return cls(hot=profile.hot_rows, **options)
 
     @property
@@ -158,7 +156,7 @@ class HotCold(Slotted):
         return dict(self.hot)
 
     def count_hot(self, tables: Sequence[TableConfig]) -> tuple[int, ...]:
-        """[T] H of each table.
+        """Return H of each table [T].
 
         Raises:
             ConfigError: more hot rows than a table has.
@@ -189,12 +187,12 @@ class TensorTrain(Strategy):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Sequence[int]]) -> TensorTrain:
-        """Inverse of :meth:`to_dict`."""
+        """Invert :meth:`to_dict`."""
         rows, cols, ranks = (tuple(values[name]) for name in ("rows", "cols", "ranks"))
         return cls(shape=TTShape(rows, cols, ranks))
 
     def to_dict(self, table: TableConfig) -> dict[str, list[int]]:
-        """Plain values for JSON: the shape for ``table``."""
+        """Return the shape for ``table`` as plain values for JSON."""
         shape = self.shape_of(table)
         return {"rows": list(shape.rows), "cols": list(shape.cols), "ranks": list(shape.ranks)}
 
@@ -207,7 +205,7 @@ class TensorTrain(Strategy):
             factorize(1, 1, self.rank, self.cores)  # checks the numbers
 
     def shape_of(self, table: TableConfig) -> TTShape:
-        """Factors and ranks for ``table``.
+        """Return factors and ranks for ``table``.
 
         Raises:
             ConfigError: a given shape that does not fit it, as many own numbers as columns, a type other than float32,
@@ -260,10 +258,7 @@ class TableConfig:
                 f"table {self.name!r} has num_embeddings={self.num_embeddings} and embedding_dim={self.embedding_dim}; "
                 "both must be at least 1."
             )
-        if self.pooling not in ("sum", "mean", "max"):
-            raise ConfigError(
-                f"table {self.name!r}: pooling {self.pooling!r} is unknown. Choose 'sum', 'mean' or 'max'."
-            )
+        _check_choice(f"table {self.name!r}", "pooling", self.pooling, "sum", "mean", "max")
         if self.padding_idx is not None and not -self.num_embeddings <= self.padding_idx < self.num_embeddings:
             raise ConfigError(
                 f"table {self.name!r}: padding_idx is {self.padding_idx}, but the table has {self.num_embeddings:,} "
@@ -290,6 +285,13 @@ class TableConfig:
         return self.num_embeddings * self.embedding_dim * DTYPES[self.dtype].itemsize
 
 
+def _check_choice(of: str, setting: str, value: object, *options: str) -> None:
+    """Raise ConfigError if ``value`` is none of the options."""
+    if value not in options:
+        known = ", ".join(repr(each) for each in options[:-1])
+        raise ConfigError(f"{of}: {setting} {value!r} is unknown. Choose {known} or {options[-1]!r}.")
+
+
 def check_strategies(placement: Any) -> None:
     """Refuse a placement that is neither a strategy nor strategies by table.
 
@@ -307,8 +309,12 @@ def check_strategies(placement: Any) -> None:
 
 
 def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **options: Any) -> tuple[TableConfig, ...]:
-    """One table for every vocabulary of a dataset, of ``embedding_dim`` columns, or of as many as it says by table;
-    ``options`` go to each config."""
+    """Return one table for every vocabulary of a dataset.
+
+    Args:
+        embedding_dim: columns of each table, or columns by table.
+        options: further arguments of each config.
+    """
     features: dict[str, list[str]] = {}
     for feature in spec.features:
         features.setdefault(feature.table, []).append(feature.name)
@@ -325,7 +331,7 @@ def tables_for(spec: FeatureSpec, embedding_dim: int | Mapping[str, int], **opti
 
 
 def feature_order(tables: Sequence[TableConfig], features: Sequence[str] | None) -> tuple[str, ...]:
-    """The order of features in a batch: as given, or table by table."""
+    """Return the order of features in a batch: as given, or table by table."""
     own = [feature for table in tables for feature in table.features]
     if len(set(own)) != len(own):
         twice = sorted({feature for feature in own if own.count(feature) > 1})

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from stoker.base.errors import ConfigError
 from stoker.base.units import format_size
-from stoker.ops import BackendName
+from stoker.ops import BackendName, Bags
 from stoker.optim import RowOptimizer
-from stoker.tables.autograd import Gradient, Lookup, compiled_lookup, register
+from stoker.tables.autograd import Forward, Gradient, Lookup, compiled_lookup, register
 from stoker.tables.compressed.tensor_train import CompressedGroup, stored_tables
 from stoker.tables.config import (
     Device,
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of ids are the same memory, where NumPy can change it."""
+    """Return True if two tensors of ids share memory that NumPy can change."""
     return one.device.type == "cpu" and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
@@ -59,7 +59,7 @@ def release_all(leases: Iterable[Lease | None]) -> None:
 
 
 def _strategies(names: Sequence[str], placement: Strategy | Mapping[str, Strategy] | None) -> list[Strategy]:
-    """A strategy for each table."""
+    """Return a strategy for each table."""
     check_strategies(placement)
     if placement is None or isinstance(placement, Strategy):
         found = [placement or Device()] * len(names)
@@ -241,7 +241,7 @@ class EmbeddingTables(nn.Module):
             group.tick = value
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """One step of the row optimizer from all backwards inside, taken at the end; none if an exception leaves it.
+        """Make one step of the row optimizer of all backwards inside, at the end; none if an exception leaves it.
 
         Equal to ``nn.EmbeddingBag`` with gradients accumulated over micro-batches. Losses are scaled by the caller, as
         there: ``(loss / 4).backward()`` four times for the mean.
@@ -259,7 +259,7 @@ class EmbeddingTables(nn.Module):
         return self._steps.accumulate()
 
     def as_optimizer(self, *, in_backward: bool = False) -> TableOptimizer:
-        """The rows' optimizer as one of torch's: rows step when ``step()`` is called.
+        """Return the rows' optimizer as one of torch's: rows step when ``step()`` is called.
 
         From then on gradients of rows are summed until ``step()`` and dropped by ``zero_grad()``, as those of
         parameters are. ``GradScaler.step``, ``clip_grad_norm_(model.parameters(), ...)`` and learning-rate schedulers
@@ -339,58 +339,62 @@ class EmbeddingTables(nn.Module):
             )
         check_modes()
         handle = self._steps.check_handle(self._parameters["handle"])
-        offsets = self.splitter.check(ids, offsets, weights)
+        call = self.splitter.check(ids, offsets, weights)
         trains = torch.is_grad_enabled() and handle.requires_grad
         if trains and self.training:
             self._steps.check()
         elif self._copied is not None:
             self._check_copy()
-        leases, copy = self._take_staged(ids, offsets)
-        many = self.splitter.split(ids, offsets, weights)
+        leases, copy = self._take_staged(call)
+        many = self.splitter.split(call)
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
             given = ids, copy
             found = Lookup.apply(handle, self, many, leases, given, *[each.bags.weights for each in many])  # type: ignore[no-untyped-call]
         else:
-            found = []
-            for index, lookups in enumerate(many):
-                lease = self.lease_for(index, lookups, leases[index])
-                found.append(self.groups[index].lookup(lookups, lease))
-                if lease is not None:
-                    lease.release(changed=False)
+            found = self.look_up(many, leases)
+            release_all(leases)
         return self.splitter.join(
             [group.pool(out, each) for group, out, each in zip(self.splitter.groups, found, many, strict=True)]
         )
 
-    def lease_for(
-        self, index: int, lookups: Lookups, lease: Lease | None, given: tuple[Tensor, Tensor | None] | None = None
-    ) -> Lease | None:
-        """The right to look up in group ``index``: ``lease``, of a stage, or one acquired now.
+    def look_up(
+        self, many: Sequence[Lookups], leases: list[Lease | None], given: tuple[Tensor, Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """Return what each group finds [B, P, D]; leases missing in ``leases`` are acquired and entered.
 
         ``given``, for a backward: the caller's ids, which NumPy may change until then, and a copy where there is one.
         """
-        if lease is not None:
-            lease.use(lookups.bags)
-        else:
-            lease = self.groups[index].acquire(lookups)
-        if given is not None and lease is not None and lease.can_end and _share(mine := lookups.bags.ids, given[0]):
-            ids, copy = given
-            lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
-        return lease
+        found = []
+        for index, lookups in enumerate(many):
+            if (lease := leases[index]) is not None:
+                lease.use(lookups.bags)
+            else:
+                leases[index] = lease = self.groups[index].acquire(lookups)
+            mine = lookups.bags.ids
+            if given is not None and lease is not None and lease.can_end and _share(mine, given[0]):
+                ids, copy = given
+                lease.ids = mine.clone() if copy is None or mine.numel() < ids.numel() else copy
+            found.append(self.groups[index].lookup(lookups, lease))
+        return found
+
+    @property
+    def versions(self) -> list[int]:
+        """The changes of the rows of each group so far."""
+        return [group.version for group in self.groups]
 
     def backward_of(
-        self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, version: int, *, rows: bool,
-        weights: bool, trains: bool, enclosing: int = -1,
+        self, index: int, lookups: Lookups, grad: Tensor, lease: Lease | None, forward: Forward, *, rows: bool,
+        weights: bool,
     ) -> Tensor | None:  # fmt: skip
         """Collect the gradient [B, P, D] of a lookup in group ``index``, and return that of its per-sample weights.
 
-        Lease, version of the rows, train mode and enclosing backward (:meth:`RowSteps.enclosing`) are those of the
-        forward; ``rows`` and ``weights``: whether these want a gradient.
+        The lease is that of the forward; ``rows`` and ``weights``: whether these want a gradient.
 
         Raises:
             RuntimeError: the rows have changed since, and the gradient depends on them.
         """
         group = self.groups[index]
-        if version != group.version and (weights or isinstance(group, CompressedGroup)):
+        if forward.versions[index] != group.version and (weights or isinstance(group, CompressedGroup)):
             raise RuntimeError(
                 f"the rows of table {group.tables[0].name!r} were changed between this forward and its backward, and "
                 "the gradient depends on them as they were: another backward, optimizer step or write came between. "
@@ -400,9 +404,9 @@ class EmbeddingTables(nn.Module):
             lease.release(changed=False)
             lease = group.acquire(lookups)
         wanted = group.weight_gradient(lookups, grad, lease) if weights else None
-        if rows and trains:
-            self._collect(Gradient(index, lookups, grad, lease), enclosing)
-        elif rows and not trains:
+        if rows and forward.trains:
+            self._collect(Gradient(index, lookups, grad, lease), forward.enclosing)
+        elif rows:
             warnings.warn(
                 "backward reached EmbeddingTables in eval mode: rows were not updated. Call train() to train them, or "
                 "requires_grad_(False) to say that they are not meant to change.",
@@ -411,29 +415,28 @@ class EmbeddingTables(nn.Module):
         return wanted
 
     def backward_of_call(
-        self, grad: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, versions: Sequence[int], *,
-        rows: bool, weights_wanted: bool, trains: bool,
-    ) -> Tensor | None:  # fmt: skip
-        """:meth:`backward_of` for all groups of a call, given the gradient of its output, with leases of their own."""
-        offsets = self.splitter.check(ids, offsets, weights)
-        total = None if weights is None else torch.zeros(weights.numel(), device=weights.device)
-        parts = self.splitter.split(ids, offsets, weights)
+        self, grad: Tensor, call: Bags, forward: Forward, *, rows: bool, weights: bool
+    ) -> Tensor | None:
+        """Do :meth:`backward_of` for all groups of a call, given the gradient of its output, with new leases."""
+        ids, given = call.ids, call.weights
+        total = places = None
+        if given is not None and weights:
+            total = torch.zeros(given.numel(), device=given.device)
+            places = self.splitter.split(replace(call, weights=torch.arange(len(total), device=ids.device)))
         grads = self.splitter.apart(grad)
-        for index, (lookups, version) in enumerate(zip(parts, versions, strict=True)):
+        for index, lookups in enumerate(self.splitter.split(call)):
             group, pooling, mine = self.groups[index], self.splitter.groups[index], grads[index]
             if lookups.space is not pooling.space:  # max pooling: which id was largest
                 mine = pooling.pool_gradient(group.lookup(lookups, group.acquire(lookups)), lookups, mine)
-            wanted = self.backward_of(
-                index, lookups, mine, group.acquire(lookups), version, rows=rows, weights=weights_wanted, trains=trains
-            )
-            if wanted is not None and total is not None:
-                places = self.splitter.split(ids, offsets, torch.arange(len(total), device=ids.device))[index]
-                assert places.bags.weights is not None
-                total[places.bags.weights] = wanted.view(-1)
-        return None if total is None or weights is None else total.view_as(weights).to(weights.dtype)
+            wanted = self.backward_of(index, lookups, mine, group.acquire(lookups), forward, rows=rows, weights=weights)
+            if places is not None and total is not None and wanted is not None:
+                at = places[index].bags.weights
+                assert at is not None
+                total[at] = wanted.view(-1)
+        return None if total is None or given is None else total.view_as(given).to(given.dtype)
 
     def exchange(self, gradients: list[Gradient]) -> list[Gradient]:
-        """The gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
+        """Return the gradients of all ranks, where the tables are replicated (:meth:`replicate`)."""
         if not isinstance(self.groups[0].replicas, Replicas):
             return gradients
         found = []
@@ -447,30 +450,32 @@ class EmbeddingTables(nn.Module):
         return found
 
     def apply_gradients(self, gradients: Sequence[Gradient], scale: float) -> None:
-        """One step of the row optimizer with the sum of ``gradients`` times ``scale``."""
+        """Take one step of the row optimizer with the sum of ``gradients`` times ``scale``."""
         if not gradients:
             return
         tick = self.tick + 1
-        for index, group in enumerate(self.groups):
-            mine = [each for each in gradients if each.group == index]
-            if mine:
-                lookups, grad, lease = self._sum(mine)
-                group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
+        for group, lookups, grad, lease in self._sums(gradients):
+            group.update(lookups, grad if scale == 1.0 else grad * scale, lease or group.acquire(lookups))
         for group in self.groups:
             group.tick = tick  # also of those that had no gradient: files keep one number
 
     def gradient_norm(self, gradients: Sequence[Gradient]) -> float:
-        """The Euclidean norm of the gradient of all rows."""
+        """Return the Euclidean norm of the gradient of all rows."""
         total = 0.0
-        for index, group in enumerate(self.groups):
-            mine = [each for each in gradients if each.group == index]
-            if mine:
-                lookups, grad, _ = self._sum(mine, release=False)
-                total += group.gradient_norm_squared(lookups, grad)
+        for group, lookups, grad, _ in self._sums(gradients, release=False):
+            total += group.gradient_norm_squared(lookups, grad)
         return math.sqrt(total)
 
-    def _sum(self, mine: Sequence[Gradient], *, release: bool = True) -> tuple[Lookups, Tensor, Lease | None]:
-        """Gradients of one group as one; raise RuntimeError if one was changed in place since its backward."""
+    def _sums(
+        self, gradients: Sequence[Gradient], *, release: bool = True
+    ) -> Iterator[tuple[TableGroup, Lookups, Tensor, Lease | None]]:
+        """Yield each group that has gradients, with their sum."""
+        for index, group in enumerate(self.groups):
+            if mine := [each for each in gradients if each.group == index]:
+                yield group, *self._sum(mine, release=release)
+
+    def _sum(self, mine: Sequence[Gradient], *, release: bool) -> tuple[Lookups, Tensor, Lease | None]:
+        """Sum gradients of one group; raise RuntimeError if one was changed in place since its backward."""
         if any([each.version not in (-1, each.grad._version) for each in mine]):
             name = self.groups[mine[0].group].tables[0].name
             raise RuntimeError(
@@ -497,7 +502,7 @@ class EmbeddingTables(nn.Module):
         self, ids: Tensor, offsets: Tensor | None, leases: Sequence[Lease | None],
         copies: tuple[Tensor, Tensor | None] | None,
     ) -> None:  # fmt: skip
-        """The next ``forward`` of this very ``ids`` tensor finds its rows in place (:func:`stoker.stage`).
+        """Keep leases for the next ``forward`` of this very ``ids`` tensor (:func:`stoker.stage`).
 
         There is a lease for each group, None where the batch is fetched on demand. ``copies`` are the ids, and offsets
         as checked, when the batch was announced; None where only torch can have changed them since, whose versions
@@ -507,10 +512,10 @@ class EmbeddingTables(nn.Module):
             copies = ids.clone(), None if offsets is None else offsets.clone()
         self._staged[id(ids)] = Staged(ids, version_of(ids), offsets, copies, tuple(leases))
 
-    def _take_staged(self, ids: Tensor, offsets: Tensor | None) -> tuple[list[Lease | None], Tensor | None]:
-        """The leases of a staged batch and a copy of its ids, if it is what was announced; else its rows may leave."""
-        found = self._staged.pop(id(ids), None) if self._staged else None
-        if found is None or not found.fits(ids, offsets):
+    def _take_staged(self, call: Bags) -> tuple[list[Lease | None], Tensor | None]:
+        """Return the leases of a staged batch and a copy of its ids; release them if it is not what was announced."""
+        found = self._staged.pop(id(call.ids), None) if self._staged else None
+        if found is None or not found.fits(call.ids, call.offsets):
             release_all(() if found is None else found.leases)
             return [None] * len(self.groups), None
         for group, lease in zip(self.groups, found.leases, strict=True):
@@ -519,7 +524,7 @@ class EmbeddingTables(nn.Module):
         return list(found.leases), None if found.copies is None else found.copies[0]
 
     def withdraw(self, ids: Tensor) -> None:
-        """The batch of :meth:`hand_over` was not used, or is used up: its rows may leave."""
+        """Release what :meth:`hand_over` kept: the batch was not used, or is used up."""
         found = self._staged.pop(id(ids), None)
         release_all(() if found is None else found.leases)
 
@@ -558,7 +563,7 @@ class EmbeddingTables(nn.Module):
             )
 
     def read(self, table: str, chunk_rows: int = 2**18) -> Iterator[tuple[int, Rows]]:
-        """Canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
+        """Yield canonical rows of one table as (first row, :class:`Rows`) chunks; the chunks may be views."""
         return self._group_of[table].read(table, chunk_rows)
 
     def write(self, table: str, start: int, rows: Rows) -> None:
@@ -566,7 +571,7 @@ class EmbeddingTables(nn.Module):
         self._group_of[table].write(table, start, rows)
 
     def rows(self, table: str) -> Tensor:
-        """A copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
+        """Return a copy of one table's weights [num_embeddings, embedding_dim], for looking at and for tests."""
         return torch.cat([rows.weight.detach().clone() for _, rows in self.read(table)])
 
     @property
@@ -611,7 +616,7 @@ class EmbeddingTables(nn.Module):
         unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     def _made_with(self) -> dict[str, Any]:
-        """Arguments that make tables like these."""
+        """Return the arguments that make tables like these."""
         return {
             "tables": self.tables,
             "optimizer": self.optimizer,
@@ -625,11 +630,11 @@ class EmbeddingTables(nn.Module):
         }
 
     def _kept(self) -> dict[str, Any]:
-        """What a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
+        """Return what a module has in addition to its rows: hooks, whether it trains, attributes of subclasses."""
         return {name: value for name, value in self.__dict__.items() if name not in _REMADE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingTables:
-        """Tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
+        """Return tables with the same rows and state, placed alike; backing stores are copied chunk by chunk."""
         made: EmbeddingTables = type(self).__new__(type(self))
         memo[id(self)] = made
         EmbeddingTables.__init__(made, **deepcopy(self._made_with(), memo))
@@ -652,7 +657,7 @@ class EmbeddingTables(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and ``torch.save(model)``. All rows come into memory; :func:`stoker.save` needs no such room."""
+        """Return what pickle and ``torch.save(model)`` store: all rows, in memory. :func:`stoker.save` needs less."""
         rows = {name: value.clone() for name, value in self.state_dict().items()}
         return {"made_with": self._made_with(), "kept": self._kept(), "rows": rows}
 
@@ -684,7 +689,7 @@ class EmbeddingTables(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Tables, rows, bytes, and where the rows are, for ``print(model)``."""
+        """Name tables, rows, bytes, and where the rows are, for ``print(model)``."""
         rows = sum(table.num_embeddings for table in self.tables)
         size = format_size(sum(group.storage.fast_bytes for group in self.groups))
         lines = [f"{len(self.tables)} tables, {rows:,} rows, {size} with state, {self.optimizer.kind}"]

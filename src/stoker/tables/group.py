@@ -75,7 +75,7 @@ class TableGroup:
         return storage
 
     def acquire(self, lookups: Lookups) -> Lease | None:
-        """The right to work on a batch's rows; None if it has too many for the slots, and is worked on in chunks.
+        """Return a lease on a batch's rows; None if it has more than the slots hold, and is worked on in chunks.
 
         Raises:
             IndexError: an id is outside its table.
@@ -90,16 +90,20 @@ class TableGroup:
 
     @spanned("lookup")
     def lookup(self, lookups: Lookups, lease: Lease | None) -> Tensor:
-        """Pooled rows [B, P, D] float32."""
+        """Return pooled rows [B, P, D] float32."""
+        return self._read(self._lookup, lookups, lease)
+
+    def _read(self, work: Callable[..., Tensor], lookups: Lookups, lease: Lease | None, *each: Tensor) -> Tensor:
+        """Return ``work(lease, *each)``, which changes no row; ``each`` has a first dimension of B."""
         if (lease := self._begin(lookups, lease)) is None:
-            return self._by_examples(self._lookup, lookups)
+            return self._by_examples(work, lookups, *each)
         try:
-            return self._lookup(lease)
+            return work(lease, *each)
         finally:
             lease.end()
 
     def _begin(self, lookups: Lookups, lease: Lease | None) -> Lease | None:
-        """The lease, or a new one where its rows may have left, begun; None as in :meth:`acquire`."""
+        """Begin the lease, or a new one where its rows may have left, and return it; None as in :meth:`acquire`."""
         while lease is not None and not lease.begin():
             lease = self.acquire(lookups)
         return lease
@@ -109,7 +113,7 @@ class TableGroup:
 
     @spanned("update")
     def update(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> None:
-        """One optimizer step on every distinct row of a batch, given the gradient [B, P, D] of its lookup.
+        """Take one optimizer step on every distinct row of a batch, given the gradient [B, P, D] of its lookup.
 
         The lease is over afterwards.
         """
@@ -136,19 +140,14 @@ class TableGroup:
         self.tick += 1
 
     def weight_gradient(self, lookups: Lookups, grad: Tensor, lease: Lease | None) -> Tensor:
-        """Gradient of the per-sample weights [L]."""
-        if (lease := self._begin(lookups, lease)) is None:
-            return self._by_examples(self._weight_gradient, lookups, grad)
-        try:
-            return self._weight_gradient(lease, grad)
-        finally:
-            lease.end()
+        """Return the gradient of the per-sample weights [L]."""
+        return self._read(self._weight_gradient, lookups, lease, grad)
 
     def _weight_gradient(self, lease: Lease, grad: Tensor) -> Tensor:
         return self.backend.weight_gradient(self.storage.weight, lease.space, lease.bags, grad)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
-        """The sum of squares of the gradients of all distinct rows, duplicates summed first."""
+        """Return the sum of squares of the gradients of all distinct rows, duplicates summed first."""
         bags, space = lookups
         if not bags.ids.numel():
             return 0.0
@@ -167,7 +166,7 @@ class TableGroup:
             self.tick = 0
 
     def squares(self) -> list[int]:
-        """The sum of squares of each table, in units of 2^-80."""
+        """Return the sum of squares of each table, in units of 2^-80."""
         if self._squares is None:
             chunk = max(1, _READ // (4 * self.dim))
             self._squares = [
@@ -178,7 +177,7 @@ class TableGroup:
     def _update_layers(
         self, lookups: Lookups, grad: Tensor, lease: Lease | None, rule: RowRule, keys: tuple[int, ...]
     ) -> None:
-        """One step of LAMB. A first pass moves the moments and measures, a second moves the rows."""
+        """Take one step of LAMB. A first pass moves the moments and measures, a second moves the rows."""
         self.backend.synchronize()  # a device that found a bad id late must say so before rows are addressed by it
         squares_of = self.squares()
         storage, backend = self.storage, self.backend
@@ -220,7 +219,7 @@ class TableGroup:
             raise
 
     def _by_examples(self, work: Callable[..., Tensor], lookups: Lookups, *each: Tensor) -> Tensor:
-        """``work(lease, *tensors of those examples)`` for blocks of examples that fit; results one after the other."""
+        """Join the results of ``work(lease, *tensors of those examples)`` for blocks of examples that fit."""
         bags, features = lookups.bags, len(lookups.space.features)
         batch = bags.batch_size(features)
         done: list[Tensor] = []
@@ -231,7 +230,7 @@ class TableGroup:
         return torch.cat(done)
 
     def _by_rows(self, work: Callable[[Lease], object], lookups: Lookups) -> None:
-        """``work(lease)`` for blocks of distinct rows that fit, each with all its lookups, in order of occurrence."""
+        """Call ``work(lease)`` for blocks of distinct rows that fit, each row with all its lookups, in order."""
         storage = self.storage
         assert isinstance(storage, SlottedRows)
         bags = lookups.bags.cpu()
@@ -250,7 +249,7 @@ class TableGroup:
     def _blocks(
         self, space: AddressSpace, count: int, size: int, bags_of: Callable[[int, int], Bags]
     ) -> Iterator[tuple[int, int, Lease]]:
-        """(start, stop, lease on the rows of ``bags_of(start, stop)``) for blocks of 0..count that fit, begun."""
+        """Yield (start, stop, lease on the rows of ``bags_of(start, stop)``, begun) for blocks of 0..count that fit."""
         start = 0
         while start < count:
             stop = min(start + size, count)
@@ -258,7 +257,7 @@ class TableGroup:
                 lease = self.storage.acquire(bags_of(start, stop), space)
             except TooFewSlots as error:
                 if size == 1:
-                    raise error.of_one_example() from None
+                    raise TooFewSlots(error.needed, error.slots, error.hot, spill=True) from None
                 size = max(1, (stop - start) // 2)
                 continue
             if lease.begin():  # else another thread took its slots
@@ -266,11 +265,11 @@ class TableGroup:
                 start = stop
 
     def place(self, name: str) -> tuple[Storage, int, int]:
-        """Where a table is: its storage, its first row there, and the row after its last."""
+        """Return where a table is: its storage, its first row there, and the row after its last."""
         return self.storage, *self.space.table_range(self.space.names.index(name))
 
     def read(self, name: str, chunk_rows: int) -> Iterator[tuple[int, Rows]]:
-        """The rows of one table in chunks of (first row within the table, rows)."""
+        """Yield the rows of one table in chunks of (first row within the table, rows)."""
         self.backend.synchronize()  # rows are leaving the device: a late complaint must come before them
         storage, begin, stop = self.place(name)
         for start in range(begin, stop, chunk_rows):
@@ -294,7 +293,7 @@ class TableGroup:
 
 
 def row_gradients(backend: Backend, count: int, space: AddressSpace, bags: Bags, which: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of each distinct row [U, D] float32, summed in order of occurrence by the back end's own kernel.
+    """Sum the gradient of each distinct row [U, D] float32, in order of occurrence, by the back end's own kernel.
 
     ``which``, of the shape of the ids: the place of each among the ``count`` distinct rows; ``grad`` is [B, P, D].
     """
@@ -309,7 +308,7 @@ def _add(totals: list[int], more: Sequence[int]) -> None:
 
 
 def _examples(bags: Bags, features: int, start: int, stop: int) -> Bags:
-    """The lookups of examples ``start..stop``."""
+    """Return the lookups of examples ``start..stop``."""
     if bags.offsets is None:
         weights = None if bags.weights is None else bags.weights.view(-1, features)[start:stop].reshape(-1)
         return Bags(bags.ids[start:stop], None, weights, bags.mean)

@@ -9,6 +9,8 @@ D columns, L ids in all, T steps of a feature.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ _NO_PADDING = torch.iinfo(torch.int64).min  # stands for none
 
 
 def version_of(ids: Tensor) -> int:
-    """How often torch has changed ``ids`` in place; 0 for tensors of inference mode, which keep no count."""
+    """Return how often torch has changed ``ids`` in place; 0 for tensors of inference mode, which keep no count."""
     return 0 if ids.is_inference() else ids._version
 
 
@@ -40,12 +42,12 @@ class Lookups(NamedTuple):
 
 
 def offsets_of(bags: Bags) -> Tensor:
-    """The offsets, also where every bag has one id."""
+    """Return the offsets, also where every bag has one id."""
     return torch.arange(bags.ids.numel() + 1, device=bags.ids.device) if bags.offsets is None else bags.offsets
 
 
 def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
-    """Only the lookups that ``keep`` [L] marks, in their bags. A mean still divides by all ids of its bag."""
+    """Return only the lookups that ``keep`` [L] marks, in their bags. A mean still divides by all ids of its bag."""
     weights, offsets = bags.weights, bags.offsets
     if bags.mean and offsets is not None:
         lengths = bag_lengths(offsets)
@@ -54,7 +56,7 @@ def keep_lookups(bags: Bags, keep: Tensor) -> Bags:
 
 
 def without_tables(lookups: Lookups, names: Collection[str]) -> Lookups:
-    """The same but for what is looked up in some tables."""
+    """Leave out what is looked up in some tables."""
     bags, space = lookups
     keep = torch.tensor([space.names[table] not in names for table in space.table_of], device=bags.ids.device)
     keep = keep.repeat(bags.batch_size(len(space.features)))
@@ -93,8 +95,13 @@ class StepLayout:
         """P."""
         return self._count
 
+    @property
+    def widths(self) -> list[int]:
+        """The positions of each feature."""
+        return [where.stop - where.start for where in self.slices.values()]
+
     def names(self, features: Iterable[str]) -> tuple[str, ...]:
-        """A name for each position of the features: ``seen[0]``, ..., or the feature's own where it is pooled."""
+        """Name each position of the features: ``seen[0]``, ..., or the feature's own where it is pooled."""
         found: list[str] = []
         for name in features:
             count = self.steps.get(name)
@@ -116,16 +123,12 @@ class StepLayout:
                     f"steps. Cut it to its last {count} ids, or give the tables more steps."
                 )
 
-    def expand(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A lookup by feature as one by position: (ids [L], offsets [B * P + 1], weights [L]).
+    def expand(self, bags: Bags) -> Bags:
+        """Turn a lookup by feature into one by position, with offsets [B * P + 1].
 
         No id moves: the bag of a step is one id of its feature's bag, or none.
         """
-        count, flat = len(self.features), ids.reshape(-1)
-        if offsets is None:
-            offsets = torch.arange(len(flat) + 1, device=ids.device)
+        count, offsets = len(self.features), offsets_of(bags)
         begins, ends = offsets[:-1].view(-1, count), offsets[1:].view(-1, count)
         expanded = torch.empty(len(begins) * len(self) + 1, dtype=torch.int64, device=offsets.device)
         starts = expanded[:-1].view(-1, len(self))
@@ -138,7 +141,7 @@ class StepLayout:
             else:
                 starts[:, self.slices[name]] = begins[:, mine]
         expanded[-1] = offsets[-1]
-        return flat, expanded, weights
+        return replace(bags, ids=bags.ids.reshape(-1), offsets=expanded)
 
 
 class GroupLookups:
@@ -173,45 +176,41 @@ class GroupLookups:
             layout.names(self.features),
         )
 
-    def select(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Lookups:
-        """The lookups of this group; arguments as checked by :meth:`Splitter.check`."""
-        part = (ids, offsets, weights)
-        if self._columns is not None and offsets is not None:
-            part = select_bags(self._columns, self.count, ids, offsets, weights)
+    def select(self, call: Bags) -> Lookups:
+        """Return the lookups of this group; ``call`` as from :meth:`Splitter.check`, its weights flat."""
+        bags = replace(call, mean=self.pooling == "mean")
+        if self._columns is not None and call.offsets is not None:
+            bags = Bags(*select_bags(self._columns, self.count, call.ids, call.offsets, call.weights), bags.mean)
         elif self._columns is not None:
-            chosen = None if weights is None else columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
-            part = columns_of(ids, self._columns), None, chosen
+            weights = call.weights
+            if weights is not None:
+                weights = columns_of(weights.view(-1, self.count), self._columns).reshape(-1)
+            bags = Bags(columns_of(call.ids, self._columns), None, weights, bags.mean)
         # Steps keep their places, whatever is padding: only then is it taken out.
         if self._padding is not None and not self.layout.steps:
-            part = self._without_padding(self._padding, *part)
+            bags = self._without_padding(self._padding, bags)
         space = self.space
-        if self.pooling == "max" and part[1] is not None:
-            space = self._unpooled(part[1])
+        if self.pooling == "max" and bags.offsets is not None:
+            space = self._unpooled(bags.offsets)
         if (layout := self._layouts[space]).steps:
-            part = layout.expand(*part)
+            bags = layout.expand(bags)
         if self._padding is not None and self.layout.steps:
-            widths = torch.tensor([each.stop - each.start for each in layout.slices.values()])
-            part = self._without_padding(self._padding.repeat_interleave(widths), *part)
-        return Lookups(Bags(*part, self.pooling == "mean"), space)
+            widths = torch.tensor(layout.widths)
+            bags = self._without_padding(self._padding.repeat_interleave(widths), bags)
+        return Lookups(bags, space)
 
     @staticmethod
-    def _without_padding(
-        padding: Tensor, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The ids that are no padding, in the bags they were in; ``padding``: that of each feature or position."""
-        padding = padding.to(ids.device)
-        if offsets is None:
-            keep = ((ids != padding) | (padding == _NO_PADDING)).reshape(-1)
-        else:
-            each = padding.repeat((len(offsets) - 1) // len(padding))
-            each = torch.repeat_interleave(each, bag_lengths(offsets))
-            keep = (ids != each) | (each == _NO_PADDING)
-        if bool(keep.all()):
-            return ids, offsets, weights
-        return keep_ids(keep, ids, offsets, weights)
+    def _without_padding(padding: Tensor, bags: Bags) -> Bags:
+        """Leave padding out of its bags; ``padding``: that of each feature or position."""
+        ids, offsets, padding = bags.ids, bags.offsets, padding.to(bags.ids.device)
+        if offsets is not None:
+            padding = padding.repeat((len(offsets) - 1) // len(padding))
+            padding = torch.repeat_interleave(padding, bag_lengths(offsets))
+        keep = ((ids != padding) | (padding == _NO_PADDING)).reshape(-1)
+        return bags if bool(keep.all()) else Bags(*keep_ids(keep, ids, offsets, bags.weights), bags.mean)
 
     def _unpooled(self, offsets: Tensor) -> AddressSpace:
-        """A space where each id of a bag has a position of its own: kernels only know sums."""
+        """Return a space where each id of a bag has its own position: kernels only know sums."""
         longest = bag_lengths(offsets).view(-1, len(self.features))
         most = longest.amax(0).tolist() if len(longest) else [1] * len(self.features)
         # Powers of two, so that few spaces are made.
@@ -221,7 +220,7 @@ class GroupLookups:
         )
 
     def _wide(self, steps: Iterable[int]) -> AddressSpace:
-        """The space in which every feature has so many positions."""
+        """Return the space in which the features have ``steps`` positions."""
         wanted = tuple(steps)
         if wanted not in self._spaces:
             layout = StepLayout(self.features, dict(zip(self.features, wanted, strict=True)))
@@ -230,7 +229,7 @@ class GroupLookups:
         return self._spaces[wanted]
 
     def pool(self, out: Tensor, lookups: Lookups) -> Tensor:
-        """[B, P, D] from what the kernels found: itself, but for max pooling."""
+        """Return [B, P, D] from what the kernels found: itself, but for max pooling."""
         if lookups.space is self.space:
             return out
         assert lookups.bags.offsets is not None
@@ -247,7 +246,7 @@ class GroupLookups:
         return torch.cat(parts, dim=1)
 
     def pool_gradient(self, out: Tensor, lookups: Lookups, grad: Tensor) -> Tensor:
-        """The gradient of ``out``, given ``grad`` of :meth:`pool`'s result: for compiled code, without autograd."""
+        """Return the gradient of ``out``, given that of :meth:`pool`'s result: for compiled code, without autograd."""
         assert lookups.bags.offsets is not None
         layout, found = self._layouts[lookups.space], torch.zeros_like(out)
         present = (bag_lengths(lookups.bags.offsets) > 0).view(-1, len(layout), 1)
@@ -261,7 +260,7 @@ class GroupLookups:
         return found
 
     def joined(self, many: Sequence[tuple[Lookups, Tensor]]) -> tuple[Lookups, Tensor]:
-        """Several lookups and their gradients [B, P, D] as one, in order."""
+        """Join several lookups and their gradients [B, P, D], in order."""
         if len(many) == 1:
             return many[0]
         if len({each.space for each, _ in many}) > 1:
@@ -288,25 +287,19 @@ class GroupLookups:
     def alike(
         self, lookups: Lookups, grad: Tensor, largest: Callable[[Sequence[int]], list[int]]
     ) -> tuple[Lookups, Tensor]:
-        """The same in a form that all ranks have; ``largest`` finds the largest of each number over the ranks."""
+        """Return the same in a form that all ranks have; ``largest`` finds the maximum of each number over ranks."""
         if self._padding is None and self.pooling != "max":
             return lookups, grad
-        layout = self._layouts[lookups.space]
-        widths = largest([layout.slices[name].stop - layout.slices[name].start for name in self.features])
-        return self._widened([(lookups, grad)], widths)[0]
+        return self._widened([(lookups, grad)], largest(self._layouts[lookups.space].widths))[0]
 
     def _widened(
         self, many: Sequence[tuple[Lookups, Tensor]], least: Sequence[int] | None = None
     ) -> list[tuple[Lookups, Tensor]]:
-        """Lookups of max pooling with as many positions in each, by empty ones in front; all of them with offsets."""
+        """Give lookups of max pooling equally many positions, by empty ones in front; all of them get offsets."""
         layouts = [self._layouts[each.space] for each, _ in many]
         space = self.space
         if self.pooling == "max":
-            space = self._wide(
-                max(layout.slices[name].stop - layout.slices[name].start for layout in layouts)
-                if least is None else least[place]
-                for place, name in enumerate(self.features)
-            )  # fmt: skip
+            space = self._wide(least or map(max, zip(*(layout.widths for layout in layouts), strict=True)))
         wide = self._layouts[space]
         found = []
         for (each, grad), layout in zip(many, layouts, strict=True):
@@ -340,11 +333,11 @@ class Splitter:
         if len(set(self._dims)) > 1:  # columns instead of positions
             self._runs = [(g, first * self._dims[g], stop * self._dims[g]) for g, first, stop in self._runs]
 
-    def check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor | None:
+    def check(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Bags:
         """Refuse what no kernel may see. Ids themselves are checked where they are read.
 
         Returns:
-            offsets [B * F + 1] int64, or None.
+            The call with offsets [B * F + 1] int64, or None.
 
         Raises:
             ValueError: types or shapes that do not fit, offsets that do not rise, or more ids in a bag than steps.
@@ -373,7 +366,7 @@ class Splitter:
                         "per-sample weights need sum pooling, as in nn.EmbeddingBag; "
                         f"table {group.tables[0].name!r} pools by {group.pooling}."
                     )
-        return offsets
+        return Bags(ids, offsets, weights)
 
     def _check_offsets(self, ids: Tensor, offsets: Tensor) -> Tensor:
         count = len(self.features)
@@ -402,13 +395,13 @@ class Splitter:
             self.layout.check(offsets)
         return offsets
 
-    def split(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> list[Lookups]:
-        """What each group looks up; arguments as :meth:`check` leaves them."""
-        flat = None if weights is None else weights.reshape(-1)
-        return [group.select(ids, offsets, flat) for group in self.groups]
+    def split(self, call: Bags) -> list[Lookups]:
+        """Return what each group looks up of a call, as :meth:`check` leaves it."""
+        call = replace(call, weights=None if call.weights is None else call.weights.reshape(-1))
+        return [group.select(call) for group in self.groups]
 
     def join(self, pooled: Sequence[Tensor]) -> Tensor:
-        """The outputs [B, P, D] of all groups side by side, in the order of the features."""
+        """Join the outputs [B, P, D] of all groups, in the order of the features."""
         if len(pooled) == 1:
             return pooled[0]
         if len(set(self._dims)) == 1:
@@ -416,7 +409,7 @@ class Splitter:
         return side_by_side(self._runs, [each.flatten(1) for each in pooled])
 
     def apart(self, grad: Tensor) -> list[Tensor]:
-        """The gradient of each group's output, from that of :meth:`join`'s."""
+        """Return the gradient of each group's output, from that of :meth:`join`'s."""
         if len(self.groups) == 1:
             return [grad]
         parts = apart(self._runs, grad)
@@ -425,25 +418,20 @@ class Splitter:
         return [part.unflatten(1, (-1, dim)) for part, dim in zip(parts, self._dims, strict=True)]
 
     def output_shape(self, batch: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
-        """The shape of :meth:`join`'s output."""
+        """Return the shape of :meth:`join`'s output."""
         if len(set(self._dims)) == 1:
             return batch, len(self.layout), self._dims[0]
         return batch, sum(len(group.layout) * dim for group, dim in zip(self.groups, self._dims, strict=True))
 
     def _find_runs(self) -> list[tuple[int, int, int]]:
-        """(group, first of its own positions, the one after the last) for each run of the output, in order."""
+        """Return (group, first of its own positions, the one after the last) for each run of the output, in order."""
         group_of = {
             name: index for index, group in enumerate(self.groups) for name in group.layout.names(group.features)
         }
-        taken = [0] * len(self.groups)
-        runs: list[tuple[int, int, int]] = []
-        for name in self.layout.names(self.features):
-            group = group_of[name]
-            first, taken[group] = taken[group], taken[group] + 1
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], first + 1)
-            else:
-                runs.append((group, first, first + 1))
+        runs, taken = [], [0] * len(self.groups)
+        for group, names in groupby(self.layout.names(self.features), key=lambda name: group_of[name]):
+            first, taken[group] = taken[group], taken[group] + len(list(names))
+            runs.append((group, first, taken[group]))
         return runs
 
 
@@ -451,7 +439,7 @@ _Runs = Sequence[tuple[int, int, int]]
 
 
 def side_by_side(runs: _Runs, pooled: Sequence[Tensor]) -> Tensor:
-    """Runs of ``pooled``, [B, P, ...] each with a P of its own, joined along the second dimension: [B, sum of P, ...].
+    """Join runs of ``pooled``, [B, P, ...] each with its own P, along the second dimension: [B, sum of P, ...].
 
     ``runs`` are (which of ``pooled``, first, stop); those of one tensor cover it, in its own order.
     """
@@ -460,7 +448,7 @@ def side_by_side(runs: _Runs, pooled: Sequence[Tensor]) -> Tensor:
 
 
 def apart(runs: _Runs, joined: Tensor) -> list[Tensor]:
-    """The inverse of :func:`side_by_side`: [B, P, ...] of each tensor."""
+    """Invert :func:`side_by_side`: return [B, P, ...] of each tensor."""
     parts: list[list[Tensor]] = [[] for _ in range(1 + max(group for group, _, _ in runs))]
     widths = [stop - first for _, first, stop in runs]
     for (group, _, _), part in zip(runs, joined.split(widths, dim=1), strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from stoker.base.errors import ConfigError
 from stoker.base.timeline import span
 from stoker.dataset.batch import Batch
+from stoker.ops import Bags
 from stoker.tables.embedding import EmbeddingTables, release_all
 from stoker.tables.lookups import Lookups, version_of
 from stoker.tables.slots.foresight import Foresight, Progress, Rereadable
@@ -99,9 +100,8 @@ class Stage(Generic[Item]):
         return Foresight(stream, sources, progress, lambda: self._leaving or self.hurry())
 
     def _split(self, item: Any) -> list[Lookups]:
-        """What each group looks up of a batch."""
-        ids, offsets, weights = self._lookups_of(item)
-        return self.tables.splitter.split(ids, self.tables.splitter.check(ids, offsets, weights), weights)
+        """Return what each group looks up of a batch."""
+        return self.tables.splitter.split(self.tables.splitter.check(*self._lookups_of(item)))
 
     def _lookups_of(self, item: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         found = self._lookups(item)
@@ -125,8 +125,7 @@ class Stage(Generic[Item]):
                 if self.tables.device.type != "cpu":
                     copies = None  # only torch can change what is there, and versions tell
                 elif copies is None:
-                    checked = self.tables.splitter.check(ids, offsets, None)
-                    copies = ids.clone(), None if checked is None else checked.clone()
+                    copies = _copied(self.tables.splitter.check(ids, offsets))
                 self.tables.hand_over(ids, offsets, leases, copies)
                 self.step = getattr(item, "step", self.step) + 1
                 try:
@@ -137,7 +136,7 @@ class Stage(Generic[Item]):
             run.close()
 
     def _hand_out(self, upcoming: _Upcoming) -> tuple[Any, Tensor, Tensor | None]:
-        """The batch on the tables' device, its ids and offsets; raise ConfigError if the stream has overwritten it."""
+        """Return the batch on the tables' device, its ids and offsets; raise ConfigError if the stream overwrote it."""
         ids, copies = upcoming.ids, upcoming.copies
         if version_of(ids) != upcoming.version or not (self._private or copies is None or torch.equal(ids, copies[0])):
             raise ConfigError(
@@ -150,7 +149,7 @@ class Stage(Generic[Item]):
         return item, ids, offsets
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream behind the batch handed out last."""
+        """Return the state of the stream behind the batch handed out last."""
         state: dict[str, Any] = self.stream.state_dict(self.step)  # type: ignore[attr-defined]
         return state
 
@@ -171,12 +170,9 @@ class _Run:
         self._waiting: deque[_Upcoming] = deque()
         self._begun: dict[int, Lease | None] = {}  # of the first that waits: what its groups, by index, were given
         self._ready: deque[_Staged] = deque()
-        self._changed = threading.Condition()
-        self._outstanding = 0  # batches staged and not done
-        self._stop = False
 
     def staged(self) -> Iterator[_Staged]:
-        """The batches, resident."""
+        """Yield the batches, resident."""
         return self._threaded() if self.stage.background else self._inline()
 
     def close(self) -> None:
@@ -192,8 +188,8 @@ class _Run:
             release_all(leases)
         self._waiting.clear()
 
-    def _look_ahead(self) -> None:
-        """Announce further batches: as many as asked for, or as want enough rows for all slots."""
+    def _look_ahead(self) -> bool:
+        """Announce further batches: as many as asked for, or as want enough rows for all slots; False if none waits."""
         stage = self.stage
         while len(self._waiting) <= stage.lookahead and self._failure is None:
             storages = zip(self._queues, stage._groups, strict=True)
@@ -206,6 +202,7 @@ class _Run:
             except Exception as error:  # without a stage, the batches before it would be worked on first
                 self._failure = error
         stage.window = len(self._waiting)
+        return bool(self._waiting)
 
     def _announce_next(self) -> bool:
         """Read a batch and announce it; False if there is none."""
@@ -214,22 +211,18 @@ class _Run:
             item = next(self._source, None)
         if item is None:
             return False
-        ids, offsets, weights = stage._lookups_of(item)
-        offsets = self.tables.splitter.check(ids, offsets, weights)
-        copies = None
-        if not stage._private:
-            copies = ids.clone(), None if offsets is None else offsets.clone()
-        # What is announced is what is looked up, if nobody changes it meanwhile.
-        parts = self.tables.splitter.split(
-            ids if copies is None else copies[0], offsets if copies is None else copies[1], weights
-        )
+        call = self.tables.splitter.check(*stage._lookups_of(item))
+        ids, copies = call.ids, None if stage._private else _copied(call)
+        if copies is not None:  # what is announced is what is looked up, if nobody changes it meanwhile
+            call = Bags(*copies, call.weights)
+        parts = self.tables.splitter.split(call)
         for queue, (index, _), upcoming in zip(self._queues, stage._groups, self._upcoming(item), strict=True):
             queue.announce(*parts[index], upcoming)
         self._waiting.append(_Upcoming(item, ids, version_of(ids), copies))
         return True
 
     def _upcoming(self, item: Any) -> list[Hints | None]:
-        """For each group what is known of the next uses of the batch's rows."""
+        """Return what is known of the next uses of the batch's rows, for each group."""
         groups, foresight = self.stage._groups, self.stage._foresight
         if foresight is None:
             return [None] * len(groups)
@@ -256,52 +249,46 @@ class _Run:
         self._begun = {}
         return self._waiting.popleft(), leases
 
-    def _next_in_turn(self) -> _Staged | None:
-        """As :meth:`_next`, waiting for batches in flight to be done; None if the loop was left meanwhile."""
-        while not self._stop:
-            with self._changed:
-                before = self._outstanding
-            if (staged := self._next(busy=before > 0)) is not None:
-                return staged
-            with self._changed:
-                self._changed.wait_for(lambda before=before: self._outstanding < before or self._stop)  # type: ignore[misc]
-        return None
-
     def _inline(self) -> Iterator[_Staged]:
-        stage = self.stage
+        stage, ready = self.stage, self._ready
         while True:
             begin = time.perf_counter()
             with span("stall"):
-                while len(self._ready) < stage.in_flight:
-                    self._look_ahead()
-                    if not self._waiting:
+                while len(ready) < stage.in_flight and self._look_ahead():
+                    if (staged := self._next(busy=bool(ready))) is None:
                         break
-                    if (staged := self._next(busy=bool(self._ready))) is None:
-                        break
-                    self._ready.append(staged)
+                    ready.append(staged)
             stage.stall_seconds += time.perf_counter() - begin
-            if not self._ready:
+            if not ready:
                 if self._failure is not None:
                     raise self._failure
                 return
-            yield self._ready.popleft()
+            yield ready.popleft()
 
     def _threaded(self) -> Iterator[_Staged]:
-        stage = self.stage
+        stage, changed = self.stage, threading.Condition()
         ready: SimpleQueue[_Staged | BaseException | None] = SimpleQueue()
+        outstanding, stop = 0, False  # batches staged and not done; whether the loop was left
 
         def work() -> None:
+            nonlocal outstanding
+            least = 0  # batches in flight that left too few slots for the next one
+
+            def may_go_on() -> bool:
+                return stop or outstanding < (least or stage.in_flight)
+
             try:
-                while True:
-                    self._look_ahead()
-                    if not self._waiting:
-                        break
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._outstanding < stage.in_flight or self._stop)
-                    if (staged := self._next_in_turn()) is None:
+                while self._look_ahead():
+                    with changed:
+                        changed.wait_for(may_go_on)
+                        before = outstanding
+                    if stop:
                         return
-                    with self._changed:
-                        self._outstanding += 1
+                    if (staged := self._next(busy=before > 0)) is None:
+                        least = before
+                        continue
+                    with changed:
+                        least, outstanding = 0, outstanding + 1
                     ready.put(staged)
                 ready.put(self._failure)
             except BaseException as error:
@@ -325,22 +312,21 @@ class _Run:
                     stage.stall_seconds += waited
                     stalled += max(0.0, waited - (stage._recorded - recorded))  # which no depth would hide
                 yield staged
-                with self._changed:
-                    self._outstanding -= 1
+                with changed:
+                    outstanding -= 1
                     if count % _JUDGED == 0:
                         if not stage._fixed and stalled > _STALL * (time.perf_counter() - start):
                             stage.in_flight = min(stage.in_flight + 1, _DEEPEST)
                         start, stalled = time.perf_counter(), 0.0
-                    self._changed.notify_all()
+                    changed.notify_all()
         finally:
             stage._leaving = True
-            with self._changed:
-                self._stop = True
-                self._changed.notify_all()
+            with changed:
+                stop = True
+                changed.notify_all()
             thread.join()
             while not ready.empty():
-                left = ready.get()
-                if isinstance(left, tuple):
+                if isinstance(left := ready.get(), tuple):
                     self._ready.append(left)
 
 
@@ -348,7 +334,7 @@ _Staged = tuple[_Upcoming, list[Lease | None]]
 
 
 def _lookups_of_batch(item: Any) -> Lookup:
-    """Ids, offsets and weights of a :class:`Batch` or what looks like one."""
+    """Return ids, offsets and weights of a :class:`Batch` or what looks like one."""
     if not hasattr(item, "ids"):
         kind = type(item).__name__
         raise ConfigError(
@@ -359,8 +345,13 @@ def _lookups_of_batch(item: Any) -> Lookup:
     return item.ids, getattr(item, "offsets", None), getattr(item, "weights", None)
 
 
+def _copied(call: Bags) -> tuple[Tensor, Tensor | None]:
+    """Copy ids and offsets."""
+    return call.ids.clone(), None if call.offsets is None else call.offsets.clone()
+
+
 def _moved(item: Any, device: torch.device) -> Any:
-    """The tensors of a batch on ``device``: a batch, a tensor, or tuples, lists and dicts of them."""
+    """Move the tensors of a batch to ``device``: a batch, a tensor, or tuples, lists and dicts of them."""
     if hasattr(item, "to"):
         return item.to(device, non_blocking=True)
     if isinstance(item, dict):
@@ -372,7 +363,7 @@ def _moved(item: Any, device: torch.device) -> Any:
 
 
 def _keeps(storage: SlottedRows) -> bool:
-    """Whether rows stay after their use, so that it matters when the next one is."""
+    """Return True if rows stay after their use, so that it matters when the next one is."""
     return not storage.residency.transient
 
 
@@ -387,7 +378,7 @@ def stage(
     progress: Progress | None = None,
     lookups: Callable[[Item], Lookup] | None = None,
 ) -> Stage[Item]:
-    """Batches of ``stream``, with the rows of each in fast memory when it is handed out.
+    """Return the batches of ``stream``, with the rows of each in fast memory when it is handed out.
 
     Tables whose rows are all on the device are left alone. A batch that was not staged fetches its rows on demand and
     gives the same numbers, as does one whose ids or offsets are changed before they are looked up.
@@ -443,7 +434,7 @@ def stage(
 
 
 def _tables_of(given: Any) -> EmbeddingTables:
-    """The one EmbeddingTables of a module, which may be it."""
+    """Return the one EmbeddingTables of a module, which may be it."""
     modules = given.modules() if isinstance(given, nn.Module) else ()
     found = [each for each in modules if isinstance(each, EmbeddingTables)]
     if len(found) != 1:

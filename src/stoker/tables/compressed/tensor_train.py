@@ -39,7 +39,7 @@ _PIECE, _LEAST = 64, 16  # columns of a slice that a kernel updates at a time
 
 
 def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
-    """The cores of a table as tables: a slice a row."""
+    """Return the cores of a table as tables: a slice a row."""
     return tuple(
         TableConfig(name=f"{table.name}.core{place}", num_embeddings=rows, embedding_dim=left * width)
         for place, (rows, left, width) in enumerate(shape.core_shapes, 1)
@@ -47,7 +47,7 @@ def core_tables(table: TableConfig, shape: TTShape) -> tuple[TableConfig, ...]:
 
 
 def stored_tables(tables: Sequence[TableConfig], trains: Mapping[str, TensorTrain]) -> tuple[TableConfig, ...]:
-    """What memory and files hold for ``tables``: themselves, or the cores of those named in ``trains``."""
+    """Return what memory and files hold for ``tables``: themselves, or the cores of those named in ``trains``."""
     found: list[TableConfig] = []
     for table in tables:
         train = trains.get(table.name)
@@ -83,7 +83,7 @@ class TensorTrainCores(Storage):
         return sum(core.fast_bytes for core in self.cores)
 
     def slices(self) -> list[Tensor]:
-        """[n_k, r_{k-1}, m_k * r_k] of each core."""
+        """Return each core as [n_k, r_{k-1}, m_k * r_k]."""
         return [core.weight.view(size) for core, size in zip(self.cores, self.shape.core_shapes, strict=True)]
 
     def acquire(self, bags: Bags, space: AddressSpace) -> Lease:
@@ -95,7 +95,7 @@ class TensorTrainCores(Storage):
             core.reset_state(state)
 
     def rows_of(self, distinct: Tensor) -> Tensor:
-        """[U, D] the rows at ``distinct`` [U] int64, ascending."""
+        """Return the rows [U, D] at ``distinct`` [U] int64, ascending."""
         trie = build_trie(distinct, self.shape)
         return trie.in_order(expand(self.slices(), trie)[-1].view(-1, self.shape.dim))
 
@@ -160,7 +160,7 @@ class CompressedGroup(TableGroup):
         return _Expanded(self.version, trie, values, rows, replace(bags, ids=places), slot_space(space, len(distinct)))
 
     def _expanded(self, lease: Lease) -> _Expanded:
-        """As the lookup left it, or anew where the cores have changed since."""
+        """Return what the lookup computed, anew where the cores have changed since."""
         if lease.token is None or lease.token.version != self.version:
             lease.token = self._expand(lease.bags, lease.space)
         found: _Expanded = lease.token
@@ -183,12 +183,12 @@ class CompressedGroup(TableGroup):
         self.tick += 1
 
     def _slices(self, found: _Expanded, grad: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The gradient of each core: distinct slices, and theirs."""
+        """Return the gradient of each core: distinct slices, and theirs."""
         sums = row_gradients(self.backend, len(found.rows), found.space, found.bags, found.bags.ids, grad)
         return gradients(self.storage.slices(), found.trie, found.values, sums)
 
     def gradient_norm_squared(self, lookups: Lookups, grad: Tensor) -> float:
-        """The sum of squares of the gradients of the cores."""
+        """Return the sum of squares of the gradients of the cores."""
         lease = self.acquire(lookups)
         assert lease is not None
         return sum(float(each.double().square().sum()) for _, each in self._slices(self._expanded(lease), grad))
@@ -198,7 +198,7 @@ class CompressedGroup(TableGroup):
         return self.backend.weight_gradient(found.rows, found.space, found.bags, grad)
 
     def place(self, name: str) -> tuple[Storage, int, int]:
-        """A core's name stands for its slices, the table's for its rows, which are computed."""
+        """Return where a core's slices are by its name, or by the table's name its rows, which are computed."""
         for table, core in zip(self.stored, self.storage.cores, strict=True):
             if table.name == name:
                 return core, 0, table.num_embeddings
@@ -218,7 +218,7 @@ def check_cores(optimizer: RowOptimizer, what: str) -> None:
 def update_slices(
     backend: Backend, weight: Tensor, state: dict[str, Tensor], digits: Tensor, grad: Tensor, rule: RowRule
 ) -> None:
-    """One optimizer step, in place, with ``grad`` [n, width] on the slices of a core at ``digits`` [n], all distinct.
+    """Step slices of a core at ``digits`` [n], all distinct, in place, with their gradient ``grad`` [n, width].
 
     The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """

@@ -81,7 +81,7 @@ class _DistinctRows(torch.autograd.Function):
 
 @_disable_dynamo
 def _uncompiled(bag: TTEmbeddingBag, *given: Tensor | None) -> Tensor:
-    """A call inside ``torch.compile``: the graph breaks here, because its shapes depend on the ids."""
+    """Call the bag inside ``torch.compile``: the graph breaks here, because its shapes depend on the ids."""
     return bag.forward(*given)  # type: ignore[arg-type]
 
 
@@ -91,7 +91,7 @@ class _Slices(NamedTuple):
     cores: list[tuple[Tensor, Tensor]]
 
     def kept(self) -> _Slices:
-        """The same for later."""
+        """Return the same for later."""
         return self
 
     def scaled(self, factor: float) -> _Slices:
@@ -199,7 +199,7 @@ class TTEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fresh cores, and no optimizer state; ``seed`` as for the constructor."""
+        """Make fresh cores, and no optimizer state; ``seed`` as for the constructor."""
         if seed is None:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         for place, core in enumerate(self.cores):
@@ -282,32 +282,39 @@ class TTEmbeddingBag(nn.Module):
         self._steps.keep(self.handle)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """One step of the cores from all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
+        """Make one step of the cores of all backwards inside; as :meth:`stoker.EmbeddingTables.accumulate`."""
         return self._steps.accumulate()
 
     def step_each_backward(self) -> None:
-        """As :meth:`stoker.EmbeddingTables.step_each_backward`."""
+        """Do what :meth:`stoker.EmbeddingTables.step_each_backward` does."""
         self._steps.checked = False
 
     def exchange(self, gradients: list[_Slices]) -> list[_Slices]:
-        """What ranks would exchange; they are refused."""
+        """Return the gradients: ranks are refused."""
         return gradients
 
     def apply_gradients(self, gradients: Sequence[_Slices], scale: float) -> None:
-        """One step with the sum of ``gradients`` times ``scale``."""
-        slices = _Slices(self._sum(gradients))
-        self._update(slices.cores if scale == 1.0 else slices.scaled(scale).cores)
+        """Take one step with the sum of ``gradients`` times ``scale``."""
+        assert self.optimizer is not None
+        slices, rule = self._sum(gradients), self.optimizer.rule(self.tick)
+        if scale != 1.0:
+            slices = slices.scaled(scale)
+        for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices.cores, strict=True)):
+            state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
+            backend = get_backend(self.backend, core.device)
+            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.flatten(1), rule)
+        self.tick += 1
 
-    def _sum(self, gradients: Sequence[_Slices]) -> list[tuple[Tensor, Tensor]]:
-        """Slices of all gradients, each once, summed in order."""
+    def _sum(self, gradients: Sequence[_Slices]) -> _Slices:
+        """Sum slices of all gradients in order, each slice once."""
         if len(gradients) == 1:
-            return gradients[0].cores
+            return gradients[0]
         found = []
         for parts in zip(*(each.cores for each in gradients), strict=True):
             digits, which = torch.unique(torch.cat([each for each, _ in parts]), return_inverse=True)
             grads = torch.cat([grad for _, grad in parts])
             found.append((digits, add_in_order(grads.new_zeros(len(digits), *grads.shape[1:]), which, grads)))
-        return found
+        return _Slices(found)
 
     def _check(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int32, torch.int64):
@@ -317,15 +324,6 @@ class TTEmbeddingBag(nn.Module):
             if low < 0 or high >= self.num_embeddings:
                 wrong = low if low < 0 else high
                 raise IndexError(f"id {wrong} lies outside the table of {self.num_embeddings:,} rows.")
-
-    def _update(self, slices: Sequence[tuple[Tensor, Tensor]]) -> None:
-        assert self.optimizer is not None
-        rule = self.optimizer.rule(self.tick)
-        for place, (core, (digits, grad)) in enumerate(zip(self.cores, slices, strict=True)):
-            state = {name: self.get_buffer(f"state_{place}_{name}") for name in self.optimizer.state}
-            backend = get_backend(self.backend, core.device)
-            update_slices(backend, core.data.view(len(core), -1), state, digits, grad.flatten(1), rule)
-        self.tick += 1
 
     @classmethod
     def from_dense(
@@ -350,7 +348,7 @@ class TTEmbeddingBag(nn.Module):
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
         padding_idx: int | None = None, **options: Any,
     ) -> TTEmbeddingBag:  # fmt: skip
-        """:meth:`from_dense` with the arguments of ``nn.EmbeddingBag.from_pretrained``; ``freeze``: cores stand still.
+        """Call :meth:`from_dense` with the arguments of ``nn.EmbeddingBag.from_pretrained``; ``freeze``: no training.
 
         Raises:
             ConfigError: as for :meth:`from_dense`, or an optimizer for frozen cores.
@@ -375,7 +373,7 @@ class TTEmbeddingBag(nn.Module):
 
     @torch.no_grad()
     def dense(self, chunk_rows: int = 2**16) -> Iterator[tuple[int, Tensor]]:
-        """The rows as (first row, [n, D]) chunks, for export."""
+        """Yield the rows as (first row, [n, D]) chunks, for export."""
         device = self.cores[0].device
         for start in range(0, self.num_embeddings, chunk_rows):
             stop = min(start + chunk_rows, self.num_embeddings)
@@ -390,7 +388,7 @@ class TTEmbeddingBag(nn.Module):
         self._make_steps()
 
     def get_extra_state(self) -> Tensor:
-        """Updates done, which drive schedules and the bias correction; a tensor as all else that is saved."""
+        """Return the updates done, which drive schedules and the bias correction; a tensor as all that is saved."""
         return torch.tensor(self.tick)
 
     def set_extra_state(self, state: Tensor) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-import time
+import timeit
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ _ATTEMPTS = 5
 
 
 def staging_bytes(row_bytes: int, moved: int) -> int:
-    """Bytes of a link's buffers when they have grown, on the device, and as many of page-locked memory on the host.
+    """Return the bytes of a link's buffers when they have grown: on the device, and as many page-locked on the host.
 
     ``row_bytes`` are those of a row with its optimizer state, ``moved`` the rows that a plan brings or takes away.
     """
@@ -85,7 +85,7 @@ class Streams:
         self.outgoing = torch.cuda.Stream(device, priority=-1)
 
     def current(self) -> Any:
-        """The stream on which the calling thread queues its own work."""
+        """Return the stream on which the calling thread queues its own work."""
         return torch.cuda.current_stream(self.device)
 
     def queue(self, stream: Any, work: Callable[[], None]) -> None:
@@ -94,30 +94,30 @@ class Streams:
             work()
 
     def record(self, stream: Any) -> Event:
-        """The end of what is queued on ``stream`` now."""
+        """Return the end of what is queued on ``stream`` now."""
         event = torch.cuda.Event(blocking=True)  # the host sleeps while it waits: its cores gather rows
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What is queued on ``stream`` from now on runs after ``event``."""
+        """Let what is queued on ``stream`` from now on run after ``event``."""
         stream.wait_event(event)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Page-locked memory of the host, which copies may use while the host goes on."""
+        """Make page-locked memory of the host, which copies may use while the host goes on."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def scratch(self, stream: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the device, for work on ``stream`` alone. It may be dropped before that work is done."""
+        """Make memory of the device, for work on ``stream`` alone. It may be dropped before that work is done."""
         with torch.cuda.stream(stream):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def lend(self, tensor: Tensor, stream: Any) -> None:
-        """:meth:`scratch` is used on another ``stream`` too: when dropped, it is free after what is queued there."""
+        """Use :meth:`scratch` on another ``stream`` too: when dropped, it is free after what is queued there."""
         tensor.record_stream(stream)
 
     def copy_rows(self, source: Tensor, rows: Tensor, target: Tensor, places: Tensor) -> None:
-        """Within :meth:`queue`: row ``rows[i]`` of page-locked ``source`` goes to row ``places[i]`` of ``target``.
+        """Copy, within :meth:`queue`, row ``rows[i]`` of page-locked ``source`` to row ``places[i]`` of ``target``.
 
         ``rows`` and ``places`` are [n] int64 on the device, and ``places`` distinct.
         """
@@ -207,29 +207,25 @@ class CudaLink(QueuedLink):
         if self.reading == "direct":
             assert isinstance(self.home, MemoryHome)
             held = self.home.held.of(rows)
-            there, places = rows[held], slots[held]
-            for part in self._parts(len(there)):
-                buffer = self._free_buffer()
-                buffer.hold(places[part], there[part], most=self._most)
+            for _, buffer in self._buffers(slots[held], rows[held]):
                 self._follow(stream)
                 streams.queue(stream, partial(buffer.read, self.home.arrays, self.slots))
-                buffer.end = streams.record(stream)
             rows, slots = rows[~held], slots[~held]
-        for part in self._parts(len(rows)):
-            buffer = self._free_buffer()
-            buffer.hold(slots[part], most=self._most)
+        for part, buffer in self._buffers(slots):
             self.home.fetch(rows[part], buffer.host)
             streams.queue(stream, buffer.upload)
             self._follow(stream)  # as late as can be: the copy above touches no slot
             streams.queue(stream, partial(buffer.scatter, self.slots))
-            buffer.end = streams.record(stream)
 
-    def _free_buffer(self) -> _Buffer:
-        """A buffer for rows that come, with nothing queued."""
-        buffer = _next(self._arriving)
-        if buffer.end is not None:
-            buffer.end.synchronize()
-        return buffer
+    def _buffers(self, slots: Ints, rows: Ints | None = None) -> Iterator[tuple[slice, _Buffer]]:
+        """Yield buffers with nothing queued for parts of the rows that come into ``slots``, one after the other."""
+        for part in self._parts(len(slots)):
+            buffer = _next(self._arriving)
+            if buffer.end is not None:
+                buffer.end.synchronize()
+            buffer.hold(slots[part], None if rows is None else rows[part], most=self._most)
+            yield part, buffer
+            buffer.end = self.streams.record(self.streams.incoming)
 
     def _parts(self, count: int, most: int | None = None) -> Iterator[slice]:
         most = most or self._most
@@ -252,7 +248,7 @@ class CudaLink(QueuedLink):
         return copied
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on its way to the device."""
+        """Queue the copy of a tensor of the host to the device."""
         streams, stream = self.streams, self.streams.incoming
         held = streams.pinned(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         copied = streams.scratch(stream, tuple(tensor.shape), tensor.dtype)
@@ -285,7 +281,7 @@ class CudaLink(QueuedLink):
             event.synchronize()
 
     def _follow(self, stream: Any) -> None:
-        """What is queued on ``stream`` from now on comes after all work on slots that were given up."""
+        """Let what is queued on ``stream`` from now on run after all work on slots that were given up."""
         waiting = self._before[stream]
         while waiting:
             self.streams.wait(stream, waiting.popleft())
@@ -335,33 +331,33 @@ class _Buffer:
                 host.copy_(torch.from_numpy(numbers))
 
     def upload(self) -> None:
-        """Host to device."""
+        """Copy from host to device."""
         self._name(0)
         _copy_rows(self.device, self.host)
 
     def scatter(self, slots: Rows) -> None:
-        """Into their slots, after :meth:`upload`."""
+        """Copy the rows into their slots, after :meth:`upload`."""
         for target, tensor in zip(slots.tensors, self.device.tensors, strict=True):
             _scatter(target, self.names[0][1], tensor)
 
     def gather(self, slots: Rows) -> None:
-        """Out of their slots."""
+        """Copy the rows out of their slots."""
         at = self._name(0)
         for source, tensor in zip(slots.tensors, self.device.tensors, strict=True):
             torch.index_select(source, 0, at, out=tensor)
 
     def download(self) -> None:
-        """Device to host, after :meth:`gather`."""
+        """Copy from device to host, after :meth:`gather`."""
         _copy_rows(self.host, self.device)
 
     def read(self, arrays: Rows, slots: Rows) -> None:
-        """Out of the page-locked ``arrays`` of a store into their slots."""
+        """Copy rows out of the page-locked ``arrays`` of a store into their slots."""
         at, rows = self._name(0), self._name(1)
         for source, target in zip(arrays.tensors, slots.tensors, strict=True):
             self._streams.copy_rows(source, rows, target, at)
 
     def _name(self, which: int) -> Tensor:
-        """The slots or addresses, on the device."""
+        """Return the slots or addresses, on the device."""
         host, device = self.names[which]
         _copy(device, host)
         return device
@@ -398,7 +394,7 @@ class _Staged(Writeback):
 
 
 def _next(buffers: deque[_Buffer]) -> _Buffer:
-    """The buffer that was used longest ago."""
+    """Return the buffer that was used longest ago."""
     buffers.rotate(-1)
     return buffers[-1]
 
@@ -417,7 +413,7 @@ def _copy_rows(target: Rows, source: Rows) -> None:
 
 
 def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
-    """How to read ``home``."""
+    """Choose how to read ``home``."""
     can = isinstance(home, MemoryHome) and home.pinned and streams.reads_host
     if wanted == "direct" and not can:
         raise ConfigError(
@@ -437,7 +433,7 @@ def _reading(home: Home, streams: Streams, wanted: Reading) -> Reading:
 
 
 def _times(home: Home, streams: Streams) -> dict[Reading, float]:
-    """Seconds that each way of reading takes for a few MiB of rows from all over ``home``."""
+    """Time each way of reading for a few MiB of rows from all over ``home``."""
     held = copy.copy(home)
     held.held = Held(home.num_rows, home.native)  # how long rows take that were never stored is not what is asked
     held.held.words.fill(-1)
@@ -448,11 +444,10 @@ def _times(home: Home, streams: Streams) -> dict[Reading, float]:
     seconds: dict[Reading, float] = {}
     for way in _WAYS:
         link = CudaLink(held, target, TransferStats(), streams=streams, reading=way)
-        times = []
-        for _ in range(_ATTEMPTS):  # the first compiles kernels and makes buffers
-            begin = time.perf_counter()
+
+        def fetch(link: CudaLink = link) -> None:
             link.fetch(rows, slots)
             streams.record(streams.incoming).synchronize()
-            times.append(time.perf_counter() - begin)
-        seconds[way] = min(times)
+
+        seconds[way] = min(timeit.repeat(fetch, number=1, repeat=_ATTEMPTS))  # the first compiles and makes buffers
     return seconds

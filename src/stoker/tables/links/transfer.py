@@ -125,22 +125,22 @@ class DirectLink:
             tensor[at] = torch.from_numpy(values)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the device of the slots, there when the rows are."""
+        """Copy ``tensor`` to the device of the slots; it is there when the rows are."""
         return tensor.to(self.slots.weight.device)
 
     def ticket(self) -> Any:
-        """Stands for everything queued so far, for :meth:`ready`."""
+        """Return what stands for everything queued so far, for :meth:`ready`."""
         return None
 
     def ready(self, ticket: Any = None) -> None:
-        """Work that the calling thread queues from now on finds what was queued before ``ticket`` (None: now) done."""
+        """Let work that the calling thread queues from now on follow what was queued before ``ticket`` (None: now)."""
 
     def mark(self) -> Any:
-        """Stands for the work on slots queued so far, for :meth:`released`. Any thread may call it, at any moment."""
+        """Return what stands for the work on slots queued so far, for :meth:`released`; any thread may call it."""
         return None
 
     def released(self, mark: Any) -> None:
-        """Slots were given back at ``mark``: what is done to them from now on must follow the work before it."""
+        """Let what is done from now on to slots that were given back at ``mark`` follow the work before it."""
 
     def finish(self) -> None:
         """Return when all work on slots that was queued so far is done."""
@@ -160,14 +160,14 @@ class Writeback:
         self.number, self.rows, self.values = number, rows, values
 
     def arrive(self) -> Rows:
-        """The rows in main memory, as soon as they are there."""
+        """Return the rows in main memory, as soon as they are there."""
         return self.values
 
     def keep(self) -> None:
-        """The rows could not be stored and wait for a second attempt: give up memory that others need. Never fails."""
+        """Give up memory that others need: the rows wait for a second attempt to store them. Never fails."""
 
     def done(self) -> None:
-        """The rows are home."""
+        """Note that the rows are stored."""
 
 
 class QueuedLink(DirectLink):
@@ -192,7 +192,7 @@ class QueuedLink(DirectLink):
         self._raise()
 
     def _copy(self, slots: Ints) -> Rows:
-        """The rows in ``slots`` [E], copied off the slots, which may then be written."""
+        """Copy the rows in ``slots`` [E], which may then be written."""
         at = torch.from_numpy(np.ascontiguousarray(slots, np.int64))
         return self.slots.map(lambda tensor: tensor.index_select(0, at))
 

@@ -1,11 +1,12 @@
 """The residency in Numba: a few tens of nanoseconds for each distinct row, whatever the size of the tables.
 
 **Directory** [P, 4] int64, a hash table with linear probing: address + 1 (0: free), slot (>= 0; -1: none; -2 - p:
-evicted by plan p, whose writeback may be under way), first and last announced entry (-1: none). It holds resident rows,
-announced rows and rows being written back: bounded by the slots and the window, not by the tables.
+evicted by plan p, whose writeback may be under way), step of the first announced use and entry of the last (-1: none).
+It holds resident rows, announced rows and rows being written back: bounded by the slots and the window, not by the
+tables.
 
-**Entries** [E, 3] of the window, a ring: the next entry of its row (-1: none), the step of that one or else the hinted
-step (-1: none), its own step.
+**Window** [E], a ring with an entry for each announced use: the step of its row's next use, announced or else hinted
+(-1: none). The entries of a batch follow each other, in the order of its rows.
 
 **Slots** [C, 4] int64: address (-1: empty), step of the next use, announced or hinted (-1: none known), flags and above
 them the batches in flight that use it, rank of its row.
@@ -44,7 +45,7 @@ _RANK_BITS = 40
 _STEPS = 2**22  # that keys of the heap can count before it is rebuilt from a later base
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_HINTS = np.zeros(0, np.int32)
-ADDRESS, SLOT, FIRST, LAST = 0, 1, 2, 3  # columns of the directory
+ADDRESS, SLOT, USE, LAST = 0, 1, 2, 3  # columns of the directory
 ROW, NEXT, FLAGS, RANK = 0, 1, 2, 3  # columns of a slot
 CHANGED, PARKED_FLAG = 1, 2  # flags: must be stored when it leaves; may be given up
 USER = 4  # one batch in flight that uses it, among the flags
@@ -67,7 +68,7 @@ def _ask(directory, row):
 
 @jit
 def _find(directory, row):
-    """Place of the record of ``row``, or of the free record where it belongs."""
+    """Return the place of the record of ``row``, or of the free record where it belongs."""
     mask = np.uint64(directory.shape[0] - 1)
     key = row + 1
     at = _hash(key) & mask
@@ -78,12 +79,12 @@ def _find(directory, row):
 
 @jit
 def _insert(directory, row, counters):
-    """Place of the record of ``row``, made if missing."""
+    """Return the place of the record of ``row``, made if missing."""
     at = _find(directory, row)
     if directory[at, ADDRESS] == 0:
         directory[at, ADDRESS] = row + 1
         directory[at, SLOT] = -1
-        directory[at, FIRST] = -1
+        directory[at, USE] = -1
         directory[at, LAST] = -1
         counters[RECORDS] += 1
     return at
@@ -110,7 +111,7 @@ def _remove(directory, at, counters):
 def _forget_idle(directory, row, counters):
     """Drop the record of a row that is neither resident nor announced nor on its way home."""
     at = _find(directory, row)
-    if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, FIRST] < 0:
+    if directory[at, ADDRESS] != 0 and directory[at, SLOT] == -1 and directory[at, USE] < 0:
         _remove(directory, at, counters)
 
 
@@ -126,7 +127,7 @@ def _rehash(old, new):
 
 @intrinsic
 def _highest_bit(typingctx, word):
-    """Position of the highest set bit of a word that is not 0."""
+    """Return the position of the highest set bit of a word that is not 0."""
     signature = types.int64(types.uint64)
 
     def codegen(context, b, signature, args):
@@ -149,18 +150,18 @@ def _table_of(first_row, row):
 
 
 @jit
-def _rank_of(row, first_row, ranks):
-    """Place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
+def _rank_of(row, ranks):
+    """Return the place of a row among all when ordered by (row within its table, table): the higher, the rarer."""
+    first_row, start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3], ranks[4]
     table = _table_of(first_row, row)
     local = row - first_row[table]
-    start, base, alive, position = ranks[0], ranks[1], ranks[2], ranks[3]
     segment = _table_of(start, local)
     return base[segment] + (local - start[segment]) * alive[segment] + position[segment * (first_row.size - 1) + table]
 
 
 @jit
-def _row_of_rank(rank, first_row, ranks):
-    start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[4]
+def _row_of_rank(rank, ranks):
+    first_row, start, base, alive, owner = ranks[0], ranks[1], ranks[2], ranks[3], ranks[5]
     segment = _table_of(base, rank)
     local = start[segment] + (rank - base[segment]) // alive[segment]
     table = owner[segment * (first_row.size - 1) + (rank - base[segment]) % alive[segment]]
@@ -191,7 +192,7 @@ def _unmark(tree, levels, rank):
 
 @jit
 def _highest(tree, levels):
-    """The highest rank in the tree, or -1."""
+    """Return the highest rank in the tree, or -1."""
     top = levels.size - 1
     if tree[levels[top]] == 0:
         return np.int64(-1)
@@ -226,7 +227,7 @@ def _sink(heap, size, at):
 
 @jit
 def _rebuild(slots, order, counters):
-    """The heap of all parked slots with a known use."""
+    """Build the heap of all parked slots with a known use."""
     heap, size = order[2], 0
     lowest = np.int64(2**62)
     for slot in range(slots.shape[0]):
@@ -266,8 +267,8 @@ def _push(slot, slots, order, counters):
 
 
 @jit
-def _pop(directory, slots, order, first_row, ranks, counters):
-    """The parked slot with the farthest known use, the rarest of those; there must be one."""
+def _pop(directory, slots, order, ranks, counters):
+    """Take the parked slot with the farthest known use, the rarest of those; there must be one."""
     heap = order[2]
     while True:
         key = heap[0]
@@ -276,7 +277,7 @@ def _pop(directory, slots, order, first_row, ranks, counters):
         if counters[HEAP] > 0:
             heap[0] = heap[counters[HEAP]]
             _sink(heap, counters[HEAP], np.int64(0))
-        row = _row_of_rank(key & ((1 << _RANK_BITS) - 1), first_row, ranks)
+        row = _row_of_rank(key & ((1 << _RANK_BITS) - 1), ranks)
         at = _find(directory, row)
         slot = directory[at, SLOT] if directory[at, ADDRESS] != 0 else np.int64(-1)
         if slot >= 0 and slots[slot, FLAGS] & PARKED_FLAG and slots[slot, NEXT] == (key >> _RANK_BITS) + counters[BASE]:
@@ -285,7 +286,7 @@ def _pop(directory, slots, order, first_row, ranks, counters):
 
 @jit
 def _park(slot, slots, order, counters):
-    """The slot may be given up."""
+    """Let plans give the slot up."""
     slots[slot, FLAGS] |= PARKED_FLAG
     counters[PARKED] += 1
     if slots[slot, NEXT] < 0:
@@ -296,7 +297,7 @@ def _park(slot, slots, order, counters):
 
 @jit
 def _unpark(slot, slots, order, counters):
-    """The slot may no longer be given up."""
+    """Let no plan give the slot up."""
     slots[slot, FLAGS] &= ~PARKED_FLAG
     counters[PARKED] -= 1
     if slots[slot, NEXT] < 0:
@@ -305,7 +306,7 @@ def _unpark(slot, slots, order, counters):
 
 @jit
 def _set_next(slot, step, slots, order, counters):
-    """The next use of the row in ``slot`` is at ``step``; -1: none is known."""
+    """Note the next use of the row in ``slot``: at ``step``; -1: none is known."""
     before, parked = slots[slot, NEXT], slots[slot, FLAGS] & PARKED_FLAG
     slots[slot, NEXT] = step
     if not parked:
@@ -321,7 +322,7 @@ def _set_next(slot, step, slots, order, counters):
 
 
 @jit
-def _take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters):
+def _take_farthest(needed, victims, directory, slots, order, ranks, counters):
     """Take ``needed`` of the parked slots, farthest next use first, then rarest; there must be so many."""
     found = 0
     while found < needed:
@@ -329,14 +330,14 @@ def _take_farthest(needed, victims, directory, slots, order, first_row, ranks, c
         if rank < 0:
             break
         _unmark(order[0], order[1], rank)
-        slot = directory[_find(directory, _row_of_rank(rank, first_row, ranks)), SLOT]
+        slot = directory[_find(directory, _row_of_rank(rank, ranks)), SLOT]
         slots[slot, FLAGS] &= ~PARKED_FLAG
         victims[found] = slot
         found += 1
     if found < needed and counters[KEPT] == 0:
         _rebuild(slots, order, counters)
     while found < needed:
-        slot = _pop(directory, slots, order, first_row, ranks, counters)
+        slot = _pop(directory, slots, order, ranks, counters)
         slots[slot, FLAGS] &= ~PARKED_FLAG
         victims[found] = slot
         found += 1
@@ -344,26 +345,21 @@ def _take_farthest(needed, victims, directory, slots, order, first_row, ranks, c
 
 
 @jit
-def _announce(rows, hints, start, step, directory, entries, slots, order, counters):
-    """Enter a batch's rows as entries ``start`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
-    ring = entries.shape[0] - 1
+def _announce(rows, hints, begin, step, directory, window, slots, order, counters):
+    """Enter a batch's rows as entries ``begin`` on of the window; ``hints`` [U or 0]: batches until their next uses."""
+    ring = window.size - 1
     hinted = hints.size > 0
     for i in range(rows.size):
         if i + _AHEAD < rows.size:
             _ask(directory, rows[i + _AHEAD])
         at = _insert(directory, rows[i], counters)
-        entry = start + i
-        entries[entry & ring, 0] = -1
-        entries[entry & ring, 1] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
-        entries[entry & ring, 2] = step
+        window[(begin + i) & ring] = step + min(np.int64(hints[i]), FARTHEST) if hinted and hints[i] > 0 else -1
         last = directory[at, LAST]
-        directory[at, LAST] = entry
+        directory[at, LAST] = begin + i
         if last >= 0:
-            # The step of the next use is kept with the use before it: plans then read it in order.
-            entries[last & ring, 0] = entry
-            entries[last & ring, 1] = step
+            window[last & ring] = step
             continue
-        directory[at, FIRST] = entry
+        directory[at, USE] = step
         counters[WANTED] += 1
         slot = directory[at, SLOT]
         if slot >= 0:
@@ -372,15 +368,15 @@ def _announce(rows, hints, start, step, directory, entries, slots, order, counte
 
 @jit
 def _plan(
-    rows, staged, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
-    landed, first_row, ranks, directory, entries, empty, slots, order, counters,
+    rows, begin, number, transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots, landed_rows,
+    landed, ranks, directory, window, empty, slots, order, counters,
 ):  # fmt: skip
-    """Give every row of a batch a slot (``taken``).
+    """Give every row of a batch a slot (``taken``); its entries in the window begin at ``begin`` (-1: it has none).
 
     ``landed_rows`` are what plan ``landed`` evicted; its writebacks are home. ``evict_rows`` receives all evicted rows,
-    those that must be written first. Returns (status, fence, fetched, to write); status -1 changes nothing.
+    those that must be written first. Returns (fence, fetched, to write); with -1 fetched nothing has changed.
     """
-    total = rows.size
+    total, staged = rows.size, begin >= 0
     places, following = np.empty(total, np.int64), np.empty(total, np.int64)
     missing, kept, fence = 0, 0, np.int64(-1)
     for i in range(total):
@@ -403,26 +399,25 @@ def _plan(
         if not staged:
             for i in range(total):
                 _forget_idle(directory, rows[i], counters)
-        return -1, fence, 0, 0
-    ring = entries.shape[0] - 1
+        return fence, -1, 0
+    ring = window.size - 1
     for i in range(total):
         at, slot = places[i], taken[i]
         if slot >= 0 and slots[slot, FLAGS] & PARKED_FLAG:
             _unpark(slot, slots, order, counters)
         if staged:
-            first = directory[at, FIRST] & ring
-            directory[at, FIRST] = entries[first, 0]
-            if entries[first, 0] < 0:
-                directory[at, LAST] = -1
+            following[i] = window[(begin + i) & ring]
+            if directory[at, LAST] == begin + i:  # what follows is only hinted
+                directory[at, USE] = directory[at, LAST] = -1
                 counters[WANTED] -= 1
-            following[i] = entries[first, 1]
+            else:
+                directory[at, USE] = following[i]
             if slot >= 0:
                 slots[slot, NEXT] = following[i]
         else:  # a row that is in its slot keeps what is known of it
-            first = directory[at, FIRST]
-            following[i] = entries[first & ring, 2] if first >= 0 else -1
+            following[i] = directory[at, USE]
     needed = candidates if transient else max(0, missing - counters[FREE])
-    _take_farthest(needed, victims, directory, slots, order, first_row, ranks, counters)
+    _take_farthest(needed, victims, directory, slots, order, ranks, counters)
     # Changed rows first, each with its slot; then the others, which need no writing.
     written = 0
     for i in range(needed):
@@ -450,7 +445,7 @@ def _plan(
                 used += 1
             directory[at, SLOT] = slot
             slots[slot, ROW] = rows[i]
-            slots[slot, RANK] = _rank_of(rows[i], first_row, ranks)
+            slots[slot, RANK] = _rank_of(rows[i], ranks)
             slots[slot, NEXT] = following[i]
             fetch_rows[fetched] = rows[i]
             fetch_slots[fetched] = slot
@@ -470,7 +465,7 @@ def _plan(
             _forget_idle(directory, landed_rows[i], counters)
     for i in range(written, evicted):
         _forget_idle(directory, evict_rows[i], counters)
-    return 0, fence, fetched, written
+    return fence, fetched, written
 
 
 @jit
@@ -492,10 +487,9 @@ def _cancel(rows, directory, slots, order, counters):
     """Forget every announced use of ``rows``."""
     for i in range(rows.size):
         at = _find(directory, rows[i])
-        if directory[at, ADDRESS] == 0 or directory[at, FIRST] < 0:
+        if directory[at, ADDRESS] == 0 or directory[at, USE] < 0:
             continue
-        directory[at, FIRST] = -1
-        directory[at, LAST] = -1
+        directory[at, USE] = directory[at, LAST] = -1
         counters[WANTED] -= 1
         slot = directory[at, SLOT]
         if slot >= 0:
@@ -513,61 +507,53 @@ def _forget_hints(step, slots, order, counters):
 
 
 @jit
-def _skip(rows, directory, entries, slots, order, counters):
-    """Forget the first announced use of ``rows``."""
-    ring = entries.shape[0] - 1
+def _skip(rows, begin, directory, window, slots, order, counters):
+    """Forget the first announced use of ``rows``, at the entries ``begin`` on."""
     for i in range(rows.size):
         at = _find(directory, rows[i])
-        first = directory[at, FIRST] & ring
-        following = entries[first, 0]
-        directory[at, FIRST] = following
-        if following < 0:
-            directory[at, LAST] = -1
+        following = window[(begin + i) & (window.size - 1)]
+        if directory[at, LAST] == begin + i:
+            directory[at, USE] = directory[at, LAST] = -1
             counters[WANTED] -= 1
+        else:
+            directory[at, USE] = following
         slot = directory[at, SLOT]
         if slot >= 0:
-            _set_next(slot, entries[first, 1], slots, order, counters)
-        elif following < 0:
+            _set_next(slot, following, slots, order, counters)
+        else:
             _forget_idle(directory, rows[i], counters)
 
 
 def _ranks(first_row: Ints) -> tuple[Ints, ...]:
-    """Tables to number all rows by (row within the table, table): see :func:`_rank_of`.
+    """Make tables to number all rows by (row within the table, table): see :func:`_rank_of`.
 
     Up to the size of the smallest table every table has a row of each number, up to the next one all but that, and so
-    on: G segments. (start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
+    on: G segments. (first_row, start [G + 1], base [G + 1], alive [G], position [G * T], owner [G * T]).
     """
     rows = np.diff(first_row)
-    tables = len(rows)
-    bounds = np.unique(np.concatenate([[0], rows]))
-    start = bounds[:-1]
-    alive = np.array([(rows > begin).sum() for begin in start], np.int64)
-    base = np.concatenate([[0], np.cumsum(np.diff(bounds) * alive)]).astype(np.int64)
-    position = np.zeros((len(start), tables), np.int64)
-    owner = np.zeros((len(start), tables), np.int64)
-    for segment, begin in enumerate(start):
-        members = np.flatnonzero(rows > begin)
-        position[segment, members] = np.arange(len(members))
-        owner[segment, : len(members)] = members
-    return bounds.astype(np.int64), base, alive, position.reshape(-1), owner.reshape(-1)
+    bounds = np.unique(np.append(rows, 0))
+    members = rows > bounds[:-1, None]
+    alive = members.sum(1)
+    base = np.concatenate([[0], np.cumsum(np.diff(bounds) * alive)])
+    position = np.cumsum(members, 1) - 1
+    owner = np.argsort(~members, axis=1, kind="stable")  # those that are alive come first, in order
+    return first_row, bounds, base, alive, position.reshape(-1), owner.reshape(-1)
 
 
 def _tree(bits: int) -> tuple[npt.NDArray[np.uint64], Ints]:
-    """An empty bit tree over ``bits`` ranks, and where its levels begin; memory comes when it is touched."""
-    begins, total, words = [], 0, bits
-    while True:
-        words = -(-words // 64)
-        begins.append(total)
-        total += words
-        if words <= 1:
-            return np.zeros(max(total, 1), np.uint64), np.array(begins, np.int64)
+    """Make an empty bit tree over ``bits`` ranks, and say where its levels begin; memory comes when it is touched."""
+    words = [max(1, -(-bits // 64))]
+    while words[-1] > 1:
+        words.append(-(-words[-1] // 64))
+    begins = np.cumsum([0, *words])
+    return np.zeros(begins[-1], np.uint64), begins[:-1]
 
 
 class FastResidency(Residency):
     """Equal to :class:`stoker.tables.slots.residency.Residency`, plan for plan.
 
     Memory: 40 bytes a slot (56 if the window wants more rows than there are slots, or with hints), 43 to 86 bytes a
-    resident or announced row, 24 bytes an announced use, N bits.
+    resident or announced row, 8 bytes an announced use, N bits.
     """
 
     def _prepare(self) -> None:
@@ -575,7 +561,7 @@ class FastResidency(Residency):
         self._ranks = _ranks(self.first_row)
         self._tree, self._levels = _tree(int(self.first_row[-1]))
         self._directory = np.zeros((1 << 12, 4), np.int64)
-        self._ring = np.zeros((1 << 12, 3), np.int64)  # entries of the window
+        self._ring = np.zeros(1 << 12, np.int64)  # entries of the window
         self._slots = np.zeros((slots, 4), np.int64)
         self._slots[:, [ROW, NEXT]] = -1
         self.row_in_slot = self._slots[:, ROW]
@@ -609,12 +595,12 @@ class FastResidency(Residency):
         if self._entries + more - oldest > len(self._ring):
             size = 1 << (self._entries + more - oldest).bit_length()
             live = np.arange(oldest, self._entries)
-            larger = np.zeros((size, 3), np.int64)
-            larger[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
-            self._ring = larger
+            ring = np.zeros(size, np.int64)
+            ring[live & (size - 1)] = self._ring[live & (len(self._ring) - 1)]
+            self._ring = ring
 
-    def _plan(self, rows: Ints, *, staged: bool) -> SlotPlan | None:
-        if not staged:
+    def _plan(self, rows: Ints, begin: int) -> SlotPlan | None:
+        if begin < 0:
             self._make_room(len(rows), window=False)
         parked = int(self._counters[PARKED])
         most = parked if self.transient else min(parked, len(rows))
@@ -623,12 +609,11 @@ class FastResidency(Residency):
         landed, gone = -1, _NO_ROWS
         if self._leaving and self._leaving[0][0] <= self.plans - LANDED:
             landed, gone = self._leaving[0]
-        status, fence, fetched, written = _plan(
-            rows, staged, self.plans, self.transient, taken, fetch_rows, fetch_slots, victims, evict_rows,
-            evict_slots, gone, landed, self.first_row, self._ranks, self._directory, self._ring, self._empty,
-            *self._structures,
+        fence, fetched, written = _plan(
+            rows, begin, self.plans, self.transient, taken, fetch_rows, fetch_slots, victims, evict_rows, evict_slots,
+            gone, landed, self._ranks, self._directory, self._ring, self._empty, *self._structures,
         )  # fmt: skip
-        if status < 0:
+        if fetched < 0:
             return None
         if landed >= 0:
             self._leaving.popleft()
@@ -643,8 +628,8 @@ class FastResidency(Residency):
     def release(self, slots: Ints, *, changed: bool) -> None:
         _release(np.ascontiguousarray(slots, np.int64), changed, *self._structures)
 
-    def _skip(self, rows: Ints) -> None:
-        _skip(rows, self._directory, self._ring, *self._structures)
+    def _skip(self, rows: Ints, begin: int) -> None:
+        _skip(rows, begin, self._directory, self._ring, *self._structures)
 
     def _forget_all(self) -> None:
         for _, _, rows in self._window:

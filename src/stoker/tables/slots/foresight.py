@@ -56,7 +56,7 @@ class Rereadable(Protocol):
 
 @contextmanager
 def _disk(directory: Path | None) -> Iterator[None]:
-    """Failures of temporary files, with a remedy."""
+    """Name a remedy where temporary files fail."""
     try:
         yield
     except OSError as error:
@@ -80,7 +80,7 @@ class Recording:
             self._spool = Spool(np.int32 if num_rows <= _NARROW else np.int64, directory)
 
     def add(self, rows: Ints) -> None:
-        """The distinct addresses [U] of the next batch."""
+        """Append the distinct addresses [U] of the next batch."""
         with _disk(self._directory):
             self._spool.add(rows)
         self._begins.append(self._begins[-1] + len(rows))
@@ -104,7 +104,7 @@ class Recording:
                 advance(total - first)
 
     def take(self, number: int) -> npt.NDArray[np.int32]:
-        """[U] batches from batch ``number`` (counted from 0) until the next use of its rows; 0: none known."""
+        """Return batches [U] from batch ``number`` (counted from 0) until the next use of its rows; 0: none known."""
         with _disk(self._directory):
             values = self._spool.read(self._begins[number], self._begins[number + 1])
         return values.astype(np.int32, copy=False)
@@ -136,7 +136,7 @@ class Foresight:
         self._recordings: list[Recording] = []
 
     def upcoming(self, batch: Batch) -> list[npt.NDArray[np.int32] | None]:
-        """For each group [U]: batches until the next use of the batch's distinct rows; None: nothing is known.
+        """Return batches until the next use of the batch's distinct rows [U], for each group; None: nothing is known.
 
         The first batch of an epoch, or after a gap, has the rest of its epoch recorded.
         """

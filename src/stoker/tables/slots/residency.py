@@ -99,7 +99,7 @@ class Residency:
         self._parked: set[int] = set()  # slots that may be given up
 
     def announce(self, rows: Ints, upcoming: Hints | None = None) -> None:
-        """A further batch will use the distinct addresses ``rows`` [U].
+        """Note that a further batch will use the distinct addresses ``rows`` [U].
 
         Args:
             rows: the addresses.
@@ -131,19 +131,21 @@ class Residency:
         self._entries += len(rows)
 
     def plan(self) -> SlotPlan | None:
-        """Slots for the batch announced first of those not planned; None, and no change, if too few may be given up."""
-        made = self._plan(self._window[0][2], staged=True)
+        """Give slots to the first batch announced and not planned; None, and no change, if too few may be given up."""
+        _, begin, rows = self._window[0]
+        made = self._plan(rows, begin)
         if made is not None:
             self._window.popleft()
         return made
 
     def plan_now(self, rows: Ints) -> SlotPlan | None:
-        """Slots for a batch that was not announced, ahead of those that were."""
-        return self._plan(np.ascontiguousarray(rows, np.int64), staged=False)
+        """Give slots to a batch that was not announced, ahead of those that were."""
+        return self._plan(np.ascontiguousarray(rows, np.int64), -1)
 
     def skip(self) -> None:
-        """The batch announced first is not planned: forget that use of its rows, but not what was hinted with it."""
-        self._skip(self._window.popleft()[2])
+        """Forget the first announced batch, which is not planned, but not what was hinted with it."""
+        _, begin, rows = self._window.popleft()
+        self._skip(rows, begin)
 
     def cancel(self) -> None:
         """Forget the batches announced but not planned, and all hints."""
@@ -157,7 +159,7 @@ class Residency:
         return len(self._window)
 
     def resident(self, start: int, stop: int) -> Ints:
-        """Slots that hold an address of ``start..stop``."""
+        """Return the slots that hold an address of ``start..stop``."""
         return np.flatnonzero((self.row_in_slot >= start) & (self.row_in_slot < stop))
 
     def _local(self, row: int) -> tuple[int, int]:
@@ -177,7 +179,8 @@ class Residency:
             if item.hint < step:
                 item.hint = NEVER
 
-    def _plan(self, wanted: Ints, *, staged: bool) -> SlotPlan | None:
+    def _plan(self, wanted: Ints, begin: int) -> SlotPlan | None:
+        """Give slots to a batch that was announced as the rows ``begin`` on of all; -1: it was not announced."""
         rows: list[int] = wanted.tolist()
         known = [self._rows.get(row, _Row()) for row in rows]
         kept = {item.slot for item in known if item.slot >= 0}
@@ -212,7 +215,7 @@ class Residency:
         fetch_rows, fetch_slots, slots = [], [], []
         for row, item in zip(rows, known, strict=True):
             self._rows[row] = item
-            if staged:
+            if begin >= 0:
                 _, item.hint = item.uses.popleft()
             if item.slot < 0:
                 item.slot, item.left = self._unused.pop() if self._unused else given_up.popleft(), -1
@@ -245,7 +248,7 @@ class Residency:
             del self._rows[row]
 
     def release(self, slots: Ints, *, changed: bool) -> None:
-        """A planned batch no longer needs its ``slots``; ``changed``: its rows must be stored when they leave."""
+        """Take back the ``slots`` of a planned batch; ``changed``: its rows must be stored when they leave."""
         for slot in slots.tolist():
             self._users[slot] -= 1
             if changed:
@@ -253,7 +256,7 @@ class Residency:
             if self._users[slot] == 0:
                 self._parked.add(slot)
 
-    def _skip(self, rows: Ints) -> None:
+    def _skip(self, rows: Ints, begin: int) -> None:
         for row in rows.tolist():
             item = self._rows[row]
             _, hint = item.uses.popleft()
@@ -268,13 +271,13 @@ class Residency:
             self._drop(row)
 
     def take_changed(self) -> Ints:
-        """Slots that hold changed rows, all of which count as unchanged from now on; for storing them."""
+        """Return the slots of changed rows, for storing them; all count as unchanged from now on."""
         slots = np.array(sorted(self._changed), np.int64)
         self._changed.clear()
         return slots
 
     def mark_changed(self, slots: Ints) -> None:
-        """The rows in ``slots`` could not be stored after all."""
+        """Count the rows in ``slots`` as changed: they could not be stored after all."""
         self._changed.update(slots.tolist())
 
     @property

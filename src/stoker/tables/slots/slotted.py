@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,6 @@ class TooFewSlots(StokerError):
             f"{', or ' if len(remedies) > 1 else ''}{remedies[-1]}."
         )
         self.needed, self.slots, self.hot = needed, slots, hot
-
-    def of_one_example(self) -> TooFewSlots:
-        """The same where the batch was worked on in chunks already, down to one example or row."""
-        return TooFewSlots(self.needed, self.slots, self.hot, spill=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +120,8 @@ class SlottedRows(Storage):
         self._queues: list[Queue] = []  # of open stages; the residency knows the batches of the last one
         self._leases: dict[int, weakref.ref[Lease]] = {}  # not over, by number of their plan, in order
         rounded = home.dtype == torch.bfloat16
-        self._table_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
-        self._row_in_slot = torch.zeros(slots, dtype=torch.int64, device=device) if rounded else None
-        self._labels = [labels for labels in (self._table_in_slot, self._row_in_slot) if labels is not None]
+        # Table and row in each slot, for the random bits of bfloat16.
+        self._labels = [torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2 * rounded)]
         self._fill_hot()
         self._link = (link or DirectLink)(home, self.transit, self.stats)
 
@@ -154,13 +150,8 @@ class SlottedRows(Storage):
             self._enter_returned()
             return self.residency.free
 
-    @property
-    def staged(self) -> int:
-        """Batches that are resident and not handed out yet."""
-        return sum((lease := found()) is not None and lease.staged for found in list(self._leases.values()))
-
     def queue(self) -> Queue:
-        """A queue of upcoming batches for one stage."""
+        """Open a queue of upcoming batches for one stage."""
         return Queue(self)
 
     @spanned("stall")
@@ -171,10 +162,8 @@ class SlottedRows(Storage):
         with self._lock:
             with span("plan"):
                 self._enter_returned()
-                plan = self.residency.plan_now(wanted.rows)
-            while plan is None and self._revoke_one():
-                self._enter_returned()
-                plan = self.residency.plan_now(wanted.rows)
+                while (plan := self.residency.plan_now(wanted.rows)) is None and self._revoke_one():
+                    self._enter_returned()
             if plan is None:
                 raise TooFewSlots(len(wanted.rows), self.residency.free, self.num_hot)
             self.stats.plan_seconds += time.perf_counter() - begin
@@ -194,7 +183,7 @@ class SlottedRows(Storage):
         return any(lease.revoke() for lease in (*graphs, *staged))
 
     def distinct(self, bags: Bags, space: AddressSpace | None = None) -> Distinct:
-        """The distinct rows that are not hot, in an order that is the same for the same bags.
+        """Return the distinct rows that are not hot, in an order that is the same for the same bags.
 
         Raises:
             IndexError, ValueError: an id outside its table, or offsets that do not rise from 0 to the number of ids.
@@ -202,7 +191,7 @@ class SlottedRows(Storage):
         return split_rows(bags.cpu(), space or self.space, self.hot)
 
     def hand_out(self, lease: Lease) -> None:
-        """The batch of a staged lease is about to be used: its rows are in place, unless it was revoked."""
+        """Make the calling thread's work on a staged lease follow the coming of its rows, unless it was revoked."""
         # Without the storage's lock: a batch whose rows are in place must not wait while those of later ones come.
         ticket, staged = lease.ticket, lease.staged
         lease.ticket, lease.staged = None, False
@@ -233,7 +222,7 @@ class SlottedRows(Storage):
 
     @spanned("plan")
     def _carry_out(self, plan: SlotPlan, bags: Bags, space: AddressSpace, wanted: Distinct) -> Lease:
-        """The lease of a batch, with the link's ticket for what it needs."""
+        """Move the rows of a plan, and return the lease of its batch with the link's ticket."""
         link = self._link
         try:
             link.run(plan)
@@ -252,15 +241,16 @@ class SlottedRows(Storage):
             raise
         if space not in self._slot_spaces:
             self._slot_spaces[space] = slot_space(space, self.num_slots)
+        tables, rows = self._labels or (None, None)
         lease = Lease(
-            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=self._table_in_slot,
-            rows=self._row_in_slot, give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
+            Bags(ids, offsets, weights, bags.mean), self._slot_spaces[space], tables=tables, rows=rows,
+            give_back=self._take_back, token=(plan.number, plan.slots), ticket=ticket,
         )  # fmt: skip
         self._leases[plan.number] = weakref.ref(lease)
         return lease
 
     def _slots(self, plan: SlotPlan, wanted: Distinct) -> Tensor:
-        """The slot of each id, int32."""
+        """Return the slot of each id, int32."""
         which = wanted.which.numpy()
         if not len(plan.slots):
             return torch.from_numpy(np.invert(which))  # -1 - place
@@ -324,7 +314,7 @@ class SlottedRows(Storage):
             return found
 
     def _slots_of(self, rows: Ints) -> Ints:
-        """The slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
+        """Return the slot of each of the addresses ``rows`` [n]; -1 where it is in none."""
         own = self.hot.places(rows)
         unique, which = np.unique(rows, return_inverse=True)
         slots = np.full(len(unique), -1, np.int64)
@@ -380,10 +370,7 @@ class Queue:
     def __init__(self, storage: SlottedRows) -> None:
         self._storage = storage
         self._waiting: deque[_Request] = deque()
-        self._known = 0  # of them, those that the residency knows: the first ones, or none
         with storage._lock:
-            for other in storage._queues:
-                other._known = 0
             storage.residency.cancel()
             storage._queues.append(self)
 
@@ -411,13 +398,14 @@ class Queue:
             self._tell()
             storage.stats.plan_seconds += time.perf_counter() - begin
 
-    def _tell(self) -> None:
-        """Announce to the residency what it does not know yet."""
-        if self._decides:
-            while self._known < len(self._waiting):
-                request = self._waiting[self._known]
-                self._storage.residency.announce(request.wanted.rows, request.upcoming)
-                self._known += 1
+    def _tell(self) -> bool:
+        """Announce to the residency what it does not know yet; return whether it knows the batches of this queue."""
+        if not self._decides:
+            return False
+        residency = self._storage.residency
+        for request in islice(self._waiting, residency.announced, None):
+            residency.announce(request.wanted.rows, request.upcoming)
+        return True
 
     def stage(self) -> Lease | None:
         """Make the first batch resident; None if rows in flight leave too few slots for now."""
@@ -425,15 +413,12 @@ class Queue:
         with storage._lock:
             with span("plan"):
                 storage._enter_returned()
-                self._tell()
-                request = self._waiting[0]
-                residency = storage.residency
-                plan = residency.plan() if self._known else residency.plan_now(request.wanted.rows)
+                request, residency = self._waiting[0], storage.residency
+                plan = residency.plan() if self._tell() else residency.plan_now(request.wanted.rows)
             storage.stats.plan_seconds += time.perf_counter() - begin
             if plan is None:
                 return None
             self._waiting.popleft()
-            self._known = max(0, self._known - 1)
             # Offsets and weights are those that the lookup will bring.
             lease = storage._carry_out(plan, Bags(request.bags.ids), request.space, request.wanted)
             lease.staged = True
@@ -442,9 +427,8 @@ class Queue:
     def skip(self) -> None:
         """Drop the first batch: it does not fit while others are in flight, and is fetched on demand."""
         with self._storage._lock:
-            if self._known:
+            if self._tell():
                 self._storage.residency.skip()
-                self._known -= 1
             self._waiting.popleft()
 
     def close(self) -> None:
@@ -457,13 +441,12 @@ class Queue:
                 storage.residency.cancel()
             storage._queues.remove(self)
             self._waiting.clear()
-            self._known = 0
 
 
 def make_residency(
     first_row: Sequence[int] | Ints, slots: int, *, transient: bool = False, fast: bool | None = None
 ) -> Residency:
-    """The fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
+    """Return the fastest residency that is installed; ``fast``: True or False picks Numba or plain Python."""
     kind = Residency
     if importlib.util.find_spec("numba") is not None if fast is None else fast:
         from stoker.tables.slots.fast_residency import FastResidency
@@ -476,7 +459,7 @@ def make_slotted(
     strategy: Slotted, tables: Sequence[TableConfig], space: AddressSpace, seed: int, state: dict[str, str],
     device: torch.device,
 ) -> SlottedRows:  # fmt: skip
-    """The storage of a group under ``strategy``; ``seed`` is that of the initial rows.
+    """Return the storage of a group under ``strategy``; ``seed`` is that of the initial rows.
 
     Raises:
         ConfigError: hot rows that a table does not have, or that leave no slot for others.

@@ -25,6 +25,7 @@ from stoker.base.units import format_size, parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.models import RecModel
+from stoker.ops import Bags
 from stoker.ops.distinct import distinct_rows
 from stoker.optim import Constant
 from stoker.placement.placement import Placement, row_bytes
@@ -247,7 +248,7 @@ class _Comparison:
     def rows(self, batch: Batch, when: Literal["before", "after"]) -> Difference | None:
         """The rows of a batch, wherever they lie now, with their state."""
         offsets = None if batch.offsets is None else batch.offsets.cpu()
-        lookups = self.placed.embeddings.splitter.split(batch.ids.cpu(), offsets, None)
+        lookups = self.placed.embeddings.splitter.split(Bags(batch.ids.cpu(), offsets))
         for group, (bags, space) in zip(self.placed.embeddings.groups, lookups, strict=True):
             found = distinct_rows(bags, space)[0]
             found.sort()
