@@ -198,14 +198,14 @@ def test_rows_of_two_derivations_never_stand_side_by_side(tmp_path: Path, monkey
 
     recipe = replace(RECIPE, derive=derive)
     written = featured.write_rows
+    run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "whole", threads=1)
     monkeypatch.setattr(featured, "_SLICE", 17)
     with monkeypatch.context() as patch:
         patch.setattr(featured, "write_rows", stop)
         with pytest.raises(Stop):
             run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
-    turned = True
+    turned = True  # a run that goes on has the rows of the first derivation
     run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "cut", threads=1)
-    run_prepare(recipe, tmp_path / "log.csv", out=tmp_path / "whole", threads=1)
     assert hash_tree(tmp_path / "cut") == hash_tree(tmp_path / "whole")
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: written last, so that where it is the dataset is whole. Needs no more than torch."""
+"""The manifest of a dataset: written last, so that where it is the dataset is whole. Needs neither torch nor Polars."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save
-from torch import Tensor
+import numpy as np
+from safetensors.numpy import save
 
 from stoker.base.errors import DataError
 from stoker.base.files import atomic_file, hash_file
 from stoker.base.units import quoted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "BESIDE",
@@ -73,7 +75,7 @@ def write_counts(directory: str | Path, counts: Mapping[str, Tensor]) -> dict[st
     """Write ``counts.safetensors`` (table -> [num_embeddings] int64) and return its manifest entry."""
     path = Path(directory) / "counts.safetensors"
     with atomic_file(path) as file:
-        file.write(save({name: counts[name].to(torch.int64).contiguous() for name in sorted(counts)}))
+        file.write(save({name: np.ascontiguousarray(counts[name].numpy(), np.int64) for name in sorted(counts)}))
     return describe_file(path)
 
 

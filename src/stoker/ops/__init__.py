@@ -1,18 +1,30 @@
-"""Kernels: one definition in plain PyTorch, and back ends that equal it."""
+"""Kernels: one definition in plain PyTorch, and back ends that equal it. PyTorch loads when one is asked for."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from functools import cache
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.base.errors import ConfigError, DependencyError
-from stoker.ops.backend import Backend, ReferenceBackend
-from stoker.ops.rule import RowRule
-from stoker.ops.space import AddressSpace, Bags, Rounding
+
+if TYPE_CHECKING:
+    import torch
+
+    from stoker.ops.backend import Backend, ReferenceBackend
+    from stoker.ops.rule import RowRule
+    from stoker.ops.space import AddressSpace, Bags, Rounding
+else:
+
+    def __getattr__(name: str) -> Any:
+        home = {"Backend": "backend", "ReferenceBackend": "backend", "RowRule": "rule"}.get(name, "space")
+        if name not in __all__:
+            raise AttributeError(f"module 'stoker.ops' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"stoker.ops.{home}"), name)
+        return value
+
 
 __all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
 
@@ -22,6 +34,8 @@ BackendName = Literal["auto", "reference", "cpu", "triton"]
 @cache
 def _load(name: str) -> Backend:
     if name == "reference":
+        from stoker.ops.backend import ReferenceBackend
+
         return ReferenceBackend()
     package = {"cpu": "numba", "triton": "triton"}.get(name)
     if package is None:
@@ -50,6 +64,8 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
     if name == "cpu" and device.type != "cpu":
         raise ConfigError(f"backend 'cpu' cannot work on tables on {device}. Choose 'auto', 'triton' or 'reference'.")
     if name == "triton" and device.type != "cuda" and not (device.type == "cpu" and _interpreting()):
+        import torch
+
         missing = f"these are on {device}" if torch.cuda.is_available() else "no GPU was found"
         raise ConfigError(
             f"backend 'triton' works on tables on a GPU, and {missing}. Choose 'auto', 'cpu' or 'reference'; to try "

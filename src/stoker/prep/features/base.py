@@ -13,14 +13,14 @@ import shlex
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stoker.base.checks import build_part, choice, fail, near
-from stoker.base.engine import collect, reason_of
+from stoker.base.engine import reason_of
 from stoker.base.errors import DataError, SchemaError
 from stoker.base.units import listed
 
@@ -291,35 +291,19 @@ def work_of(feature: Derivation) -> str:
 
 
 @contextmanager
-def explained(
-    who: Derivation | str,
-    waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]] = (),
-    name: Callable[[Derivation], str] = work_of,
-) -> Iterator[None]:
-    """Turn Polars' errors in the block into ones of ``who``, or of what it had to wait for.
-
-    Args:
-        who: the feature that is worked out or fitted; or what else, in words.
-        waiting: lazy features in order that the block works out, too, each with a frame that fails if it does.
-        name: how errors call a feature.
+def explained(who: Derivation | str, file: str = "") -> Iterator[None]:
+    """Turn Polars' errors in the block into ones of ``who``: the feature that is worked out or fitted; or what else.
 
     Raises:
-        DataError: what Polars said, of whom, and what to do.
+        DataError: what Polars said, of whom and, if given, of which file, and what to do.
     """
     from polars.exceptions import PolarsError
 
     try:
         yield
     except PolarsError as error:
-        cause = error
-        for other, frame in waiting:
-            try:
-                collect(frame)
-            except PolarsError as earlier:
-                who, cause = other, earlier
-                break
-        culprit = who if isinstance(who, str) else name(who)
-        raise DataError(f"{culprit} cannot be worked out: {reason_of(cause)}. {_remedy(who)}") from cause
+        culprit = who if isinstance(who, str) else f"{file}: {who.where}" if file else work_of(who)
+        raise DataError(f"{culprit} cannot be worked out: {reason_of(error)}. {_remedy(who)}") from error
 
 
 def _remedy(who: Derivation | str) -> str:

@@ -7,7 +7,6 @@ partition. Of more rows in files, blocks are partitioned by a hash of the key (:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,9 +34,7 @@ from stoker.prep.features.base import (
 from stoker.prep.features.learned import FIRST, LABEL, Keyed, Learned, LearnedTable
 from stoker.prep.features.past import WEIGHT, Past, work_out
 
-__all__ = [
-    "Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "has_key", "runs_of",
-]  # fmt: skip
+__all__ = ["Blocks", "Executor", "add_helpers", "apply_feature", "by_key", "check_present", "derive", "runs_of"]
 
 PARTITION_ROWS = 2**20  # about
 _MOST_PARTITIONS = 256  # with more rows, each has more
@@ -79,6 +76,36 @@ def apply_feature(
     )
 
 
+def derive(
+    frame: pl.DataFrame,
+    features: Sequence[Derivation],
+    tables: Mapping[str, LearnedTable] | None = None,
+    train: pl.Expr | None = None,
+    file: str = "",
+) -> pl.DataFrame:
+    """Return rows in memory with the outputs of features, worked out one after the other.
+
+    Args:
+        tables: what learned features were fitted to.
+        train: which rows are training rows that the tables know, if any.
+        file: where the rows are from, for errors.
+    """
+    for feature in features:
+        with explained(feature, file):
+            if isinstance(feature, RowSteps):
+                frame = feature.rows(frame.lazy()).collect()
+                continue
+            if isinstance(feature, Past):
+                made = work_out(frame, [feature])
+            else:
+                table, rows = (tables or {}).get(feature.name), frame.lazy()
+                known = None if table is None or table.folds is None else train
+                rows = rows if known is None else add_helpers(rows, [feature])
+                made = apply_feature(rows, feature, table, known).select(feature.outputs).collect()
+            frame = frame.hstack(made)
+    return frame
+
+
 def add_helpers(frame: pl.LazyFrame, features: Sequence[Derivation]) -> pl.LazyFrame:
     """Return the frame with the helper columns of learned features that are not there yet."""
     there = set(frame.collect_schema().names())
@@ -86,8 +113,8 @@ def add_helpers(frame: pl.LazyFrame, features: Sequence[Derivation]) -> pl.LazyF
     return frame.with_columns(one for name, one in helpers.items() if name not in there)
 
 
-def has_key(feature: Derivation) -> bool:
-    """Whether the feature needs all rows of a key at once."""
+def _has_key(feature: Derivation) -> bool:
+    """Return whether the feature needs all rows of a key at once."""
     return isinstance(feature, Past | Keyed)
 
 
@@ -97,7 +124,7 @@ def runs_of(features: Sequence[Derivation]) -> list[list[Derivation]]:
     for feature in features[leading(features) :]:
         made = {output for other in (runs[-1] if runs else []) for output in other.outputs}
         fitted_on = isinstance(feature, Past | Learned) and made & set(feature.inputs)
-        if not runs or fitted_on or has_key(runs[-1][0]) != has_key(feature):
+        if not runs or fitted_on or _has_key(runs[-1][0]) != _has_key(feature):
             runs.append([])
         runs[-1].append(feature)
     return runs
@@ -120,10 +147,10 @@ class Executor:
     """Works out runs of features.
 
     Args:
-        rows: with ``__row`` and ``__label`` where something is fitted.
+        rows: with ``__row`` and, where features are fitted, ``__label``.
         threads: that work.
         given: tables of features that were fitted before; None: they are fitted.
-        train: which rows are training rows; None: none that the tables know.
+        train: which rows are training rows; None where ``given`` is not.
         folder: for files of partitions; None: all rows are worked on at once.
         keep_states: names of window features whose state is wanted.
         states: states that the rows follow, by feature; ``source``: whose they are.
@@ -142,16 +169,18 @@ class Executor:
 
     def run(self, features: Sequence[Derivation]) -> Iterator[pl.DataFrame]:
         """Yield the outputs of a run of features, block by block."""
-        if not has_key(features[0]):
-            yield from self._by_block(features)
-            return
-        by_partition, few = self._by_partition_key([one for one in features if isinstance(one, Past | Keyed)])
-        made = [self._by_key(by, some) for by, some in by_partition.items()]
-        if few:
-            made.append(self._by_block(few))
+        partitioned, whole = self._by_partition_key([one for one in features if isinstance(one, Past | Keyed)])
+        made = [self._by_key(by, some) for by, some in partitioned.items()]
+        if by_block := [one for one in features if one in whole or not _has_key(one)]:
+            made.append(self._by_block(by_block))
         names = [output for feature in features for output in feature.outputs]
         for blocks in zip(*made, strict=True):
             yield pl.concat(blocks, how="horizontal").select(names)
+
+    @property
+    def _of_rows(self) -> list[str]:
+        """Columns that say where a row is and whether it is a training row."""
+        return [ROW, *([] if self.train is None else self.train.meta.root_names())]
 
     def _training(self, feature: Learned) -> pl.LazyFrame:
         """Return the training rows with all that a feature is fitted on."""
@@ -160,47 +189,28 @@ class Executor:
         return add_helpers(rows, [feature])
 
     def _by_block(self, features: Sequence[Derivation]) -> Iterator[pl.DataFrame]:
-        """Yield the outputs of features that see their block; learned ones are fitted first."""
-        learned = [feature for feature in features if isinstance(feature, Learned)]
+        """Yield features that see their block; learned ones are fitted first."""
         if self.given is None:
-            for one in learned:
-                with explained(one):
-                    self.learned[one.name] = one.learn(self._training(one))
+            for one in features:
+                if isinstance(one, Learned):
+                    with explained(one):
+                        self.learned[one.name] = one.learn(self._training(one))
         tables = self.learned if self.given is None else self.given
         there = self.rows.whole().collect_schema().names()
-        folded = {one.name for one in learned if self.train is not None and tables[one.name].folds is not None}
-        helping = [ROW, *self._of_train] if folded else []
-        needed = dict.fromkeys([*helping, *(name for feature in features for name in feature.inputs)])
-        outputs = [output for feature in features for output in feature.outputs]
-        whole = any(isinstance(feature, RowSteps) for feature in features)  # which change what all columns have
+        inputs = dict.fromkeys([*self._of_rows, *(name for feature in features for name in feature.inputs)])
+        columns = [name for name in inputs if name in there]
 
         def work(block: int) -> pl.DataFrame:
-            rows = self.rows.part(block)
-            if not whole:
-                rows = rows.select([name for name in needed if name in there] or there[:1])
-            rows = add_helpers(rows, [one for one in learned if one.name in folded])
-            waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
-            for feature in features:
-                with explained(feature, waiting):
-                    train = self.train if feature.name in folded else None
-                    rows = apply_feature(rows, feature, tables.get(feature.name), train)
-                waiting.append((feature, rows))
-            with explained(features[-1], waiting):
-                return (rows if whole else rows.select(outputs)).collect()
+            return derive(self.rows.part(block).select(columns).collect(), features, tables, self.train)
 
-        yield from ordered_map(work, range(len(self.rows.sizes)), self.threads)
-
-    @property
-    def _of_train(self) -> list[str]:
-        """Columns that say which rows are training rows."""
-        return [] if self.train is None else self.train.meta.root_names()
+        return ordered_map(work, range(len(self.rows.sizes)), self.threads)
 
     def _by_partition_key(
         self, features: Sequence[Past | Keyed]
     ) -> tuple[dict[tuple[str, ...], list[Past | Keyed]], list[Keyed]]:
         """Return the features by the key that their rows are partitioned by; and those with few keys, that need not."""
-        if self._at_once:
-            return {(): list(features)}, []
+        if self._at_once or not features:
+            return {(): list(features)} if features else {}, []
         schema = self.rows.whole().collect_schema()
         keys = dict.fromkeys(feature.by for feature in features)
         hashes = [pl.struct(groups.key(name, schema[name]) for name in by).hash().approx_n_unique() for by in keys]
@@ -228,41 +238,43 @@ class Executor:
         fitted = keyed if self.given is None else []
         lasting = [one for one in past if one.name in self.keep_states]
         tables: dict[str, list[Any]] = {one.name: [] for one in (*fitted, *lasting)}
-        wanted = dict.fromkeys(name for feature in features for name in feature.inputs)
-        folded = [one for one in keyed if self.given is not None and self.train is not None and one.helpers()]
-        if fitted or lasting or folded:
-            wanted |= dict.fromkeys([ROW, *([LABEL] if fitted else []), *(self._of_train if fitted or folded else [])])
+        inputs = [name for feature in features for name in feature.inputs]
+        wanted = dict.fromkeys([*inputs, *self._of_rows, *([LABEL] if fitted else [])])
         types = self.rows.whole().select(*wanted).collect_schema()
         states = {one.name: _as_new(one, self.states[one.name], types) for one in past if one.name in self.states}
         facts = {} if self._at_once else {one.name: one.facts(self._training(one)) for one in fitted}
 
         def work(rows: pl.DataFrame, partition: int, count: int) -> pl.DataFrame:
+            mine = partial(_in_partition, by=by, partition=partition, count=count, types=types)
             made = work_out(rows, [one for one in past if one.name not in states], tables).get_columns()
             for feature in (one for one in past if one.name in states):
-                known = _in_partition(states[feature.name], by, partition, count)
+                known = mine(states[feature.name])
                 frame = rows.with_columns(pl.lit(1, pl.Int64).alias(WEIGHT)).select(known.columns)
                 found = work_out(pl.concat([known, frame]), [feature], tables, known.height, self.source)
                 made += found[known.height :].get_columns()
-            threads = self.threads if count == 1 else 1  # partitions are worked on at once, or features are
-            rows = add_helpers(rows.lazy(), [*fitted, *folded]).collect()
-            train = np.broadcast_to(rows.select(self.train).to_series().to_numpy(), rows.height) if fitted else None
+            if self.given is not None:
+                of = {one.name: self.given[one.name] for one in keyed}
+                found = {name: LearnedTable(table=mine(one.table), facts=one.facts) for name, one in of.items()}
+                return pl.DataFrame([*made, *derive(rows, keyed, found).select(*found)])
+            assert self.train is not None
+            rows = add_helpers(rows.lazy(), fitted).collect()
+            train = np.broadcast_to(rows.select(self.train).to_series().to_numpy(), rows.height)
 
             def fit(one: Keyed) -> pl.Series:
                 with explained(one):
-                    if self.given is not None:
-                        return self._looked_up(one, rows, by, partition, count)
-                    if count == 1 and self.train is not None:
+                    if count == 1:
                         facts[one.name] = one.facts(rows.lazy().filter(self.train))
                     make, series = one.work_out(rows, train, facts[one.name])
                     tables[one.name].append(make if count == 1 else make())
                     return series
 
-            return pl.DataFrame([*made, *ordered_map(fit, keyed, threads)])
+            threads = self.threads if count == 1 else 1  # partitions are worked on at once, or features are
+            return pl.DataFrame([*made, *ordered_map(fit, fitted, threads)])
 
         if self._at_once:
-            made = work(self.rows.whole().select(*wanted).collect().rechunk(), 0, 1)
+            whole = work(self.rows.whole().select(*wanted).collect().rechunk(), 0, 1)
             ends = np.cumsum(self.rows.sizes).tolist()
-            yield from (made[end - size : end] for end, size in zip(ends, self.rows.sizes, strict=True))
+            yield from (whole[end - size : end] for end, size in zip(ends, self.rows.sizes, strict=True))
         else:
 
             def read(block: int) -> pl.DataFrame:
@@ -275,19 +287,6 @@ class Executor:
             self.learned[one.name] = LearnedTable(table=table, facts=facts[one.name], distinct=True)
         for other in lasting:
             self.learned[other.name] = LearnedTable(table=partial(_assembled, tables[other.name], ROW))
-
-    def _looked_up(
-        self, feature: Keyed, rows: pl.DataFrame, by: Sequence[str], partition: int, count: int
-    ) -> pl.Series:
-        """Return the output of a feature that was fitted before."""
-        assert self.given is not None
-        known = self.given[feature.name]
-        if count > 1 and all(rows.schema[name] == known.table.schema[name] for name in by):
-            table = _in_partition(known.table, by, partition, count)
-            known = LearnedTable(table=table, facts=known.facts, distinct=True)
-        helpers = [one.meta.output_name() for one in feature.helpers()] if self.train is not None else []
-        frame = rows.lazy().select(*dict.fromkeys([*feature.inputs, *helpers, *self._of_train]))
-        return apply_feature(frame, feature, known, self.train).select(feature.outputs).collect().to_series()
 
 
 def _assembled(parts: list[Any], by: str) -> pl.DataFrame:
@@ -303,9 +302,13 @@ def _partition_numbers(frame: pl.DataFrame, names: Sequence[str], partitions: in
     return (hashes >> np.uint64(32)) % np.uint64(partitions)
 
 
-def _in_partition(table: pl.DataFrame, by: Sequence[str], partition: int, count: int) -> pl.DataFrame:
-    """Return the rows of a table whose keys are in a partition of ``count``."""
-    return table if count == 1 else table.filter(pl.Series(_partition_numbers(table, by, count) == partition))
+def _in_partition(
+    table: pl.DataFrame, by: Sequence[str], partition: int, count: int, types: Mapping[str, Any]
+) -> pl.DataFrame:
+    """Return the rows of a table whose keys are in a partition of ``count``; all where its keys have other types."""
+    if count == 1 or any(table.schema[name] != types[name] for name in by):
+        return table
+    return table.filter(pl.Series(_partition_numbers(table, by, count) == partition))
 
 
 def _as_new(feature: Past, state: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
@@ -354,63 +357,45 @@ def by_key(
         OSError: the disk is full or fails.
     """
     partitions = min(_MOST_PARTITIONS, -(-sum(sizes) // rows))
-    blocks = range(len(sizes))
     counts = np.zeros((len(sizes), partitions), np.int64)
-    given: list[_Batches] = []
-    outputs: list[_Batches] = []
-    opened: list[_Batches] = []  # also of workers whose results nobody took
 
-    def note(file: _Batches) -> _Batches:
-        opened.append(file)
-        return file
-
-    def split(block: int) -> _Batches:
+    def split(block: int) -> Path:
         frame = read(block)
         numbers = _partition_numbers(frame, names, partitions)
         order = np.argsort(numbers.astype(np.uint16), kind="stable")
         counts[block] = np.bincount(numbers.astype(np.int64), minlength=partitions)
         ordered = frame.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(_AT))[pl.Series(order)]
-        return note(_Batches(made / f"block-{block}", ordered, counts[block]))
+        return _write_batches(made / f"block-{block}", ordered, counts[block])
 
-    def work_out(partition: int) -> _Batches:
-        frame = pl.concat((file.batch(partition) for file in given), rechunk=True)
+    def work_out(partition: int) -> Path:
+        frame = pl.concat((_read_batch(file, partition) for file in given), rechunk=True)
         outcome = work(frame.drop(_AT), partition, partitions)
-        return note(_Batches(made / f"partition-{partition}", outcome, counts[:, partition]))
+        return _write_batches(made / f"partition-{partition}", outcome, counts[:, partition])
 
     def together(block: int) -> pl.DataFrame:
-        at = pl.concat(given[block].batch(partition).get_column(_AT) for partition in range(partitions))
+        at = pl.concat(_read_batch(given[block], partition).get_column(_AT) for partition in range(partitions))
         places = np.empty(len(at), np.int64)
         places[at.to_numpy()] = np.arange(len(at))
-        return pl.concat((file.batch(block) for file in outputs), rechunk=True)[pl.Series(places)]
+        return pl.concat((_read_batch(file, block) for file in outputs), rechunk=True)[pl.Series(places)]
 
     with TemporaryDirectory(dir=folder) as temporary:
         made = Path(temporary)
-        try:
-            given += ordered_map(split, blocks, threads)
-            outputs += ordered_map(work_out, range(partitions), threads)
-            yield from ordered_map(together, blocks, threads)
-        finally:
-            for file in opened:
-                file.close()
+        given = list(ordered_map(split, range(len(sizes)), threads))
+        outputs = list(ordered_map(work_out, range(partitions), threads))
+        yield from ordered_map(together, range(len(sizes)), threads)
 
 
-class _Batches:
-    """Rows in a file with a record batch for each of ``sizes`` rows, of which any may be read."""
+def _write_batches(path: Path, frame: pl.DataFrame, sizes: Any) -> Path:
+    """Write rows to an Arrow file with a record batch for each of ``sizes`` rows."""
+    table = frame.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
+    whole = table.to_batches()[0] if frame.height else pa.RecordBatch.from_pylist([], table.schema)
+    with pa.ipc.new_file(path, table.schema) as writer:  # not compressed: batches are mapped
+        for start, size in zip((np.cumsum(sizes) - sizes).tolist(), sizes.tolist(), strict=True):
+            writer.write_batch(whole.slice(start, size))
+    return path
 
-    def __init__(self, path: Path, frame: pl.DataFrame, sizes: Any) -> None:
-        table = frame.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest())
-        whole = table.to_batches()[0] if frame.height else pa.RecordBatch.from_pylist([], table.schema)
-        with pa.ipc.new_file(path, table.schema) as writer:  # not compressed: batches are mapped
-            for start, size in zip((np.cumsum(sizes) - sizes).tolist(), sizes.tolist(), strict=True):
-                writer.write_batch(whole.slice(start, size))
-        self._source = pa.memory_map(str(path))
-        self._file = pa.ipc.open_file(self._source)
-        self._lock = threading.Lock()
 
-    def batch(self, number: int) -> pl.DataFrame:
-        with self._lock:
-            found = self._file.get_batch(number)
-        return pl.DataFrame(pl.from_arrow(found))
-
-    def close(self) -> None:
-        self._source.close()
+def _read_batch(path: Path, number: int) -> pl.DataFrame:
+    """Map one record batch of such a file."""
+    with pa.memory_map(str(path)) as source:
+        return pl.DataFrame(pl.from_arrow(pa.ipc.open_file(source).get_batch(number)))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar
 
 from stoker.base.engine import check_engine, collect
 from stoker.base.errors import ConfigError, DataError
+from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
-from stoker.prep.features.base import ROW, Derivation, RowLocal, RowSteps, check_features, explained, leading, pl
-from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, runs_of
+from stoker.prep.features.base import ROW, Derivation, RowSteps, check_features, explained, leading, pl
+from stoker.prep.features.execute import Executor, add_helpers, apply_feature, check_present, derive, runs_of
 from stoker.prep.features.learned import LABEL, Learned, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.tables import joined
@@ -21,6 +22,7 @@ __all__ = ["Fitted", "fit", "fit_apply"]
 
 _SLICE = 2**15  # rows of a frame whose own features are worked out at a time
 _THREADS = 2
+_Rows = TypeVar("_Rows", "pl.DataFrame", "pl.LazyFrame")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +73,17 @@ class Fitted:
 
     def _all(self, rows: pl.DataFrame | pl.LazyFrame, train: pl.Expr | None) -> pl.LazyFrame:
         _check_names(self.features, rows.collect_schema().names())
+        own = leading(self.features)
         if isinstance(rows, pl.DataFrame):
-            executor = _InMemory(rows, given=self.learned, train=train)
-            for run in executor.runs(self.features):
-                if train is not None:
-                    executor.number()
-                executor.add(run)
-            return executor.finished().lazy()
-        numbered = False
-        for feature in self.features:
+            made = _of_the_row(rows, self.features[:own])
+            made = made if train is None else made.with_columns(_row_numbers())
+            return _without_helpers(derive(made, self.features[own:], self.learned, train).lazy())
+        for place, feature in enumerate(self.features):
             if train is not None:
-                if not numbered and not isinstance(feature, RowLocal | RowSteps):
-                    rows, numbered = rows.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)), True
-                rows = add_helpers(rows, [feature])
+                rows = add_helpers(rows.with_columns(_row_numbers()) if place == own else rows, [feature])
             with explained(feature):
                 rows = apply_feature(rows, feature, self.learned.get(feature.name), train)
-        return cast("pl.LazyFrame", _without_helpers(rows))
+        return _without_helpers(rows)
 
     def save(self, directory: str | Path) -> None:
         """Write the tables, and the features themselves, to a directory, with checksums."""
@@ -129,13 +126,12 @@ def fit(
     wanted = _read_by_learned(features)
     frame, learned = rows.lazy(), dict[str, LearnedTable]()
     waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
-    numbered = False
-    for feature in features:
-        if not numbered and not isinstance(feature, RowLocal | RowSteps):
-            frame, numbered = frame.with_row_index(ROW).with_columns(_numbers(label)), True
+    for place, feature in enumerate(features):
+        if place == leading(features):
+            frame = frame.with_columns(_row_numbers(), _labels(label))
             waiting.append((f"label column {label!r}", frame.select(LABEL)))
         frame = add_helpers(frame, [feature])
-        with explained(feature, waiting):
+        with explained(feature), _of_whom(waiting):
             if isinstance(feature, Learned):
                 learned[feature.name] = feature.learn(frame, engine=engine)
             if feature.name not in wanted and not isinstance(feature, RowSteps):
@@ -145,6 +141,18 @@ def fit(
                 frame, waiting = collect(frame, engine).lazy(), []
         waiting.append((feature, frame.select(feature.outputs or frame.collect_schema().names()[:1])))
     return Fitted(features=tuple(features), learned=learned)
+
+
+@contextmanager
+def _of_whom(waiting: Sequence[tuple[Derivation | str, pl.LazyFrame]]) -> Iterator[None]:
+    """Blame the first of some lazy features, or a label, for an error of the block, which works them out, too."""
+    try:
+        yield
+    except pl.exceptions.PolarsError:
+        for who, frame in waiting:
+            with explained(who):
+                collect(frame)
+        raise
 
 
 def fit_apply(
@@ -169,59 +177,39 @@ def fit_apply(
     """
     check_features(features)
     _check_names(features, rows.columns, label)
-    executor = _InMemory(rows, train=pl.lit(True), threads=threads)
-    for run in executor.runs(features):
+    frame = _of_the_row(rows, features[: leading(features)], threads)
+    runs, learned = runs_of(features), dict[str, LearnedTable]()
+    if runs:
         with explained(f"label column {label!r}"):
-            executor.number(label)
-        executor.add(run)
-    return Fitted(features=tuple(features), learned=executor.learned), executor.finished()
+            frame = frame.with_columns(_row_numbers(), _labels(label))
+    for run in runs:
+        executor = Executor(rows=_Frame(frame), threads=threads, train=pl.lit(True))
+        [made] = executor.run(run)
+        frame = frame.hstack(made)
+        learned |= executor.learned
+    return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
 
 
-class _InMemory(Executor):
-    """Works out features of a frame in memory, which gets their outputs."""
-
-    def __init__(self, frame: pl.DataFrame, *, threads: int = _THREADS, **settings: Any) -> None:
-        super().__init__(rows=_FrameBlocks(frame, frame.height), threads=threads, **settings)
-        self.frame = frame
-
-    def runs(self, features: Sequence[Derivation]) -> list[list[Derivation]]:
-        """Work out the features of the row itself; return the others, in runs that :meth:`add` takes."""
-        first = list(features[: leading(features)])
-        if first:
-            self.rows = _FrameBlocks(self.frame, _SLICE)
-            changed = any(isinstance(feature, RowSteps) for feature in first)
-            made = joined(list(self.run(first)))
-            self.frame = made if changed else self.frame.hstack(made)
-        return runs_of(features)
-
-    def number(self, label: str | None = None) -> None:
-        """Number the rows and take their labels, once."""
-        if ROW not in self.frame.columns:
-            numbered = self.frame.with_row_index(ROW)
-            self.frame = numbered.with_columns(pl.col(ROW).cast(pl.Int64) if label is None else _numbers(label))
-
-    def add(self, run: Sequence[Derivation]) -> None:
-        """Work out a run of features."""
-        self.rows = _FrameBlocks(self.frame, self.frame.height)
-        self.frame = self.frame.hstack(joined(list(self.run(run))))
-
-    def finished(self) -> pl.DataFrame:
-        """Return the rows with all outputs."""
-        return cast("pl.DataFrame", _without_helpers(self.frame))
+def _of_the_row(frame: pl.DataFrame, features: Sequence[Derivation], threads: int = _THREADS) -> pl.DataFrame:
+    """Return a frame with leading features, some rows at a time."""
+    if not features:
+        return frame
+    starts = range(0, max(frame.height, 1), _SLICE)
+    blocks = list(ordered_map(lambda start: derive(frame[start : start + _SLICE], features), starts, threads))
+    if any(isinstance(feature, RowSteps) for feature in features):
+        return joined(blocks)
+    outputs = [output for feature in features for output in feature.outputs]
+    return frame.hstack(joined([block.select(outputs) for block in blocks]))
 
 
-class _FrameBlocks:
-    """A frame in memory, as slices of ``most`` rows."""
+class _Frame:
+    """A frame in memory as a block of rows."""
 
-    def __init__(self, frame: pl.DataFrame, most: int) -> None:
-        self._frame = frame
-        edges = [*range(0, max(frame.height, 1), max(most, 1)), frame.height]
-        self._edges = list(pairwise(edges))
-        self.sizes = [stop - start for start, stop in self._edges]
+    def __init__(self, frame: pl.DataFrame) -> None:
+        self._frame, self.sizes = frame, [frame.height]
 
     def part(self, block: int) -> pl.LazyFrame:
-        start, stop = self._edges[block]
-        return self._frame[start:stop].lazy()
+        return self._frame.lazy()
 
     def whole(self) -> pl.LazyFrame:
         return self._frame.lazy()
@@ -237,11 +225,15 @@ def _check_names(features: Sequence[Derivation], columns: Sequence[str], label: 
             raise ConfigError(f"the rows have no label column {label!r}. There are: {listed(names)}.")
 
 
-def _numbers(label: str) -> list[pl.Expr]:
-    return [pl.col(ROW).cast(pl.Int64), pl.col(label).cast(pl.Float64).alias(LABEL)]
+def _row_numbers() -> pl.Expr:
+    return pl.int_range(pl.len(), dtype=pl.Int64).alias(ROW)
 
 
-def _without_helpers(frame: Any) -> Any:
+def _labels(label: str) -> pl.Expr:
+    return pl.col(label).cast(pl.Float64).alias(LABEL)
+
+
+def _without_helpers(frame: _Rows) -> _Rows:
     names = frame.collect_schema().names()
     return frame.drop([name for name in names if name in (ROW, LABEL) or name.startswith("__fold:")])
 

@@ -26,8 +26,8 @@ from stoker.base.ordered import ordered_map
 from stoker.base.units import listed
 from stoker.dataset.manifest import describe_file
 from stoker.dataset.rebuild import UnusableInput
-from stoker.prep.features.base import ROW, Derivation, explained, leading
-from stoker.prep.features.execute import Executor, apply_feature, check_present, runs_of
+from stoker.prep.features.base import ROW, Derivation, leading
+from stoker.prep.features.execute import Executor, check_present, derive, runs_of
 from stoker.prep.features.learned import LABEL, LearnedTable
 from stoker.prep.features.past import Past
 from stoker.prep.features.store import StoredTable, write_table
@@ -45,7 +45,7 @@ from stoker.prep.parse.frames import (
 from stoker.prep.parse.ingest import IngestedBlock, Source
 from stoker.prep.parse.layout import SPLIT_CODES, Layout, kept_frame
 from stoker.prep.parse.sources import source_kind
-from stoker.prep.rows.raw_rows import Rows, derivation, ingest_sources, sources_of
+from stoker.prep.rows.raw_rows import Rows, derivation, ingest_sources, sources_of, write_derived
 from stoker.prep.rows.raw_rows import explained as recipe_explained
 from stoker.prep.schema import Schema
 from stoker.prep.source_format import SourceFormat
@@ -127,77 +127,37 @@ def _derived(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     rows = derivation(task, raw)
     name = f"rows that recipe {task.recipe.name} derives"
     with recipe_explained(task):
-        check_columns_of(task.splitting, rows.collect_schema().names(), name)
-    source = Source(number=0, path=task.work / "rows", fields=[], format=SourceFormat(), name=name, kind="parquet")
-    folder = task.work / "rows"
-    folder.mkdir(exist_ok=True)
+        columns = rows.collect_schema().names()
+    check_columns_of(task.splitting, columns, name)
+    derived = write_derived(task, rows)
+    source = Source(number=0, path=derived, fields=[], format=SourceFormat(), name=name, kind="parquet")
+    kept = [pl.col(name).alias(f"{KEPT}{name}") for name in task.schema.keep if name in columns]
+    (task.work / "rows").mkdir(exist_ok=True)
     _forget_broken(task)
 
-    def file_of(start: int) -> Path:
-        return folder / f"{start // _SLICE:06d}.parquet"
-
-    def finished(start: int) -> dict[str, Any] | None:
-        file = file_of(start)
-        return task.journal.finished(f"rows/{file.stem}", file)
-
-    def work(job: tuple[int, pl.DataFrame | None]) -> tuple[Path, dict[str, Any], bool]:
-        start, frame = job
-        file, done = file_of(start), finished(start)
-        if frame is None:
-            assert done is not None
+    def work(start: int) -> tuple[Path, dict[str, Any], bool]:
+        file = task.work / "rows" / f"{start // _SLICE:06d}.parquet"
+        if (done := task.journal.finished(f"rows/{file.stem}", file)) is not None:
             return file, done, True
-        kept = [pl.col(name).alias(f"{KEPT}{name}") for name in task.schema.keep if name in frame.columns]
-        rows, keys, bad = make_rows(task.splitting, frame.rechunk().with_columns(kept), name)
+        frame = pl.scan_parquet(derived).slice(start, _SLICE).collect().rechunk()
+        made, keys, bad = make_rows(task.splitting, frame.with_columns(kept), name)
         if bad:
             raise DataError(
                 f"{name}: row {start + bad[0].line + 1:,}: {bad[0].reason}. Look for such a value in the input files, "
                 "and mend or remove it."
             )
-        record = write_rows(file, rows, keys)
-        # What is there was made by another derivation: of rows in another order, some would be there twice, some not.
-        return file, record, done is not None and record == {name: done.get(name) for name in record}
+        return file, write_rows(file, made, keys), False
 
-    known = task.journal.finished("derived rows")
-    starts = range(0, known["count"], _SLICE) if known is not None else None
-    jobs: Iterator[tuple[int, pl.DataFrame | None]]
-    if starts is not None and all(finished(start) is not None for start in starts):
-        jobs = ((start, None) for start in starts)
-    else:
-        jobs = _slices(task, rows)
-    task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
     pieces: list[_Piece] = []
-    begin = 0
-    for file, record, reused in ordered_map(work, jobs, task.threads):
+    begin, count = 0, pl.scan_parquet(derived).select(pl.len()).collect().item()
+    for file, record, reused in ordered_map(work, range(0, count, _SLICE), task.threads):
         if not reused:
             task.journal.add(f"rows/{file.stem}", record)
         task.reused += reused
         part = PartRows(index=len(pieces), file=0, start=begin, rows=int(record["made"]), path=sibling(file))
         pieces.append(_Piece(path=file, source=source, part=part))
         begin += part.rows
-    task.report(Progress(stage="derive", done=1, total=1, unit="steps"))
     return pieces
-
-
-def _slices(task: Task, rows: pl.LazyFrame) -> Iterator[tuple[int, pl.DataFrame | None]]:
-    """The rows, some at a time, and the number of the first of them."""
-    start, held = 0, pl.DataFrame()
-    with recipe_explained(task):
-        for some in _batches(rows):
-            held = held.vstack(some) if held.width else some
-            while held.height >= _SLICE:
-                yield start, held[:_SLICE]
-                start, held = start + _SLICE, held[_SLICE:]
-    if held.height:
-        yield start, held
-    task.journal.add("derived rows", {"count": start + held.height})
-
-
-def _batches(rows: pl.LazyFrame) -> Iterator[pl.DataFrame]:
-    """Yield the rows in order, some at a time."""
-    if hasattr(rows, "collect_batches"):
-        yield from rows.collect_batches(engine="streaming", maintain_order=True)
-    else:  # Polars before 1.34
-        yield rows.collect(engine="streaming")
 
 
 def _forget_broken(task: Task) -> None:
@@ -433,13 +393,7 @@ def check_columns_of(schema: Schema, columns: Sequence[str], name: str) -> None:
 def make_rows(schema: Schema, frame: pl.DataFrame, file: str) -> tuple[pl.DataFrame, dict[str, Any], list[BadLine]]:
     """The rows of a frame with the leading features; labels, times and splits; and the rows that cannot be used, by
     their place in the frame, if any."""
-    lazy = frame.with_row_index(_LINE).lazy()
-    waiting: list[tuple[Derivation | str, pl.LazyFrame]] = []
-    for feature in schema.feature[: leading(schema.feature)]:
-        lazy = apply_feature(lazy, feature)
-        waiting.append((feature, lazy))
-    with explained(f"{file}: features", waiting, lambda feature: f"{file}: {feature.where}"):
-        made = lazy.collect()
+    made = derive(frame.with_row_index(_LINE), schema.feature[: leading(schema.feature)], file=file)
     layout = Layout(schema, keys_only=True)
     block = frame_block(made, list(dict.fromkeys([*layout.fields, *_parsed_later(schema, made)])))
     keys = layout.arrays(block, file)

@@ -28,7 +28,7 @@ from stoker.prep.source_format import SourceFormat
 from stoker.prep.stages.parts import checksum, made_beside, write_part
 from stoker.prep.stages.task import Progress, Task
 
-__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows", "sources_of"]
+__all__ = ["Rows", "derivation", "explained", "ingest_sources", "read_rows", "sources_of", "write_derived"]
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ def read_rows(task: Task) -> Rows:
         return Rows(blocks=blocks, raw=blocks)
     raw: list[IngestedBlock] = []
     made = Source(
-        number=0, path=_derive(task, raw), fields=fields, format=SourceFormat(kind="parquet"),
+        number=0, path=write_derived(task, derivation(task, raw)), fields=fields, format=SourceFormat(kind="parquet"),
         name=f"rows that recipe {task.recipe.name} derives",
     )  # fmt: skip
     # What a derivation yields is the recipe's own doing: a row that does not fit is a defect to show at once.
@@ -145,15 +145,16 @@ def explained(task: Task) -> Iterator[None]:
         ) from error
 
 
-def _derive(task: Task, raw: list[IngestedBlock]) -> Path:
-    """The rows that the recipe makes, in a file."""
-    frame = derivation(task, raw)
+def write_derived(task: Task, rows: pl.LazyFrame) -> Path:
+    """Write the rows that the recipe makes to a file."""
     path = task.work / "derived.parquet"
+    task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
     if task.journal.finished("derived", path) is None:
-        task.report(Progress(stage="derive", done=0, total=1, unit="steps"))
+        for step in [step for step in task.journal.done if step.startswith("rows/")]:
+            del task.journal.done[step]  # made of an earlier derivation, whose rows may be in another order
         beside = path.with_suffix(".tmp")
         with explained(task), full_disk():
-            frame.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
+            rows.sink_parquet(beside, maintain_order=True, engine="streaming", row_group_size=2**17, compression="lz4")
         os.replace(beside, path)
         task.journal.add("derived", checksum(path))
     else:
