@@ -66,8 +66,10 @@ bench: $(VENV)/.dev  ## Run every benchmark bar and add to benchmarks/results/; 
 peers: $(VENV)/.dev  ## Build the environments of the systems that benchmarks compare with, in .peers
 	@$(PY) -m benchmarks.peers build
 
-docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help
+docs: $(VENV)/.dev  ## Write docs/cli.md from the command line's own help, and build the site in build/site
 	@$(PY) -m stoker.cli.reference > docs/cli.md
+	@$(PY) -m sphinx -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
 
 bare:  ## Train with only torch, numpy and safetensors installed
 	@rm -rf .venv-bare

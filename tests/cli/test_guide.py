@@ -1,4 +1,4 @@
-"""The guide at the beginning of docs/prepare.md, followed to the letter: from a CSV to scores."""
+"""The guide of docs/start.md, followed to the letter: from a CSV to scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from calling import output
 
 import stoker
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "prepare.md").read_text(encoding="utf-8")
-GUIDE = GUIDE[GUIDE.index("## From your CSV to a score") : GUIDE.index("## Your own log: start with a draft")]
+GUIDE = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
 
 
 def write_logs(folder: Path, rows: int = 3_000) -> None:

@@ -1,0 +1,222 @@
+"""Simple models on the columns of a dataset, which a recommender should beat.
+
+The average of the training labels, a logistic regression and, where LightGBM is installed, boosted trees. Their figures
+are stored with the dataset (``baselines.json``), and every later run shows them next to its own: so everyone sees what
+embeddings bring.
+
+Legend: n rows, F features, W weights (one for each row of each feature's table, and one for each dense column).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stoker.base.errors import DataError
+from stoker.base.files import atomic_file
+from stoker.dataset.batch import Batch
+from stoker.dataset.dataset import Dataset
+from stoker.dataset.spec import FeatureSpec
+from stoker.dataset.split import Split
+from stoker.training.scores.metrics import StreamingMetrics
+
+__all__ = ["Baselines", "baseline", "saved_baselines"]
+
+FILE = "baselines.json"
+ROWS = 500_000  # training rows that are fitted on at most; more change the weights of a convex model little
+BATCH = 8192  # rows
+L2 = 1.0  # as scikit-learn's default, C = 1
+STEPS = 200  # of L-BFGS at most
+TREES = 300  # of LightGBM at most; fewer where validation rows say so
+
+Predictor = Callable[[Batch], npt.NDArray[np.float64]]  # a batch -> its logits [B]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baselines:
+    """Figures of simple models: ``figures["logistic regression"]["test"]["auc"]``."""
+
+    rows: int  # training rows that were fitted on
+    figures: Mapping[str, Mapping[str, Mapping[str, float | None]]]  # model -> split -> metric -> value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+def saved_baselines(dataset: Dataset) -> Baselines | None:
+    """Return the baselines that are stored with a dataset; None where there are none, or none that can be read."""
+    try:
+        found = json.loads((Path(dataset.path) / FILE).read_text(encoding="utf-8"))
+        return Baselines(rows=int(found["rows"]), figures=found["figures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def baseline(
+    dataset: Dataset | str | Path, *, rows: int = ROWS, progress: Callable[[str, int, int], None] | None = None
+) -> Baselines:
+    """Fit simple models on the training rows, evaluate them on the other splits, and store the figures with the data.
+
+    The logistic regression has a weight for each id of each feature (a sequence counts as the mean over its ids) and
+    for each dense column, with the L2 of scikit-learn's default. L-BFGS solves it.
+
+    Args:
+        dataset: what :func:`stoker.prepare` made, or its path.
+        rows: training rows to fit on; of more, so many are drawn.
+        progress: called with (what is being done, done, total).
+
+    Raises:
+        DataError: there are no training rows, or they have labels of one kind only.
+
+    Example:
+        >>> import tempfile
+        >>> from stoker.testing import make_dataset
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> found = baseline(make_dataset(f"{folder.name}/data", rows=2000))
+        >>> sorted(found.figures)[:2]
+        ['average', 'logistic regression']
+        >>> found.figures["average"]["valid"]["auc"]
+        0.5
+    """
+    data = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
+    report = progress or (lambda what, done, total: None)
+    batches = list(_drawn(data.train, rows))
+    labels = np.concatenate([_labels(batch) for batch in batches]) if batches else np.empty(0)
+    if not 0 < labels.sum() < len(labels):
+        raise DataError(
+            f"{data.path} has no training rows of both labels, so there is nothing to fit. Prepare it with more rows."
+        )
+    figures = {}
+    fits: dict[str, Callable[[], Predictor | None]] = {
+        "average": lambda: _average(labels),
+        "logistic regression": lambda: _logistic(data.schema, batches, labels),
+        "LightGBM": lambda: _trees(data, batches, labels),
+    }
+    for number, (name, fit) in enumerate(fits.items()):
+        report(name, number, len(fits))
+        if (predictor := fit()) is not None:
+            figures[name] = {
+                split.name: _evaluate(predictor, split) for split in (data.valid, data.test) if split.labelled
+            }
+    report("baselines", len(fits), len(fits))
+    found = Baselines(rows=len(labels), figures=figures)
+    with atomic_file(Path(data.path) / FILE) as file:
+        file.write(json.dumps(found.to_dict(), indent=1).encode())
+    return found
+
+
+def _drawn(split: Split, rows: int) -> Iterator[Batch]:
+    """Yield batches of so many rows in shuffled order, of one epoch at most."""
+    left = min(rows, len(split))
+    for batch in split.batches(min(BATCH, max(1, left)), seed=0):
+        if left <= 0:
+            return
+        yield batch
+        left -= len(batch)
+
+
+def _labels(batch: Batch) -> npt.NDArray[np.float64]:
+    assert batch.labels is not None
+    return batch.labels.numpy().astype(np.float64)
+
+
+def _evaluate(predictor: Predictor, split: Split) -> dict[str, float | None]:
+    metrics = StreamingMetrics()
+    for batch in split.batches(BATCH):
+        labels = torch.from_numpy(_labels(batch)).float()
+        known = ~labels.isnan()
+        metrics.update(torch.from_numpy(predictor(batch))[known], labels[known])
+    return {name: value if np.isfinite(value) else None for name, value in metrics.compute().items()}
+
+
+def _average(labels: npt.NDArray[np.float64]) -> Predictor:
+    share = labels.mean()
+    logit = np.log(share) - np.log1p(-share)
+    return lambda batch: np.full(len(batch), logit)
+
+
+class _Design:
+    """Turns batches into sparse matrices [B, W]: indicator columns of ids, then dense columns by mean and deviation."""
+
+    def __init__(self, spec: FeatureSpec, batches: Sequence[Batch]) -> None:
+        sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
+        self._base = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)  # [F + 1]
+        dense = np.concatenate([batch.dense.numpy() for batch in batches])
+        self._mean, deviation = dense.mean(axis=0), dense.std(axis=0)
+        self._scale = np.where(deviation > 0, deviation, 1.0)
+        self.width = int(self._base[-1]) + len(spec.dense)
+
+    def matrix(self, batch: Batch) -> Any:
+        """Return a scipy.sparse.csr_matrix [B, W] of float64."""
+        from scipy import sparse
+
+        features = len(self._base) - 1
+        ids = batch.ids.numpy().reshape(-1).astype(np.int64)
+        if batch.offsets is None:
+            lengths = np.ones(len(batch) * features, dtype=np.int64)
+        else:
+            lengths = batch.offsets.diff().numpy()
+        bag_of = np.repeat(np.arange(len(lengths)), lengths)
+        starts = np.concatenate([[0], lengths.reshape(len(batch), features).sum(axis=1).cumsum()])
+        values = 1.0 / lengths[bag_of]
+        columns = ids + self._base[bag_of % features]
+        counts = sparse.csr_matrix((values, columns, starts), shape=(len(batch), int(self._base[-1])))
+        dense = (batch.dense.numpy() - self._mean) / self._scale
+        return sparse.hstack([counts, sparse.csr_matrix(dense.astype(np.float64))], format="csr")
+
+
+def _logistic(spec: FeatureSpec, batches: Sequence[Batch], labels: npt.NDArray[np.float64]) -> Predictor:
+    """Minimize the sum of the log losses + L2 / 2 |weights|^2; the intercept is not penalized."""
+    from scipy import optimize, sparse
+
+    design = _Design(spec, batches)
+    matrix = sparse.vstack([design.matrix(batch) for batch in batches], format="csr")
+    transposed = matrix.T.tocsr()
+
+    def loss(weights: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        logits = matrix @ weights[:-1] + weights[-1]
+        wrong = 1.0 / (1.0 + np.exp(-logits)) - labels
+        value = np.logaddexp(0.0, logits).sum() - labels @ logits + L2 / 2 * weights[:-1] @ weights[:-1]
+        return float(value), np.concatenate([transposed @ wrong + L2 * weights[:-1], [wrong.sum()]])
+
+    start = np.zeros(design.width + 1)
+    weights = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": STEPS}).x
+    return lambda batch: design.matrix(batch) @ weights[:-1] + weights[-1]
+
+
+def _trees(data: Dataset, batches: Sequence[Batch], labels: npt.NDArray[np.float64]) -> Predictor | None:
+    """Return boosted trees over dense columns and single ids; None where LightGBM is not installed."""
+    try:
+        import lightgbm
+    except ImportError:
+        return None
+    single = [place for place, feature in enumerate(data.schema.features) if not feature.sequence]
+    features, dense = len(data.schema.features), len(data.schema.dense)
+
+    def table(batch: Batch) -> npt.NDArray[np.float64]:
+        if batch.offsets is None:
+            ids = batch.ids.numpy()
+        else:  # bags of single ids have one each
+            ids = batch.ids.numpy()[batch.offsets[:-1].numpy().clip(max=len(batch.ids) - 1)].reshape(-1, features)
+        return np.concatenate([batch.dense.numpy(), ids[:, single]], axis=1).astype(np.float64)
+
+    settings = {"categorical_feature": list(range(dense, dense + len(single))), "free_raw_data": False}
+    train = lightgbm.Dataset(np.concatenate([table(batch) for batch in batches]), labels, **settings)
+    watched, stopping = [], []
+    if data.valid.labelled:
+        held = list(_drawn(data.valid, ROWS))
+        known = np.concatenate([_labels(batch) for batch in held])
+        rows = np.concatenate([table(batch) for batch in held])[~np.isnan(known)]
+        watched = [lightgbm.Dataset(rows, known[~np.isnan(known)], reference=train)]
+        stopping = [lightgbm.early_stopping(20, verbose=False)]
+    options = {"objective": "binary", "verbosity": -1, "seed": 0, "deterministic": True}
+    model = lightgbm.train(options, train, TREES, valid_sets=watched, callbacks=stopping)
+    return lambda batch: np.asarray(model.predict(table(batch), raw_score=True))

@@ -1,0 +1,63 @@
+"""The documentation: it builds without a warning, quotes messages that exist, and README stays short."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import stoker
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SCREENS = 85  # lines of README: two screens
+
+
+def messages() -> str:
+    """Every text of the package, one a line, with ... where a value is put in."""
+
+    def text_of(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.JoinedStr):
+            return "".join("..." if isinstance(part, ast.FormattedValue) else text_of(part) for part in node.values)
+        if isinstance(node, ast.BinOp):
+            return text_of(node.left) + text_of(node.right)
+        return ""
+
+    found = []
+    for path in Path(stoker.__file__).parent.rglob("*.py"):
+        found += [text_of(node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return "\n".join(found)
+
+
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    known = messages()
+    assert len(quoted) >= 30
+    assert [text for text in quoted if text not in known] == []
+
+
+def test_readme_fits_two_screens_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= SCREENS
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    named = set(re.findall(r"^\.\. auto\w+:: stoker\.(\w+)$", pages, re.MULTILINE))
+    modules = {"features", "optim", "recipes", "synthetic"}
+    assert set(stoker.__all__) - modules - {"__version__"} == named - modules
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "EmbeddingTables" in (tmp_path / "reference" / "tables.html").read_text(encoding="utf-8")

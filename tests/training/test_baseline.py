@@ -1,0 +1,73 @@
+"""Baselines: the logistic regression is scikit-learn's, the figures are stored and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss, roc_auc_score
+
+from stoker.base.errors import DataError
+from stoker.dataset.dataset import Dataset
+from stoker.testing import make_dataset
+from stoker.training.tools.baseline import baseline, saved_baselines
+
+
+def columns(data: Dataset, name: str) -> tuple[sparse.csr_matrix, np.ndarray]:
+    """Indicators of ids (the mean over those of a sequence) and dense columns, one row at a time; labels."""
+    spec, rows, labels = data.schema, [], []
+    sizes = [spec.num_embeddings[feature.table] for feature in spec.features]
+    base = np.concatenate([[0], np.cumsum(sizes)])
+    for batch in data.split(name).batches(1):
+        row = np.zeros(base[-1] + len(spec.dense))
+        for place in range(len(sizes)):
+            ids = batch.padded(place, int(batch.lengths(place))).numpy().reshape(-1)
+            for each in ids:
+                row[base[place] + each] += 1 / len(ids)
+        row[base[-1] :] = batch.dense.numpy()[0]
+        rows.append(sparse.csr_matrix(row))
+        labels.append(float(batch.labels[0]))
+    return sparse.vstack(rows).tocsr(), np.array(labels)
+
+
+@pytest.mark.parametrize("sequence", [None, {1: 3}])
+def test_the_logistic_regression_is_that_of_scikit_learn(tmp_path: Path, sequence: dict[int, int] | None) -> None:
+    data = make_dataset(tmp_path / "data", rows=1500, sequence=sequence)
+    found = baseline(data)
+    train, labels = columns(data, "train")
+    dense = len(data.schema.dense)
+    values = train[:, -dense:].toarray()
+    mean, deviation = values.mean(axis=0), values.std(axis=0)
+
+    def scaled(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+        return sparse.hstack([matrix[:, :-dense], (matrix[:, -dense:].toarray() - mean) / deviation]).tocsr()
+
+    model = LogisticRegression(C=1.0, tol=1e-8, max_iter=1000).fit(scaled(train), labels)
+    for split in ("valid", "test"):
+        matrix, known = columns(data, split)
+        scores = model.predict_proba(scaled(matrix))[:, 1]
+        ours = found.figures["logistic regression"][split]
+        assert ours["auc"] == pytest.approx(roc_auc_score(known, scores), abs=2e-3)
+        assert ours["log_loss"] == pytest.approx(log_loss(known, scores), abs=1e-3)
+        mean_label = np.full(len(known), labels.mean())
+        assert found.figures["average"][split]["log_loss"] == pytest.approx(log_loss(known, mean_label), abs=1e-9)
+
+
+def test_baselines_are_stored_with_the_dataset(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=600)
+    assert saved_baselines(data) is None
+    found = baseline(data, rows=200)
+    assert found.rows == 200
+    assert saved_baselines(Dataset(data.path)) == found
+    data.verify()
+    (tmp_path / "data" / "baselines.json").write_text("{")
+    assert saved_baselines(data) is None
+
+
+def test_labels_of_one_kind_are_refused(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", rows=20)
+    with pytest.raises(DataError, match="no training rows of both labels"):
+        baseline(data, rows=1)
