@@ -84,8 +84,7 @@ class Settings:
     panel: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, panel: str = "") -> None:
-        """Args: panel: of the command line's help."""
-        cls.panel = panel
+        cls.panel = panel  # of the command line's help
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
 from stoker.base.progress import Bars
@@ -88,25 +88,19 @@ def plan(
     proposal = _proposal(config, data) if allow_compression else None
     record: dict[str, Any] = {"dataset": str(dataset), **_values(placement, step)}
     if allow_compression:
-        record["compressed"] = proposal and {"settings": proposal.settings, **_values(*proposal[1:])}
+        record["compressed"] = proposal and {"settings": proposal[0], **_values(*proposal[1:])}
     if printed(record, as_json):
         return
     _show_placement(f"{dataset}, {config.model}", placement, step)
     if proposal:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in proposal.settings.items())
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in proposal[0].items())
         _show_placement(f"\nwith {flags}, which is another model:", *proposal[1:])
     elif allow_compression:
         print("\nTensor trains would save nothing here: the rows fit as they are, or no table gets smaller.")
 
 
-class _Proposal(NamedTuple):
-    settings: dict[str, int]
-    placement: Placement
-    step: StepTime
-
-
-def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
-    """The largest tables as tensor trains, as many as let the others lie on the device."""
+def _proposal(config: TrainConfig, data: Dataset) -> tuple[dict[str, int], Placement, StepTime] | None:
+    """The largest tables as tensor trains, as many as let the others lie on the device: the settings for that."""
     from stoker.optim import Constant
     from stoker.placement.planner import rows_to_compress
     from stoker.tables import TensorTrain
@@ -125,7 +119,7 @@ def _proposal(config: TrainConfig, data: Dataset) -> _Proposal | None:
     proposed = config.replace(tt_rank=rank, tt_rows=rows)
     placement = place_run(proposed, data, optimizer)
     assert placement is not None
-    return _Proposal(settings, placement, measure_step(proposed, data, placement))
+    return settings, placement, measure_step(proposed, data, placement)
 
 
 def _values(placement: Placement, step: StepTime) -> dict[str, Any]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import typer
 
 from stoker.cli import app
-
-_MARKUP = re.compile(r"\[/?(?:bold|dim|italic|red|green|yellow|cyan|blue)[^\]]*\]")
 
 
 def markdown() -> str:
@@ -23,15 +19,14 @@ def markdown() -> str:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         lines += [f"## stoker {name}", "", *_text(command.help)]
-        lines += _rows("Argument", command, "argument")
-        lines += _rows("Option", command, "option")
+        lines += _table("Argument", command) + _table("Option", command)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _text(text: str | None) -> list[str]:
     """Paragraphs as they are; a block behind a form feed mark (no rewrapping) becomes a code block."""
     lines: list[str] = []
-    for paragraph in _MARKUP.sub("", text or "").strip().split("\n\n"):
+    for paragraph in (text or "").strip().split("\n\n"):
         body = [line.strip() for line in paragraph.splitlines()]
         if body and body[0] == "\b":
             lines += ["```", *body[1:], "```", ""]
@@ -40,25 +35,19 @@ def _text(text: str | None) -> list[str]:
     return lines
 
 
-def _rows(title: str, command: Any, kind: str) -> list[str]:
-    rows = list(_cells(command, kind))
-    return [f"| {title} | Meaning |", "|---|---|", *rows, ""] if rows else []
-
-
-def _cells(command: Any, kind: str) -> Iterator[str]:
+def _table(title: str, command: Any) -> list[str]:
+    rows = []
     for parameter in command.params:
-        if parameter.param_type_name != kind or getattr(parameter, "hidden", False):
+        if parameter.param_type_name != title.lower() or getattr(parameter, "hidden", False):
             continue
-        names = " ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-        if kind == "argument":
-            names = f"`{parameter.name}`"
-        text = _MARKUP.sub("", " ".join((getattr(parameter, "help", None) or "").split()))
-        default = parameter.default
+        names = [parameter.name] if title == "Argument" else [*parameter.opts, *parameter.secondary_opts]
+        text, default = " ".join((getattr(parameter, "help", None) or "").split()), parameter.default
         if parameter.required:
             text += " Required."
         elif isinstance(default, str | int | float) and not isinstance(default, bool):
             text += f" Default: {default}."
-        yield f"| {names} | {text.strip().replace('|', chr(92) + '|')} |"
+        rows.append(f"| {' '.join(f'`{name}`' for name in names)} | {text.strip().replace('|', chr(92) + '|')} |")
+    return [f"| {title} | Meaning |", "|---|---|", *rows, ""] if rows else []
 
 
 if __name__ == "__main__":

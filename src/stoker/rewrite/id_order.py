@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DependencyError
 from stoker.base.settings import Settings, setting
-from stoker.dataset.shards import Shard
-from stoker.dataset.spec import FeatureSpec
-from stoker.rewrite.derived import feature_of_ids
+
+if TYPE_CHECKING:  # the command line's help reads the settings, and needs no torch
+    from stoker.dataset.shards import Shard
+    from stoker.dataset.spec import FeatureSpec
 
 __all__ = [
     "IdWindows",
@@ -152,6 +153,8 @@ class IdWindows:
 
 def table_ids(shard: Shard, start: int, schema: FeatureSpec, table: str) -> tuple[npt.NDArray[np.integer], Int64]:
     """Return the ids of a table in a shard whose first row is ``start``, and their rows, [L] each, by row."""
+    from stoker.rewrite.derived import feature_of_ids
+
     places = [place for place, feature in enumerate(schema.features) if feature.table == table]
     rows = np.arange(start, start + shard.rows)
     if shard.lengths is None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -33,10 +32,6 @@ class BatchChoice:
     def __str__(self) -> str:
         measured = ", ".join(f"{size:,}: {format_count(rate)}/s" for size, rate in self.throughput.items())
         return f"batch size {self.batch_size:,} was chosen: {self.reason} (examples a second: {measured})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
@@ -81,17 +76,18 @@ def choose_batch_size(data: Dataset, config: TrainConfig) -> BatchChoice:
 
 def _lacks_memory(error: Exception) -> bool:
     """Whether a step failed for want of memory: on the device, of the machine, or of slots."""
-    text = str(error).lower()
-    return isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError) or any(
-        words in text for words in ("can't allocate memory", "out of memory", "distinct rows in fast memory")
-    )
+    words = ("can't allocate memory", "out of memory", "distinct rows in fast memory")
+    lacking = isinstance(error, ConfigError | MemoryError | torch.OutOfMemoryError)
+    return lacking or any(each in str(error).lower() for each in words)
 
 
 def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
     """Examples a second of a step, the median, and bytes that stepping took at most beyond the model."""
     with throwaway(data, config, _WARM + _MOST) as (replica, batches):
         device = replica.model.device
-        before = _peak(device, begin=True)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        before = _peak(device)
         times: list[float] = []
         while len(times) < _WARM + _FEWEST or (len(times) < _WARM + _MOST and sum(times[_WARM:]) < _SECONDS):
             begin = time.perf_counter()
@@ -104,11 +100,6 @@ def _measure(data: Dataset, config: TrainConfig) -> tuple[float, int]:
     return config.batch_size / statistics.median(times[_WARM:]), max(0, grown)
 
 
-def _peak(device: torch.device, *, begin: bool = False) -> int:
-    """Most bytes in use so far; on the CPU by the whole process since its start."""
-    if device.type == "cuda":
-        if begin:
-            torch.cuda.reset_peak_memory_stats(device)
-            return int(torch.cuda.memory_allocated(device))
-        return int(torch.cuda.max_memory_allocated(device))
-    return peak_memory() or 0
+def _peak(device: torch.device) -> int:
+    """Most bytes in use so far, or since they were reset; on the CPU by the whole process since its start."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else peak_memory() or 0

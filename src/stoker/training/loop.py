@@ -122,7 +122,7 @@ def _train(
     if resume is not None:
         kept = {**RunDirectory(str(resume)).read("config.json"), **kept}
     elif choice is not None:
-        kept["batch_size_chosen"] = choice.to_dict()
+        kept["batch_size_chosen"] = vars(choice)
     run = RunDirectory.create(out, kept) if out is not None else RunDirectory(str(resume))
     progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown, run.locked():
