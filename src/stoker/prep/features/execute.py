@@ -1,8 +1,8 @@
 """Work features out, and fit the learned ones, run by run over blocks of rows.
 
 A run is some features of the list that none other of them is fitted on. Features with a key (window features, counts,
-target encodings) see all rows of a key at once, all others their block. A frame in memory is one block and one
-partition. Of more rows in files, blocks are partitioned by a hash of the key (:func:`by_key`).
+target encodings) see all rows of a key at once, all others their block. More than a million rows are partitioned by a
+hash of the key: those of files by way of other files (:func:`by_key`), those of a frame, which is one block, in memory.
 """
 
 from __future__ import annotations
