@@ -19,6 +19,7 @@ __all__ = [
     "PROPERTIES",
     "SMOOTHING",
     "STEPS",
+    "UNUSED",
     "Clock",
     "feature_case",
     "fold_of_rows",
@@ -38,6 +39,8 @@ COLUMNS = {
 KEYS = ("current_filters", "city", "device", "user_id")  # each is encoded with the item
 #: items are counted with each of these
 COMBINATIONS = (("user_id", "session_id"), ("user_id", "session_id", "city"), ("user_id", "city"), ("city",))
+#: columns of clicks that no feature of pairs reads
+UNUSED = ("timestamp", "step", "action_type", "platform", "is_click_out")
 FOLDS, SMOOTHING, MOST, PROPERTIES = 8, 20.0, 25, 157
 
 

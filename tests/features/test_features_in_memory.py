@@ -10,6 +10,7 @@ import pytest
 
 from stoker import features as f
 from stoker.base.errors import ConfigError
+from stoker.prep.features import execute
 from stoker.prep.features.tables import read_table
 
 PIECES = ["a", "é", "", "thirteen byte", "a text of more than twelve bytes", "12", ":", "|"]
@@ -55,6 +56,24 @@ def test_what_rows_in_memory_teach_is_what_lazy_ones_do(tmp_path: Path) -> None:
     for path in sorted((tmp_path / "lazy").iterdir()):
         assert path.read_bytes() == (tmp_path / "memory" / path.name).read_bytes(), path.name
     assert f.Fitted.load(tmp_path / "memory").apply(new).collect().equals(fitted.apply(new).collect())
+
+
+@pytest.mark.parametrize("few", [0, 100, 10**6])
+def test_rows_in_memory_by_partitions(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    rows = drawn_rows(2000).with_columns(o=pl.Series(draw(2000, 50, 9)))
+    features = [
+        f.MeanTargetEncoding(name="m", by=("t", "u"), folds=5), f.CountEncoding(name="c", by=("v", "u")),
+        f.MeanTargetEncoding(name="n", by="t", fold_by="u"), f.Previous(name="p", by="u", order="o", column="t"),
+        f.History(name="h", by=("u", "v"), order="o", column="t"), f.CountEncoding(name="again", by=("c", "p")),
+    ]  # fmt: skip
+    whole, expected = f.fit_apply(features, rows, label="y")
+    monkeypatch.setattr(execute, "PARTITION_ROWS", 170)
+    monkeypatch.setattr(execute, "_FEW_KEYS", few)
+    fitted, made = f.fit_apply(features, pl.concat([rows[:700], rows[700:]]), label="y")
+    assert made.equals(expected)
+    for name, one in whole.learned.items():
+        assert fitted.learned[name].table.equals(one.table)
+        assert fitted.learned[name].facts == one.facts
 
 
 def test_tables_of_many_blocks_come_in_one_piece(tmp_path: Path) -> None:

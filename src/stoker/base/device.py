@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from stoker.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _FEW_THREADS = 16  # allowed on any machine
 _keeps = False  # whether glibc keeps freed memory now
@@ -42,6 +43,8 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
     Raises:
         ConfigError: a device that torch does not know or this machine does not have.
     """
+    import torch
+
     if name is None or name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -65,6 +68,8 @@ def resolve_device(name: str | torch.device | None = None) -> torch.device:
 
 def device_memory(device: torch.device | str) -> tuple[int, int]:
     """(free, total) bytes of a device's memory; of main memory for the CPU."""
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -1,8 +1,8 @@
 """Work features out, and fit the learned ones, run by run over blocks of rows.
 
 A run is some features of the list that none other of them is fitted on. Features with a key (window features, counts,
-target encodings) see all rows of a key at once, all others their block. A frame in memory is one block and one
-partition. Of more rows in files, blocks are partitioned by a hash of the key (:func:`by_key`).
+target encodings) see all rows of a key at once, all others their block. More than a million rows are partitioned by a
+hash of the key: those of files by way of other files (:func:`by_key`), those of a frame, which is one block, in memory.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Executor:
         threads: that work.
         given: tables of features that were fitted before; None: they are fitted.
         train: which rows are training rows; None where ``given`` is not.
-        folder: for files of partitions; None: all rows are worked on at once.
+        folder: for files of partitions; None: the rows are in memory.
         keep_states: names of window features whose state is wanted.
         states: states that the rows follow, by feature; ``source``: whose they are.
     """
@@ -229,7 +229,7 @@ class Executor:
     @property
     def _at_once(self) -> bool:
         """Whether all rows are one partition."""
-        return self.folder is None or sum(self.rows.sizes) <= PARTITION_ROWS
+        return sum(self.rows.sizes) <= PARTITION_ROWS
 
     def _by_key(self, by: tuple[str, ...], features: Sequence[Past | Keyed]) -> Iterator[pl.DataFrame]:
         """Yield the outputs of features block by block, worked out by partitions of the key ``by``."""
@@ -254,27 +254,33 @@ class Executor:
                 made += found[known.height :].get_columns()
             if self.given is not None:
                 of = {one.name: self.given[one.name] for one in keyed}
-                found = {name: LearnedTable(table=mine(one.table), facts=one.facts) for name, one in of.items()}
-                return pl.DataFrame([*made, *derive(rows, keyed, found).select(*found)])
-            assert self.train is not None
+                some = {name: LearnedTable(table=mine(one.table), facts=one.facts) for name, one in of.items()}
+                return pl.DataFrame([*made, *derive(rows, keyed, some).select(*some)])
             rows = add_helpers(rows.lazy(), fitted).collect()
             train = np.broadcast_to(rows.select(self.train).to_series().to_numpy(), rows.height)
 
             def fit(one: Keyed) -> pl.Series:
                 with explained(one):
                     if count == 1:
-                        facts[one.name] = one.facts(rows.lazy().filter(self.train))
-                    make, series = one.work_out(rows, train, facts[one.name])
-                    tables[one.name].append(make if count == 1 else make())
+                        facts[one.name] = one.facts(rows.lazy().filter(pl.Series(train)))
+                    values, series = one.work_out(rows, train, facts[one.name])
+                    known = values.filter(pl.col(FIRST) < rows.height)
+                    numbered = known.with_columns(rows.get_column(ROW)[known.get_column(FIRST)].alias(FIRST))
+                    tables[one.name].append(
+                        numbered
+                        if whole is not None
+                        else one.table_of(rows, known).with_columns(numbered.get_column(FIRST))
+                    )
                     return series
 
             threads = self.threads if count == 1 else 1  # partitions are worked on at once, or features are
             return pl.DataFrame([*made, *ordered_map(fit, fitted, threads)])
 
-        if self._at_once:
-            whole = work(self.rows.whole().select(*wanted).collect().rechunk(), 0, 1)
+        whole = self.rows.whole().select(*wanted).collect() if self._at_once or self.folder is None else None
+        if whole is not None:
+            made = _by_key_in_memory(whole, by, work, self.threads, PARTITION_ROWS)
             ends = np.cumsum(self.rows.sizes).tolist()
-            yield from (whole[end - size : end] for end, size in zip(ends, self.rows.sizes, strict=True))
+            yield from (made[end - size : end] for end, size in zip(ends, self.rows.sizes, strict=True))
         else:
 
             def read(block: int) -> pl.DataFrame:
@@ -283,16 +289,20 @@ class Executor:
             assert self.folder is not None
             yield from by_key(read, self.rows.sizes, by, work, self.folder, self.threads, PARTITION_ROWS)
         for one in fitted:
-            table = partial(_assembled, tables[one.name], FIRST)
+            table = partial(
+                _assembled, tables[one.name], FIRST, partial(one.table_of, whole) if whole is not None else None
+            )
             self.learned[one.name] = LearnedTable(table=table, facts=facts[one.name], distinct=True)
         for other in lasting:
             self.learned[other.name] = LearnedTable(table=partial(_assembled, tables[other.name], ROW))
 
 
-def _assembled(parts: list[Any], by: str) -> pl.DataFrame:
-    """Return the table whose rows partitions made, in the order of ``by``; parts may be functions that make them."""
-    tables: list[pl.DataFrame] = [part() if callable(part) else part for part in parts]
-    return pl.concat(tables).sort(by).drop(by)
+def _assembled(
+    parts: list[pl.DataFrame], by: str, complete: Callable[[pl.DataFrame], pl.DataFrame] | None = None
+) -> pl.DataFrame:
+    """Return the table whose rows partitions made, in the order of ``by``."""
+    table = pl.concat(parts).sort(by)
+    return table.drop(by) if complete is None else complete(table)
 
 
 def _partition_numbers(frame: pl.DataFrame, names: Sequence[str], partitions: int) -> Any:
@@ -326,6 +336,28 @@ def _as_new(feature: Past, state: pl.DataFrame, types: Mapping[str, pl.DataType]
             )
         state = state.with_columns(cast)
     return state.with_columns(pl.int_range(-state.height, 0, dtype=pl.Int64).alias(ROW))
+
+
+def _by_key_in_memory(
+    rows: pl.DataFrame,
+    names: Sequence[str],
+    work: Callable[[pl.DataFrame, int, int], pl.DataFrame],
+    threads: int,
+    most: int,
+) -> pl.DataFrame:
+    """Return the outputs of rows in memory, worked out by partitions of about ``most`` rows; as :func:`by_key`."""
+    count = -(-rows.height // most)
+    if count <= 1:
+        return work(rows.rechunk(), 0, 1)
+    numbers = _partition_numbers(rows, names, count).astype(np.uint16)
+
+    def work_out(partition: int) -> tuple[pl.DataFrame, Any]:
+        places = np.flatnonzero(numbers == partition)
+        return work(rows[pl.Series(places)], partition, count), places.astype(np.int32)
+
+    parts = list(ordered_map(work_out, range(count), threads))
+    places = np.argsort(np.concatenate([at for _, at in parts]))
+    return pl.concat([made for made, _ in parts])[pl.Series(places)]
 
 
 def by_key(

@@ -150,9 +150,7 @@ class Keyed(Learned):
         return {}
 
     @abstractmethod
-    def work_out(
-        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
-    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
         """Fit and encode at once.
 
         Args:
@@ -161,29 +159,23 @@ class Keyed(Learned):
             facts: by :meth:`facts`.
 
         Returns:
-            A function that makes the table of these keys with ``__first``, in its order, and the output of each row.
+            The table of these keys without the keys, but with ``__first``, the place of the first training row of each
+            key or the number of rows where it has none; and the output of each row.
         """
 
     def _keys(self, rows: pl.LazyFrame) -> list[pl.Expr]:
         schema = rows.collect_schema()
         return [groups.key(name, schema[name]) for name in self.by]
 
-    def _table(self, rows: pl.DataFrame, values: Mapping[str, Any]) -> Callable[[], pl.DataFrame]:
-        """Return a function that makes the table of the keys with a first training row.
+    def table_of(self, rows: pl.DataFrame, values: pl.DataFrame) -> pl.DataFrame:
+        """Return the table of some keys.
 
         Args:
-            rows: with the key and ``__row``.
-            values: column -> [keys]; ``__first`` is the place of the first training row of each key, or the number of
-                rows where it has none.
+            rows: with the key.
+            values: as :meth:`work_out` makes them, of keys with a first training row, in the order of the table.
         """
-        keys = rows.select(*self.by, ROW)
-
-        def make() -> pl.DataFrame:
-            made = pl.DataFrame(dict(values)).filter(pl.col(FIRST) < keys.height).sort(FIRST)
-            found = keys[made.get_column(FIRST)].rename({ROW: FIRST})
-            return found.with_columns(groups.key(name, keys.schema[name]) for name in self.by).hstack(made.drop(FIRST))
-
-        return make
+        keys = rows.select(self.by)[values.get_column(FIRST)]
+        return keys.select(self._keys(keys.lazy())).hstack(values.drop(FIRST))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,16 +193,14 @@ class CountEncoding(Keyed):
         found = look_up(frame, {name: name for name in self.by}, learned.table, {self.name: _COUNT})
         return found.with_columns(pl.col(self.name).fill_null(0))
 
-    def work_out(
-        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
-    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
         made, counts, first = (np.empty(rows.height, np.int64) for _ in range(3))
         keys = 0
         for some in groups.sorted_groups(*groups.key_codes(rows, self.by)):
             here = slice(keys, keys := keys + len(some.codes))
             counts[here], first[here] = some.sums(train), some.first(train)
             made[some.rows] = np.repeat(counts[here], some.sizes)
-        return self._table(rows, {_COUNT: counts[:keys], FIRST: first[:keys]}), pl.Series(self.name, made)
+        return pl.DataFrame({_COUNT: counts[:keys], FIRST: first[:keys]}), pl.Series(self.name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +304,7 @@ class MeanTargetEncoding(Keyed):
         mean = pl.when(weight > 0).then((total + self.smoothing * prior) / weight).otherwise(prior)
         return made.with_columns(mean.alias(self.name)).drop(*of_key, *mine)
 
-    def work_out(
-        self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]
-    ) -> tuple[Callable[[], pl.DataFrame], pl.Series]:
+    def work_out(self, rows: pl.DataFrame, train: Any, facts: Mapping[str, Any]) -> tuple[pl.DataFrame, pl.Series]:
         fold = rows.get_column(self.fold_column).to_numpy().astype(np.uint64)
         label = rows.get_column(LABEL).fill_null(0.0).to_numpy()
         if not (all_train := train.all()):
@@ -341,8 +329,8 @@ class MeanTargetEncoding(Keyed):
             made[some.rows] = encoded
             here = slice(keys, keys := keys + len(starts))
             sums[here], counts[here], first[here] = *totals, np.minimum.reduceat(some.first(train), starts)
-        values = {_SUM: sums[:keys], _COUNT: counts[:keys], FIRST: first[:keys]}
-        return self._table(rows, values), pl.Series(self.name, made)
+        values = pl.DataFrame({_SUM: sums[:keys], _COUNT: counts[:keys], FIRST: first[:keys]})
+        return values, pl.Series(self.name, made)
 
     def _smoothed(self, sums: Sequence[Any], prior: Any) -> Any:
         """Return the encodings of sums of labels and numbers of rows."""

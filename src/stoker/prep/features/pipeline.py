@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from stoker.base.device import give_back_memory
 from stoker.base.engine import check_engine, collect
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.ordered import ordered_map
@@ -187,6 +188,7 @@ def fit_apply(
         [made] = executor.run(run)
         frame = frame.hstack(made)
         learned |= executor.learned
+        give_back_memory()
     return Fitted(features=tuple(features), learned=learned), _without_helpers(frame)
 
 

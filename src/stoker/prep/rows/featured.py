@@ -94,7 +94,7 @@ def _lines(task: Task, raw: list[IngestedBlock]) -> list[_Piece]:
     kept = common_types(_kept_types(source) for source in sources) if task.schema.keep else {}
     sink = RowsSink(schema=task.splitting, kept=kept)
     try:
-        blocks = ingest_sources(task, sources, "rows", sink, task.limit, suffix=".parquet", on_threads=True)
+        blocks = ingest_sources(task, sources, "rows", sink, task.limit, on_threads=True)
     except MissingColumnError as error:
         features = task.schema.feature
         readers = [(one.where, name) for name in error.missing for one in features if name in one.inputs]

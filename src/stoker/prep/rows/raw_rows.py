@@ -82,12 +82,12 @@ def ingest_sources(
     sink: Callable[[Block, str, Path], Any],
     limit: BadLineLimit,
     *,
-    suffix: str = ".part",
     stage: str = "read",
     total: int | None = None,
     on_threads: bool = False,
 ) -> list[IngestedBlock]:
-    """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``.
+    """Write every block of the sources to a file ``name``/... of the work directory, by ``sink``: Parquet, unless the
+    name is "parts".
 
     ``total`` is the bytes of the stage, where these sources are not all of it; ``on_threads``: the sink has state of
     this process.
@@ -100,7 +100,8 @@ def ingest_sources(
 
     blocks, reused = ingest(
         sources, task.work / name, task.journal, sink, limit=limit, threads=task.threads, progress=advance,
-        block_bytes=task.block_bytes, suffix=suffix, executor=None if on_threads else task.executor,
+        block_bytes=task.block_bytes, suffix=".part" if name == "parts" else ".parquet",
+        executor=None if on_threads else task.executor,
     )  # fmt: skip
     task.reused += reused
     return blocks
@@ -193,7 +194,7 @@ def _raw_frame(
         for path in paths
     ]  # fmt: skip
     labels = [item for item in fields if item.column in raw.labels]
-    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, suffix=".parquet", total=total)
+    blocks = ingest_sources(task, sources, f"raw-{name}", _RawSink(labels), task.limit, total=total)
     done += blocks
     return pl.scan_parquet([block.path for block in blocks])
 
