@@ -33,7 +33,6 @@ from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.slots.foresight import Progress
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
-from stoker.training.progress import Clock
 from stoker.training.scores.evaluation import SCORED
 
 Batches = TypeVar("Batches", bound=Iterable[Batch])
@@ -279,21 +278,21 @@ def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[s
     } | {_SECONDS + name: value for name, value in totals.seconds().items()}
 
 
-def movement(since: Clock, times: Clock) -> dict[str, Any]:
-    """The fields of a training record for what was :func:`moved`; ``times`` is the clock over steps whose times count.
-    ``stage_seconds`` adds up threads, waited for or not."""
-    amount = since.counted
-    if not amount:
+def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields of a training record for what was :func:`moved`.
+
+    Args:
+        since: what the clock counted since the last record.
+        times: what it counted over the steps whose times count.
+    """
+    if "rows" not in since:
         return {}
     return {
-        "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
-        "fetched_mib_per_step": amount["bytes"] / 2**20 / since.steps,
-        "stall_share": min(1.0, times.counted["waited"] / times.seconds),
-        "stage_seconds": {
-            name: round(times.counted[_SECONDS + name], 6)
-            for name in STAGES
-            if times.counted.get(_SECONDS + name, 0.0) > 0
-        },
+        "hit_rate": since["hits"] / since["rows"] if since["rows"] else 1.0,
+        "fetched_mib_per_step": since["bytes"] / 2**20 / since["steps"],
+        "stall_share": min(1.0, times["waited"] / times["seconds"]),
+        # Threads add up, waited for or not.
+        "stage_seconds": {name: round(spent, 6) for name in STAGES if (spent := times[_SECONDS + name]) > 0},
     }
 
 

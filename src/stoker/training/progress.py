@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ class Progress:
     loss_count: int = 0
     # (step, loss) on the way: reading one waits for the GPU
     unread: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation; None if there was none."""
+        return None if self.best is None else int(self.best["step"])
 
     def read_losses(self) -> None:
         """Add the losses collected so far to the sum.
@@ -77,37 +83,39 @@ class Diverged(Exception):
         self.step = step
 
 
-@dataclass
 class Clock:
-    """Seconds, steps and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
+    """Count seconds, steps and examples of training, and what ``meter`` reads, without evaluation and checkpoints.
 
-    seconds: float = 0.0
-    steps: int = 0
-    examples: int = 0
-    meter: Callable[[], dict[str, float]] = dict  # readings that only rise
-    counted: dict[str, float] = field(default_factory=dict)
-    _started: float = field(default_factory=time.perf_counter)
-    _read: dict[str, float] = field(default_factory=dict)
+    Args:
+        meter: returns readings that only rise, by name.
+    """
 
-    def __post_init__(self) -> None:
-        self._read = self.meter()
+    def __init__(self, meter: Callable[[], dict[str, float]]) -> None:
+        self.total = defaultdict(
+            float, seconds=0.0, steps=0.0, examples=0.0
+        )  # what is read: up to date after each pause
+        self._meter, self._marks = meter, dict[str, dict[str, float]]()
+        self._begun = self._read()
+
+    def _read(self) -> dict[str, float]:
+        return {"seconds": time.perf_counter(), **self._meter()}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Training waits within the block; before it, ``seconds`` and ``counted`` are brought up to date."""
-        now, read = time.perf_counter(), self.meter()
-        self.seconds, self._started = self.seconds + now - self._started, now
-        self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
+        """Do not count what happens within the block; before it, :attr:`total` is brought up to date."""
+        for name, value in self._read().items():
+            self.total[name] += value - self._begun[name]
         yield
-        self._started, self._read = time.perf_counter(), self.meter()
+        self._begun = self._read()
 
-    def since(self, before: Clock) -> Clock:
-        """What was added to ``before``, a copy of this clock."""
-        return Clock(
-            seconds=self.seconds - before.seconds, steps=self.steps - before.steps,
-            examples=self.examples - before.examples,
-            counted={name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()},
-        )  # fmt: skip
+    def mark(self, *names: str) -> None:
+        """Let :meth:`since` count from now on, for each of these names."""
+        self._marks |= {name: dict(self.total) for name in names}
+
+    def since(self, name: str) -> dict[str, float]:
+        """Return what was counted since a mark; everything if it was never set."""
+        mark = self._marks.get(name, {})
+        return {key: value - mark.get(key, 0.0) for key, value in self.total.items()}
 
 
 @dataclass

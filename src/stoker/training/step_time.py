@@ -105,7 +105,7 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
             break
     seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
     for each in trained:
-        each.model.embeddings.close()
+        each.close()
     return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
 
 
@@ -113,7 +113,7 @@ class _Trained(Replica):
     """A model and how long its steps take, less planning and moving rows."""
 
     def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
-        super().__init__(config, spec, config.make_row_optimizer(Constant()), strategies)
+        super().__init__(config, spec, Constant(), strategies)
         self.seconds: list[float] = []
 
     def step(self, batch: Batch) -> Tensor:

@@ -106,23 +106,22 @@ def trace(
     examples = 0
     with process_settings(section.config):
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
-        rerun = Rerun(section, placement, wait=True, endless=True)
-        try:
-            with closing((iterate if slotted(rerun.model) else _waited_for)(rerun.feed)) as batches:
-                for _ in range(warm):
-                    rerun.step(next(batches))
-                start = time.perf_counter_ns()
-                with recorder:
-                    for number in range(recorded):
-                        with span("step", section.begin + warm + number):
-                            batch = next(batches)
-                            rerun.step(batch)
-                        examples += len(batch)
-                        if progress is not None:
-                            progress("steps", number + 1, recorded)
-                    end = time.perf_counter_ns()
-        finally:
-            rerun.close()
+        with (
+            closing(Rerun(section, placement, wait=True, endless=True)) as rerun,
+            closing((iterate if slotted(rerun.model) else _waited_for)(rerun.feed)) as batches,
+        ):
+            for _ in range(warm):
+                rerun.step(next(batches))
+            start = time.perf_counter_ns()
+            with recorder:
+                for number in range(recorded):
+                    with span("step", section.begin + warm + number):
+                        batch = next(batches)
+                        rerun.step(batch)
+                    examples += len(batch)
+                    if progress is not None:
+                        progress("steps", number + 1, recorded)
+                end = time.perf_counter_ns()
     main = next(one.thread for one in recorder.spans if one.name == "step")
     spans = tuple(one for one in recorder.spans if one.start >= start and one.end <= end)
     if out is not None:

@@ -129,18 +129,15 @@ def verify(
     with process_settings(section.config):
         section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
         _check_memory(section, placement)
-        placed = Rerun(section, placement)
-        try:
+        with closing(Rerun(section, placement)) as placed:
             resident = Rerun(section, None)
             comparison = _Comparison(placed.model, resident.model)
             difference, done = _replay(section, placed, resident, comparison, progress or _quiet)
-        finally:
-            placed.close()
-        return Verification(
-            run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=done,
-            placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
-            values=comparison.values, seconds=time.perf_counter() - started, difference=difference,
-        )  # fmt: skip
+    return Verification(
+        run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=done,
+        placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
+        values=comparison.values, seconds=time.perf_counter() - started, difference=difference,
+    )  # fmt: skip
 
 
 def _quiet(what: str, done: int, total: int) -> None: ...

@@ -1,0 +1,65 @@
+"""A run while it trains: what all parts of the loop look at."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.dataset.dataset import Dataset
+from stoker.tables import Stage
+from stoker.training.config import TrainConfig
+from stoker.training.display import Display
+from stoker.training.files.rundir import RunDirectory, RunLog, Upload
+from stoker.training.placing import Epochs, StageTotals, moved
+from stoker.training.progress import Clock, Progress, SaveTimer, StopSignals
+from stoker.training.replica import Replica
+from stoker.training.scheduled import ScheduledFeed
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """A run while it trains."""
+
+    data: Dataset
+    config: TrainConfig
+    replica: Replica  # the model and its optimizers
+    feed: Epochs | Stage | ScheduledFeed  # its batches
+    epoch: int  # steps of a pass over the training rows
+    total: int  # steps of the whole run
+    run: RunDirectory
+    log: RunLog
+    shown: Display
+    upload: Upload
+    progress: Progress
+    timer: SaveTimer
+    totals: StageTotals = field(default_factory=StageTotals)
+    stop: StopSignals = field(default_factory=StopSignals)
+    clock: Clock = field(init=False)
+    swaps: int = 0  # of hot and cold batches, in this process
+    saved: tuple[int, int, int] = field(init=False)  # what :attr:`moment` was at the last checkpoint
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(lambda: moved(self.replica.model, self.feed, self.totals))
+        self.saved = self.moment
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """What differs between two checkpoints: the step, that of the last evaluation, and the swaps."""
+        return self.progress.step, self.progress.evaluated, self.swaps
+
+    @property
+    def finished(self) -> bool:
+        """Return True if all steps are done, or patience is at its end."""
+        patience = self.config.patience
+        return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Write and show a record of this step."""
+        epoch = round(self.feed.step / self.epoch, 6)
+        self.write(kind=kind, step=self.progress.step, epoch=epoch, **values, time=round(time.time(), 3))
+
+    def write(self, **record: Any) -> None:
+        """Write and show one line of metrics.jsonl."""
+        self.log.write(record)
+        self.shown.record(record)
