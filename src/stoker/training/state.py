@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from stoker.dataset.dataset import Dataset
@@ -40,7 +41,8 @@ class TrainState:
     saved: tuple[int, int, int] = field(init=False)  # what :attr:`moment` was at the last checkpoint
 
     def __post_init__(self) -> None:
-        self.clock = Clock(lambda: moved(self.replica.model, self.feed, self.totals))
+        # The meter must not hold the state: what a cycle holds is not freed when training ends.
+        self.clock = Clock(partial(moved, self.replica.model, self.feed, self.totals))
         self.saved = self.moment
 
     @property
