@@ -6,6 +6,7 @@ Legend: B examples, F features, L ids in all.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -147,12 +148,10 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
 def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:
     """The same columns with the largest tables cut so that all but the compressed ones take :data:`_ROWS` bytes."""
     given = spec.num_embeddings
-    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.float64)
-    low, high = 1.0, float(rows.max(initial=1.0))
-    while high - low > 1:
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(rows, middle).sum() * size <= _ROWS else (low, middle)
-    most = int(high if np.minimum(rows, high).sum() * size <= _ROWS else low)
+    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.int64)
+    before, tables = np.cumsum(rows) - rows, np.arange(len(rows), 0, -1)  # smaller ones; this and larger ones
+    cut_from = np.flatnonzero(before + tables * rows > _ROWS // size)
+    most = max(1, int((_ROWS // size - before[cut_from[0]]) // tables[cut_from[0]])) if len(cut_from) else sys.maxsize
     cut = {name: count if name in compressed else min(count, most) for name, count in given.items()}
     return replace(spec, num_embeddings=cut)
 

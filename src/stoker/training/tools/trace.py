@@ -7,7 +7,6 @@ run directory is only read.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -193,26 +192,19 @@ class _Piece(NamedTuple):
 
 def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
     """The spans of one thread, cut so that no two overlap, in order of time."""
+    timed = [one for one in spans if one.end > one.start]
+    # At a moment first what ends, then what begins, the longest first: it contains the others.
+    edges = [((one.end, 0, 0), one) for one in timed] + [((one.start, 1, -one.end), one) for one in timed]
     stack: list[Span] = []
-    now = 0
-
-    def until(moment: float) -> Iterator[_Piece]:
-        nonlocal now
-        while stack:
-            top = stack[-1]
-            stop = min(top.end, moment)
-            if stop > now:
-                yield _Piece(top.name, now, int(stop), any(one.name == "stall" for one in stack))
-                now = int(stop)
-            if top.end > moment:
-                return
-            stack.pop()
-
-    for one in sorted(spans, key=lambda one: (one.start, -one.end)):
-        yield from until(one.start)
-        now = one.start
-        stack.append(one)
-    yield from until(math.inf)
+    last = 0
+    for (moment, begins, _), one in sorted(edges, key=lambda edge: edge[0]):
+        if stack and moment > last:
+            yield _Piece(stack[-1].name, last, moment, any(each.name == "stall" for each in stack))
+        last = moment
+        if begins:
+            stack.append(one)
+        else:
+            stack.remove(one)
 
 
 def stage_times(
