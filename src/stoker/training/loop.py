@@ -23,13 +23,13 @@ from stoker.training.ends import TrainResult, finish, open_run, restore
 from stoker.training.files import checkpoint
 from stoker.training.files.rundir import INTERIM, RunDirectory, RunLog, Upload, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
-from stoker.training.placing import Epochs, check_disk, check_memory, iterate, movement, place_run
+from stoker.training.placing import check_disk, check_memory, iterate, place_run
 from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer
 from stoker.training.replica import Replica, open_stream, process_settings
-from stoker.training.scheduled import ScheduledFeed, run_feed, swap_loss
+from stoker.training.scheduled import Feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import deciding
-from stoker.training.state import TrainState
+from stoker.training.state import TrainState, movement
 
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 
@@ -101,21 +101,24 @@ def _train(
     replica = Replica(config, data.schema, config.make_schedule(total), placement)
     model = replica.model
     models.append(model)
-    path = Path(str(resume if out is None else out))
-    done = RunDirectory(path).steps()
+    run = RunDirectory(str(resume if out is None else out))
+    done = run.steps()
     dense_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.dense_parameters())
     steps = total - (done[-1] if done else 0)
     warnings.append(
-        check_disk(path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done))
+        check_disk(
+            run.path, tables, optimizer.state, dense_bytes, config, steps=steps, epoch=len(stream), there=len(done)
+        )
     )
     kept: dict[str, Any] = {"dataset": data.url or str(data.path.resolve()), "settings": config.to_dict()}
     if not type(model).__module__.startswith("stoker."):
         kept["model_class"] = class_path(type(model))
     if resume is not None:
-        kept = {**RunDirectory(str(resume)).read("config.json"), **kept}
+        kept = {**run.read("config.json"), **kept}
     elif choice is not None:
         kept["batch_size_chosen"] = choice.to_dict()
-    run = RunDirectory.create(out, kept) if out is not None else RunDirectory(str(resume))
+    if resume is None:
+        RunDirectory.create(run.path, kept)
     progress = Progress()
     with make_display(display) if isinstance(display, str) else display as shown, run.locked():
         if resume is not None:
@@ -124,7 +127,7 @@ def _train(
         again = progress.step < total and progress.loss_count > 0  # its steps are part of the next training record
         state = TrainState(
             data=data, config=config, replica=replica, epoch=len(stream), total=total, run=run,
-            feed=run_feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
+            feed=Feed(stream, total, model, config, progress=partial(shown.work, unit="batches")),
             log=RunLog(run, progress.step, tensorboard=config.tensorboard, again=again), shown=shown, upload=upload,
             progress=progress, timer=SaveTimer(config.checkpoint_minutes),
         )  # fmt: skip
@@ -162,8 +165,7 @@ def fit(state: TrainState) -> None:
         Interrupted: a signal came; a checkpoint was written.
     """
     with state.stop, state.totals.recording(state.replica.model), closing(iterate(state.feed)) as batches:
-        if not isinstance(state.feed, Epochs):
-            state.feed.hurry = state.stop.asked
+        state.feed.hurry = state.stop.asked
         after_step(state)  # what was due when the run was stopped
         while not state.finished:
             batch = next(batches)
@@ -214,7 +216,7 @@ def after_step(state: TrainState) -> None:
     config, step, stop = state.config, state.progress.step, state.stop
     due = step > 0 and (step % (config.eval_every or state.epoch) == 0 or step >= state.total)
     improved = due and state.progress.evaluated < step and not stop.asked() and _evaluate(state)
-    if isinstance(state.feed, ScheduledFeed) and state.feed.swapping and not state.finished and not stop.asked():
+    if state.feed.swapping and not state.finished and not stop.asked():
         with state.clock.paused():
             loss = swap_loss(state.replica.model, state.data, config, stop=stop.asked)
             if not stop.asked():

@@ -56,7 +56,6 @@ STAGES = {
 _WITHIN = 2**14  # spans that one span may have directly inside it
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 _FEWEST = 32  # examples scored at a time, unless asked for
-_SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
 class Epochs:
@@ -65,12 +64,11 @@ class Epochs:
     Args:
         stream: the batches.
         total: how many.
-        foreseen: up to which batch next uses may be recorded; None means all.
     """
 
-    def __init__(self, stream: BatchStream, total: int, foreseen: int | None = None) -> None:
+    def __init__(self, stream: BatchStream, total: int) -> None:
         self.stream, self.total = stream, total
-        self.foreseen = total if foreseen is None else min(foreseen, total)
+        self.foreseen = total  # up to which batch next uses may be recorded
 
     def __iter__(self) -> Iterator[Batch]:
         while self.stream.step < self.total:
@@ -261,39 +259,6 @@ class StageTotals(Recorder):
                 with contextlib.suppress(RuntimeError):
                     stack.enter_context(self)
             yield
-
-
-def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[str, float]:
-    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
-    seconds of every stage. Nothing where no rows can move."""
-    storages = slotted(model)
-    if not storages:
-        return {}
-    waited: float = getattr(feed, "stall_seconds", 0.0)
-    return {
-        "rows": sum(storage.stats.rows for storage in storages),
-        "hits": sum(storage.stats.hits for storage in storages),
-        "bytes": sum(storage.stats.fetched_bytes for storage in storages),
-        "waited": waited + sum(storage.stats.stall_seconds for storage in storages),
-    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
-
-
-def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
-    """Return the fields of a training record for what was :func:`moved`.
-
-    Args:
-        since: what the clock counted since the last record.
-        times: what it counted over the steps whose times count.
-    """
-    if "rows" not in since:
-        return {}
-    return {
-        "hit_rate": since["hits"] / since["rows"] if since["rows"] else 1.0,
-        "fetched_mib_per_step": since["bytes"] / 2**20 / since["steps"],
-        "stall_share": min(1.0, times["waited"] / times["seconds"]),
-        # Threads add up, waited for or not.
-        "stage_seconds": {name: round(spent, 6) for name in STAGES if (spent := times[_SECONDS + name]) > 0},
-    }
 
 
 def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:

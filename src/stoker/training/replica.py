@@ -28,7 +28,7 @@ from stoker.training.config import MACHINE, TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
 from stoker.training.placing import batch_options, iterate, place_run, slotted
-from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
+from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 
 
@@ -165,7 +165,7 @@ def throwaway(
         stream = open_stream(config, data, optimizer, placement)  # where rows are held decides how long a step takes
         replica = Replica(config, data.schema, rows or Constant(), placement, dense or Constant())
         models.append(replica.model)
-        with contextlib.closing(iterate(run_feed(stream, steps, replica.model, config))) as batches:
+        with contextlib.closing(iterate(Feed(stream, steps, replica.model, config))) as batches:
             yield replica, batches
         replica.close()
 
@@ -258,7 +258,7 @@ class Rerun(Replica):
         end = section.total + (config.lookahead + 1 if endless else 0)
         # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
         foreseen = section.begin + section.steps
-        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen)
+        self.feed = Feed(stream, end, self.model, config, foreseen=foreseen)
         self._drawn = _generators(self.model.device)
         self._swap()
 
@@ -274,7 +274,7 @@ class Rerun(Replica):
 
     def _swap(self) -> None:
         """Decide as the run did what follows a segment of hot or cold batches."""
-        if isinstance(self.feed, ScheduledFeed) and self.feed.swapping:
+        if self.feed.swapping:
             with span("swap"):
                 self.feed.swap(swap_loss(self.model, self.data, self.config))
                 self.synchronize()

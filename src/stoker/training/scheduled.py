@@ -76,22 +76,6 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
 
 
-def run_feed(
-    stream: BatchStream | HotColdStream,
-    total: int,
-    model: RecModel,
-    config: TrainConfig,
-    *,
-    foreseen: int | None = None,
-    progress: Progress | None = None,
-) -> Epochs | Stage | ScheduledFeed:
-    """The batches of a run up to ``total``, with their rows in place; arguments as for :func:`staged`, ``foreseen`` as
-    for :class:`Epochs`."""
-    if isinstance(stream, HotColdStream):
-        return ScheduledFeed(stream, total, model, config, foreseen=foreseen, progress=progress)
-    return staged(Epochs(stream, total, foreseen), model, config, progress=progress)
-
-
 def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
     """The test loss that drives the schedule: the log loss on the first ``schedule_rows`` validation rows."""
     return evaluate(model, data.valid, rows=config.schedule_rows, stop=stop)["log_loss"]
@@ -136,10 +120,25 @@ class HotColdStream:
         assert self.scheduler.segment is not None
         return self.scheduler.segment
 
-    def proceed(self) -> None:
-        """Go on to the next segment."""
+    def begin(self, step: int) -> None:
+        """Let the next loop begin with batch ``step``; where the segment ends there, with the next segment."""
+        self.step = step
+        if step == self.end:
+            self._proceed()
+
+    def _proceed(self) -> None:
         self.first = self.end
         self.scheduler.next_segment()
+
+    def is_swapping(self, step: int) -> bool:
+        """Return True if the test loss decides what comes after ``step`` batches."""
+        return step == self.end and self.scheduler.due
+
+    def swap(self, loss: float) -> Decision:
+        """Decide by the test loss, and go on to the next segment."""
+        decision = self.scheduler.swap(loss)
+        self._proceed()
+        return decision
 
     def _places(self, step: int) -> dict[Kind, int]:
         """Count the batches of each kind done in this epoch, once ``step`` batches are, which is in the segment."""
@@ -216,16 +215,24 @@ class _SegmentRest:
         return (next(sources[kind]) for kind in self._kinds)
 
 
-class ScheduledFeed:
-    """The batches of a run over hot and cold ones, with their rows in place.
+class Feed:
+    """The batches of a run up to ``total``, with their rows in place. Hot and cold ones are staged segment by segment.
 
     Where :attr:`swapping`, the loop measures the test loss and calls :meth:`swap` before it asks for the next batch; a
     loop that does not keeps the rate.
+
+    Args:
+        stream: the batches.
+        total: how many the run has.
+        model: whose rows they use.
+        config: settings of the run.
+        foreseen: up to which batch next uses may be recorded; None means all.
+        progress: called while next uses are recorded.
     """
 
     def __init__(
         self,
-        stream: HotColdStream,
+        stream: BatchStream | HotColdStream,
         total: int,
         model: RecModel,
         config: TrainConfig,
@@ -233,25 +240,26 @@ class ScheduledFeed:
         foreseen: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.stream, self.total = stream, total
+        self.total = total
         self.step = stream.step  # batches handed out; the next one carries this number
         self.stall_seconds = 0.0  # that training waited for rows
         self.hurry: Callable[[], bool] = lambda: False  # as of a Stage
-        stream.total, stream.foreseen = total, total if foreseen is None else min(foreseen, total)
+        self._hot_cold = stream if isinstance(stream, HotColdStream) else None
+        self._stream = Epochs(stream, total) if isinstance(stream, BatchStream) else stream
+        self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
         self._model, self._config, self._progress = model, config, progress
         self._depth = config.in_flight  # batches in flight at the end of the last segment
 
     def __iter__(self) -> Iterator[Batch]:
         begun = self.step
         while self.step < self.total:
-            if self.step == self.stream.end:
-                self.stream.proceed()
-            self.stream.step = first = self.step
-            segment = staged(self.stream, self._model, self._config, progress=self._progress)
+            if self._hot_cold is not None:
+                self._hot_cold.begin(self.step)
+            first, waited, start = self.step, 0.0, time.perf_counter()
+            segment = staged(self._stream, self._model, self._config, progress=self._progress)
             if isinstance(segment, Stage):
                 segment.hurry, segment.in_flight = self.hurry, self._depth or segment.in_flight
             with closing(iterate(segment)) as batches:
-                waited, start = 0.0, time.perf_counter()
                 for batch in batches:
                     if isinstance(segment, Stage):
                         # What a stage waits for its first batch it does not count: at first nothing hides it.
@@ -264,14 +272,13 @@ class ScheduledFeed:
     @property
     def swapping(self) -> bool:
         """Whether the test loss decides what comes next."""
-        return self.step == self.stream.end and self.step < self.total and self.stream.scheduler.due
+        return self._hot_cold is not None and self._hot_cold.is_swapping(self.step) and self.step < self.total
 
     def swap(self, loss: float) -> Decision:
         """Decide by the test loss, and go on to the next segment."""
-        decision = self.stream.scheduler.swap(loss)
-        self.stream.proceed()
-        return decision
+        assert self._hot_cold is not None
+        return self._hot_cold.swap(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batch handed out last."""
-        return self.stream.state_dict(self.step)
+        return self._stream.state_dict(self.step)

@@ -155,7 +155,9 @@ def save(
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
-        manifest = _write_files(beside, module, optimizers, stream, extra_state, shard_bytes, require_finite)
+        manifest = _write_files(
+            _Writer(beside, require_finite=require_finite), module, optimizers, stream, extra_state, shard_bytes
+        )
         manifest |= {"stoker_version": __version__, "extra": dict(extra or {})}
         if step is not None:
             manifest["step"] = step
@@ -260,28 +262,60 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
     return len(manifest["files"])
 
 
+class _Writer:
+    """Writes files of tensors and notes their sizes and checksums."""
+
+    def __init__(self, folder: Path, *, require_finite: bool) -> None:
+        self.folder, self.require_finite = folder, require_finite
+        self.files: dict[str, Any] = {}
+
+    def write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file; ``what`` is in it, for messages."""
+        path = self.folder / name
+        here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        if self.require_finite:
+            _check_finite(what, here)
+        try:
+            save_file(here, path)
+        except SafetensorError as error:  # it wraps what the operating system said
+            number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+            raise OSError(number, os.strerror(number), str(path)) from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        size, digest = hash_file(path)
+        self.files[name] = {"bytes": size, "sha256": digest}
+
+    def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
+        """Write the rows of a table, ``shard_bytes`` a file; return its entry in the manifest."""
+        shards = []
+        chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
+        for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
+            file = f"{prefix}.{number:05d}.safetensors"
+            self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
+            shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+        fields = ("name", "num_embeddings", "embedding_dim", "dtype")
+        return {**{field: getattr(table, field) for field in fields}, "shards": shards}
+
+
 def _write_files(
-    folder: Path,
+    writer: _Writer,
     module: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     stream: Positioned | None,
     extra_state: Mapping[str, Any] | None,
     shard_bytes: int,
-    require_finite: bool,
 ) -> dict[str, Any]:
     """Write all files of a checkpoint but the manifest, which is returned."""
     trained = trained_in(module)
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
-    files: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
     for name, tables in tables_in(module).items():
         for table in tables.stored:
-            prefix = f"tables/{len(entries):03d}"
-            entry = _save_table(folder, prefix, tables, table, files, shard_bytes, require_finite)
+            entry = writer.write_table(f"tables/{len(entries):03d}", tables, table, shard_bytes)
             entries.append(entry if first else {**entry, "module": name})
     tensors: dict[str, Tensor] = {}
-    manifest: dict[str, Any] = {"kind": "checkpoint", "files": files, "tables": entries, "dense_optimizer": None}
+    manifest: dict[str, Any] = {"kind": "checkpoint", "tables": entries, "dense_optimizer": None}
     if first:
         assert isinstance(module, RecModel)
         tensors |= {f"model.{name}": value for name, value in module.dense_tensors()}
@@ -296,12 +330,10 @@ def _write_files(
     device = device_of(module)
     if device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(device)
-    # A clone where needed: tied parameters would share memory, which the format refuses.
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    if require_finite:
-        _check_finite("the dense part", tensors)
-    files[DENSE] = _save_tensors(folder / DENSE, tensors)
+    # Clones, for tied parameters share memory, which the format refuses.
+    writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
+        "files": writer.files,
         "format_version": 1 if first else FORMAT_VERSION,
         "step": max((each.tick for each in trained.values()), default=0),
         "stream": None if stream is None else stream.state_dict(),
@@ -346,43 +378,6 @@ def _second_format(
         "class": type(module).__qualname__, "model": None, "features": None, "values": values, "optimizers": found,
         "extra_state": extras, "trained": trained,
     }  # fmt: skip
-
-
-def _save_table(
-    folder: Path,
-    prefix: str,
-    tables: EmbeddingTables,
-    table: TableConfig,
-    files: dict[str, Any],
-    shard_bytes: int,
-    require_finite: bool,
-) -> dict[str, Any]:
-    """Write the rows of a table, some 256 MiB a file; return its entry in the manifest."""
-    shards = []
-    chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
-    for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
-        file = f"{prefix}.{number:05d}.safetensors"
-        tensors = {"weight": rows.weight, **rows.state}
-        if require_finite:
-            _check_finite(f"table {table.name!r}", tensors)
-        files[file] = _save_tensors(
-            folder / file, {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
-        )
-        shards.append({"file": file, "start": start, "rows": len(rows.weight)})
-    fields = ("name", "num_embeddings", "embedding_dim", "dtype")
-    return {**{field: getattr(table, field) for field in fields}, "shards": shards}
-
-
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:  # it wraps what the operating system said
-        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    size, digest = hash_file(path)
-    return {"bytes": size, "sha256": digest}
 
 
 def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:

@@ -198,6 +198,7 @@ class _Saved:
             single = manifest["dense_optimizer"]
             self.optimizers = {} if single is None else {"optimizer": {"prefix": "optimizer", **single}}
         self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+        self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, what is no tensor
         self.settings: dict[str, RowOptimizer] = {}  # row optimizers with other settings than the module's
 
     def check(
@@ -257,7 +258,7 @@ class _Saved:
                 for name, value in self.module.dense_tensors():
                     value.copy_(self.tensors[f"model.{name}"])
         else:
-            values = {name: decode(value, self.tensors) for name, value in self.manifest["values"].items()}
+            values = {name: decode(value, self.tensors) for name, value in self.values.items()}
             load_dense_state(self.module, values | {name: self.tensors[f"model.{name}"] for name in self.dense})
         for name, optimizer in optimizers.items():
             found = self.optimizers[name]
@@ -312,14 +313,11 @@ class _Saved:
                 )
 
     def _check_dense(self) -> None:
+        mine: dict[str, Any] = dense_state(self.module)
         if self.first:
             assert isinstance(self.module, RecModel)
-            for name, _ in self.module.dense_tensors():
-                if name not in self.dense:
-                    raise CheckpointError(f"{self.directory}: the dense part lacks the parameter {name!r}.")
-            return
-        mine = dense_state(self.module)
-        self._same_names("parameters and buffers", [*self.dense, *self.manifest["values"]], mine)
+            mine = dict(self.module.dense_tensors())
+        self._same_names("parameters and buffers", [*self.dense, *self.values], mine)
         for name in self.dense:
             value, shape = mine[name], self.tensors.shape(f"model.{name}")
             if isinstance(value, Tensor) and not is_lazy(value) and tuple(value.shape) != shape:
@@ -344,13 +342,13 @@ class _Saved:
                 f"{self.directory} has no extra state {_names(lacking)}. It has: {_names(self.extras) or 'none'}."
             )
         for name, each in extra_state.items():
-            problem = ""
             if not self.extras[name]["object"]:
                 problem = "it was saved as a value. Leave it out, and take it from the result's extra_state."
             elif not hasattr(each, "load_state_dict"):
                 problem = f"the {type(each).__name__} given has no load_state_dict()."
-            if problem:
-                raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
+            else:
+                continue
+            raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
 
     def _other_settings(self) -> Iterator[tuple[str, RowOptimizer]]:
         """Yield the row optimizers that have other settings in the checkpoint than in the module."""
