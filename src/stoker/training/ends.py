@@ -16,12 +16,11 @@ from stoker.training.display import Display
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.training.notes import ending
-from stoker.training.progress import Progress
+from stoker.training.progress import Progress, TrainState
 from stoker.training.replica import Replica
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
-from stoker.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +149,15 @@ def restore(
 def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int) -> None:
     if step <= config.total_steps(epoch):
         return
-    asked = f"epochs={config.epochs}" if config.steps is None else f"steps={config.steps}"
-    more = f"epochs={step // epoch + 1}" if config.steps is None else f"steps={2 * step}"
+    passes = step / epoch
+    asked, more = f"steps={config.steps}", f"steps={2 * step}"
+    if config.steps is None:
+        asked, more = f"epochs={config.epochs}", f"epochs={step // epoch + 1}"
     raise ConfigError(
-        f"{run.path} has trained {plural(step, 'step')} ({_epochs(step / epoch)}), so {asked} leaves nothing to do. "
-        f"Give more, such as {more}.",
+        f"{run.path} has trained {plural(step, 'step')} ({passes:g} epoch{'' if passes == 1 else 's'}), so {asked} "
+        f"leaves nothing to do. Give more, such as {more}.",
         settings=("epochs", "steps"),
     )
-
-
-def _epochs(count: float) -> str:
-    return "1 epoch" if count == 1 else f"{count:g} epochs"
 
 
 def finish(state: TrainState) -> TrainResult:

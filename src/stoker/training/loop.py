@@ -24,12 +24,11 @@ from stoker.training.files import checkpoint
 from stoker.training.files.rundir import INTERIM, RunDirectory, RunLog, Upload, local_run
 from stoker.training.notes import chosen, explain, facts, undefined, without_effect
 from stoker.training.placing import check_disk, check_memory, iterate, place_run
-from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer
+from stoker.training.progress import Diverged, Interrupted, Progress, SaveTimer, TrainState, movement
 from stoker.training.replica import Replica, open_stream, process_settings
 from stoker.training.scheduled import Feed, swap_loss
 from stoker.training.scores.evaluation import dataset_identity, evaluate, finite
 from stoker.training.scores.metrics import deciding
-from stoker.training.state import TrainState, movement
 
 _WARM = 5  # steps of a process that no rate counts if more follow: kernels compile, the first batches are read
 

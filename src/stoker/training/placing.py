@@ -106,17 +106,14 @@ def place(
     Raises:
         ConfigError: a budget that cannot work.
     """
-    counts = {
-        table.name: data.counts[table.name]
-        for table in tables
-        if table.name in data.counts and len(data.counts[table.name]) == table.num_embeddings
-    }
+    sizes = {table.name: table.num_embeddings for table in tables}
+    counts = {name: found for name, found in data.counts.items() if len(found) == sizes.get(name)}
     examples = max(1, len(data.train))
-    shared = {name: table for table in tables for name in table.features}
     mean = {
-        name: float(counts[table.name].sum()) / examples / len(table.features)
-        for name, table in shared.items()
+        feature: float(counts[table.name].sum()) / examples / len(table.features)
+        for table in tables
         if table.name in counts
+        for feature in table.features
     }
     most = {
         feature.name: max(feature.max_length, math.ceil(mean.get(feature.name, 1))) for feature in data.schema.features

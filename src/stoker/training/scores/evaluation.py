@@ -128,7 +128,6 @@ def evaluate(
         raise DataError(
             f"no row of split {split.name} has a label, so there is nothing to evaluate by; stoker predict scores them."
         )
-    partial = split.labelled < len(split)
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
@@ -137,16 +136,12 @@ def evaluate(
             if stop is not None and stop():
                 break
             assert batch.labels is not None
-            logits, labels = model(batch), batch.labels
-            groups = None if split.groups is None else split.groups[done : done + len(batch)]
-            if partial:
-                known = ~labels.isnan()
-                logits, labels = logits[known.to(logits.device)], labels[known]
-                groups = None if groups is None else groups[known.cpu().numpy()]
-            metrics.update(logits, labels)
+            known, logits = ~batch.labels.isnan(), model(batch)
+            found = logits[known.to(logits.device)], batch.labels[known]
+            metrics.update(*found)
             if ranking is not None:
-                assert groups is not None
-                ranking.update(logits, labels, groups)
+                assert split.groups is not None
+                ranking.update(*found, split.groups[done : done + len(batch)][known.cpu().numpy()])
             done += len(batch)
     return metrics.compute() | ({} if ranking is None else ranking.compute())
 
