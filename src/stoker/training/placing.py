@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from stoker.base.device import available_memory, resolve_device, total_memory
+from stoker.base.device import available_memory, total_memory
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.timeline import Recorder
-from stoker.base.units import format_size, parse_size
+from stoker.base.units import format_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -304,29 +304,6 @@ def check_memory(
             f"{format_size(free)} is free. {remedy}."
         )
     return None
-
-
-def batch_options(
-    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], *, placed: bool
-) -> dict[str, Any]:
-    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
-
-    Where rows of tables come and go (``placed``), batches are made in main memory, where their ids are planned.
-    """
-    device = resolve_device(config.device)
-    gpu = device.type == "cuda"
-    if config.data_memory != "auto":
-        budget = parse_size(config.data_memory)
-    elif gpu and not placed:
-        budget = max(0, (memory_of(device)[0] - rows_bytes(tables, state)) // 2)
-    else:
-        budget = 0
-    return {
-        "reuse": not gpu and not placed,  # staged batches wait in the window
-        "pin_memory": gpu,
-        "device": device if gpu and not placed else None,
-        "data_memory": budget,
-    }
 
 
 def _address_space() -> int | None:

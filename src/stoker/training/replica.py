@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stoker.base.device import kept_memory, resolve_device
+from stoker.base.device import device_memory, kept_memory, resolve_device
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.remote import local_run
 from stoker.base.timeline import span
+from stoker.base.units import parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -27,7 +28,7 @@ from stoker.tables import Strategy
 from stoker.training.config import MACHINE, TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
-from stoker.training.placing import batch_options, iterate, place_run, slotted
+from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 
@@ -75,10 +76,23 @@ def seed_generators(config: TrainConfig) -> None:
 def open_stream(
     config: TrainConfig, data: Dataset, optimizer: RowOptimizer, placement: Placement | None
 ) -> BatchStream | HotColdStream:
-    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow."""
+    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow.
+
+    Where rows of tables come and go, batches are made in main memory, where their ids are planned.
+    """
     placed = placement is not None and not placement.resident
-    tables = config.stored_tables(data.schema)
-    return run_stream(config, data, **batch_options(config, tables, optimizer.state, placed=placed))
+    device = resolve_device(config.device)
+    gpu = device.type == "cuda"
+    budget = 0
+    if config.data_memory != "auto":
+        budget = parse_size(config.data_memory)
+    elif gpu and not placed:
+        rows = rows_bytes(config.stored_tables(data.schema), optimizer.state)
+        budget = max(0, (device_memory(device)[0] - rows) // 2)
+    return run_stream(
+        config, data, reuse=not gpu and not placed,  # staged batches wait in the window
+        pin_memory=gpu, device=device if gpu and not placed else None, data_memory=budget,
+    )  # fmt: skip
 
 
 class Replica:
