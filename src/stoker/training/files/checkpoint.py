@@ -40,17 +40,8 @@ from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
 from stoker.tables import EmbeddingTables, TableConfig
-from stoker.training.files.module_state import (
-    Optimizers,
-    dense_state,
-    device_of,
-    encode,
-    named_optimizers,
-    optimizer_values,
-    tables_in,
-    trained_in,
-    unwrap,
-)
+from stoker.training.files import module_state
+from stoker.training.files.module_state import Optimizers
 
 FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
@@ -143,8 +134,8 @@ def save(
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
     refuse_url(directory, "a checkpoint of stoker.save")
-    module = unwrap(module)
-    optimizers = named_optimizers(optimizer)
+    module = module_state.unwrap(module)
+    optimizers = module_state.named_optimizers(optimizer)
     target = Path(directory)
     beside = target.with_name(target.name + ".tmp")
     replaced = target.with_name(target.name + ".tmp-old")
@@ -306,11 +297,11 @@ def _write_files(
     shard_bytes: int,
 ) -> dict[str, Any]:
     """Write all files of a checkpoint but the manifest, which is returned."""
-    trained = trained_in(module)
+    trained = module_state.trained_in(module)
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
     entries: list[dict[str, Any]] = []
-    for name, tables in tables_in(module).items():
+    for name, tables in module_state.tables_in(module).items():
         for table in tables.stored:
             entry = writer.write_table(f"tables/{len(entries):03d}", tables, table, shard_bytes)
             entries.append(entry if first else {**entry, "module": name})
@@ -320,14 +311,14 @@ def _write_files(
         assert isinstance(module, RecModel)
         tensors |= {f"model.{name}": value for name, value in module.dense_tensors()}
         for optimizer in optimizers.values():
-            manifest["dense_optimizer"] = optimizer_values(optimizer, "optimizer", tensors)
+            manifest["dense_optimizer"] = module_state.optimizer_values(optimizer, "optimizer", tensors)
     else:
         manifest |= _second_format(module, optimizers, extra_state, tensors)
     if isinstance(module, RecModel):
         manifest |= {"model": module.config(), "features": module.spec.to_dict()}
         manifest |= {"row_optimizer": module.embeddings.optimizer.to_dict(), "tick": module.embeddings.tick}
     tensors["generator.cpu"] = torch.get_rng_state()
-    device = device_of(module)
+    device = module_state.device_of(module)
     if device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(device)
     # Clones, for tied parameters share memory, which the format refuses.
@@ -348,31 +339,31 @@ def _second_format(
 ) -> dict[str, Any]:
     """Return what the manifest says of a module in format 2; tensors of the dense part go into ``tensors``."""
     values = {}
-    for name, value in dense_state(module).items():
+    for name, value in module_state.dense_state(module).items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
             tensors[f"model.{name}"] = value
         else:
-            values[name] = encode(f"the module's {name!r}", value, tensors)
+            values[name] = module_state.encode(f"the module's {name!r}", value, tensors)
     found = {}
     for place, (name, optimizer) in enumerate(optimizers.items()):
         prefix = f"optimizer{place}"
-        found[name] = {"prefix": prefix} | optimizer_values(optimizer, prefix, tensors, module)
+        found[name] = {"prefix": prefix} | module_state.optimizer_values(optimizer, prefix, tensors, module)
     extras = {}
     for name, each in (extra_state or {}).items():
-        if isinstance(each, nn.Module) and tables_in(each):
+        if isinstance(each, nn.Module) and module_state.tables_in(each):
             raise CheckpointError(
                 f"extra_state[{name!r}] contains EmbeddingTables, whose rows may not fit in memory. Put it into the "
                 "module that is saved, for example with nn.ModuleDict."
             )
         given = each.state_dict() if (has := hasattr(each, "state_dict")) else each
-        extras[name] = {"object": has, "state": encode(f"extra_state[{name!r}]", given, tensors)}
+        extras[name] = {"object": has, "state": module_state.encode(f"extra_state[{name!r}]", given, tensors)}
     trained = {
         name: {
             "row_optimizer": None if each.optimizer is None else each.optimizer.to_dict(),
             "tick": each.tick,
             **({"seed": each.seed} if isinstance(each, EmbeddingTables) else {}),
         }
-        for name, each in trained_in(module).items()
+        for name, each in module_state.trained_in(module).items()
     }
     return {
         "class": type(module).__qualname__, "model": None, "features": None, "values": values, "optimizers": found,
