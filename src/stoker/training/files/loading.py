@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -220,7 +221,7 @@ class _Saved:
             )
         for name, optimizer in optimizers.items():
             what = f"the state of optimizer {name!r} in {self.directory}"
-            module_state.check_optimizer(what, self.optimizers[name], optimizer, None if self.first else self.module)
+            module_state.check_optimizer(what, self.optimizers[name], optimizer, self.module)
         self._check_extra_state(extra_state or {})
         left = [name for name, entry in self.extras.items() if entry["object"] and name not in (extra_state or {})]
         if left and (extra_state or (optimizers and extra_state is None)):
@@ -363,8 +364,7 @@ class _Saved:
                 raise CheckpointError(f"{self.directory}: table {name!r} has no rows {done:,} to {shard['start']:,}.")
             path = self.directory / shard["file"]
             try:
-                with safe_open(path, framework="pt") as file:
-                    found = dict(_Tensors(file))
+                found = load_file(path)
             except SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be read ({error}).") from error
             tables.write(name, done, Rows(found.pop("weight"), found))

@@ -233,9 +233,7 @@ def _parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> lis
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def check_optimizer(
-    what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module | None
-) -> None:
+def check_optimizer(what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer that is not like the one that was saved.
 
     Raises:
@@ -250,10 +248,10 @@ def check_optimizer(
             f"{what} is of groups of {sizes} parameters, the one given has groups of {mine}. Make it as it was made "
             "when it was saved."
         )
-    if module is not None and "parameters" in values and values["parameters"] != _parameter_names(optimizer, module):
-        names = (chain.from_iterable(each) for each in (values["parameters"], _parameter_names(optimizer, module)))
-        pairs = zip(*names, strict=True)
-        place, (saved, given) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    both = values.get("parameters", []), _parameter_names(optimizer, module)  # the first format has no names
+    pairs = enumerate(zip(*map(chain.from_iterable, both), strict=False))
+    if differing := next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), None):
+        place, (saved, given) = differing
         raise CheckpointError(
             f"{what} has {saved!r} as parameter {place}, the one given has {given!r} there, so each would get the "
             "state of another. Give the optimizer its parameters in the order they had when it was saved."
