@@ -34,7 +34,7 @@ from stoker.tables import stage
 from stoker.tables.config import Slotted
 from stoker.training.config import TrainConfig
 from stoker.training.placing import place_run, slotted
-from stoker.training.scheduled import HotColdStream, ScheduledFeed
+from stoker.training.scheduled import Feed, HotColdStream
 from stoker.training.shuffle import ShuffleScheduler
 
 __all__ = ["bars", "zipf_log"]
@@ -110,7 +110,7 @@ def _batches(log: Log, order: str, model: RecModel, config: TrainConfig) -> Iter
         return stage(log.data.train.batches(BATCH, seed=0), model)
     cold, hot = (part.batches(BATCH, seed=0) for part in (log.classified.cold, log.classified.hot))
     stream = HotColdStream(cold, hot, ShuffleScheduler(RATE))
-    return ScheduledFeed(stream, len(stream), model, config)
+    return Feed(stream, len(stream), model, config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,27 +50,6 @@ def _amount(done: int, total: int, unit: Unit) -> str:
     return f"{done:,} of {total:,} {unit}"
 
 
-class _Lines:
-    """The line of each record that is not one of training; of the schedule at most ten lines an epoch."""
-
-    def __init__(self) -> None:
-        self._epoch, self._shown, self._left_out = -1, 0, 0
-
-    def line(self, values: dict[str, Any]) -> str | None:
-        """Return the line of a record, or None if it is left out."""
-        if values["kind"] != "schedule":
-            return f"step {values['step']:,}  {values['kind']}  {_metrics(values)}"
-        epoch = math.ceil(values["epoch"]) - 1  # a record at 1.0 is the last of epoch 0
-        if epoch != self._epoch:
-            self._epoch, self._shown = epoch, 0
-        if self._shown >= min(_SCHEDULE_LINES, 1 + _SCHEDULE_LINES * (values["epoch"] - epoch)):
-            self._left_out += 1
-            return None
-        more = f" ({plural(self._left_out, 'swap')} before it not shown)" if self._left_out else ""
-        self._shown, self._left_out = self._shown + 1, 0
-        return f"step {values['step']:,}  schedule  {_decided(values)}{more}"
-
-
 def _decided(values: dict[str, Any]) -> str:
     loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f}"
     rates = dict.fromkeys(f"R({values[name]:.4g})" for name in ("rate_before", "rate_after"))
@@ -97,20 +76,49 @@ class JsonLines(Display):
         print(text, file=sys.stderr, flush=True)
 
 
-class PlainLines(Display):
-    """Lines for log files: every evaluation, and how training goes at most every ``seconds``."""
+class _Lines(Display):
+    """A line for each record that is not one of training; of the schedule at most ten lines an epoch."""
 
-    def __init__(self, file: TextIO | None = None, seconds: float = 15.0) -> None:
-        self._file = sys.stderr if file is None else file
-        self._seconds = seconds
-        self._last = time.monotonic()
+    def __init__(self) -> None:
         self._total = 0
-        self._lines = _Lines()
-        self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
+        self._epoch, self._shown, self._left_out = -1, 0, 0  # lines of the schedule
 
     def start(self, step: int, total: int, facts: str) -> None:
         self._total = total
         self.note(facts)
+
+    def record(self, values: dict[str, Any]) -> None:
+        if values["kind"] == "train":
+            self._train(values)
+        elif values["kind"] == "schedule":
+            self._schedule(values)
+        else:
+            self.note(f"step {values['step']:,}  {values['kind']}  {_metrics(values)}")
+
+    def _train(self, values: dict[str, Any]) -> None:
+        """Show a record of training."""
+
+    def _schedule(self, values: dict[str, Any]) -> None:
+        epoch = math.ceil(values["epoch"]) - 1  # a record at 1.0 is the last of epoch 0
+        if epoch != self._epoch:
+            self._epoch, self._shown = epoch, 0
+        if self._shown >= min(_SCHEDULE_LINES, 1 + _SCHEDULE_LINES * (values["epoch"] - epoch)):
+            self._left_out += 1
+            return
+        more = f" ({plural(self._left_out, 'swap')} before it not shown)" if self._left_out else ""
+        self._shown, self._left_out = self._shown + 1, 0
+        self.note(f"step {values['step']:,}  schedule  {_decided(values)}{more}")
+
+
+class PlainLines(_Lines):
+    """Lines for log files: every evaluation, and how training goes at most every ``seconds``."""
+
+    def __init__(self, file: TextIO | None = None, seconds: float = 15.0) -> None:
+        super().__init__()
+        self._file = sys.stderr if file is None else file
+        self._seconds = seconds
+        self._last = time.monotonic()
+        self._what, self._begun, self._said = "", 0.0, False  # the work that goes on, since when, and whether told
 
     def work(self, what: str, done: int, total: int, *, unit: Unit = "bytes") -> None:
         now = time.monotonic()
@@ -122,42 +130,31 @@ class PlainLines(Display):
         if done >= total:
             self._what = ""
 
-    def record(self, values: dict[str, Any]) -> None:
-        if values["kind"] == "train":
-            if time.monotonic() - self._last < self._seconds:
-                return
-            self._last = time.monotonic()
-            rate = values["samples_per_second"]
-            self.note(
-                f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {format_count(rate)} samples/s"
-            )
-        elif (line := self._lines.line(values)) is not None:
-            self.note(line)
+    def _train(self, values: dict[str, Any]) -> None:
+        if time.monotonic() - self._last < self._seconds:
+            return
+        self._last = time.monotonic()
+        rate = format_count(values["samples_per_second"])
+        self.note(f"step {values['step']:,} of {self._total:,}  loss {values['loss']:.4f}  {rate} samples/s")
 
     def note(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
 
-class ProgressBar(Display):
+class ProgressBar(_Lines):
     """A Rich progress bar on standard error: loss, AUC, samples/s, time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        super().__init__()
         self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=self._console,
-            transient=True,
-        )
-        self._lines = _Lines()
+        status = TextColumn("{task.fields[status]}")
+        columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), status)
+        self._bar = Progress(*columns, console=self._console, transient=True)
         self._task: Any = None
         self._works: dict[str, Any] = {}
-        self._total = 0
         self._next = 0.0  # when the bar moves again
         self._auc = ""
         self._status = ""
@@ -167,8 +164,7 @@ class ProgressBar(Display):
         self._bar.stop()
 
     def start(self, step: int, total: int, facts: str) -> None:
-        self._total = total
-        self._console.print(facts, highlight=False)
+        super().start(step, total, facts)
         self._task = self._bar.add_task("training", total=total, completed=step, status="")
         self._bar.start()
 
@@ -192,12 +188,11 @@ class ProgressBar(Display):
         self._bar.update(self._task, completed=done, status=status)
 
     def record(self, values: dict[str, Any]) -> None:
-        if values["kind"] != "train":
-            if values.get("auc") is not None:
-                self._auc = f"  AUC {values['auc']:.4f}"
-            if (line := self._lines.line(values)) is not None:
-                self.note(line)
-            return
+        if values.get("auc") is not None:
+            self._auc = f"  AUC {values['auc']:.4f}"
+        super().record(values)
+
+    def _train(self, values: dict[str, Any]) -> None:
         rate = format_count(values["samples_per_second"])
         self._status = f"loss {values['loss']:.4f}{self._auc}  {rate} samples/s"
         self._seconds_per_step = values["seconds_per_step"]

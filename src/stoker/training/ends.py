@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol
 
-import torch
-
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.units import plural, quoted
 from stoker.dataset.dataset import Dataset
@@ -17,9 +15,10 @@ from stoker.models import RecModel
 from stoker.training.config import TrainConfig
 from stoker.training.display import Display, Mode
 from stoker.training.files import checkpoint, loading
-from stoker.training.files.rundir import LOST, RunDirectory, RunLog, open_dataset, own_dataset
+from stoker.training.files.rundir import LOST, RunDirectory, open_dataset, own_dataset
 from stoker.training.notes import ending
-from stoker.training.progress import Clock, Progress
+from stoker.training.progress import Progress, TrainState
+from stoker.training.replica import Replica
 from stoker.training.scheduled import HotColdStream, batch_order
 from stoker.training.scores.evaluation import check_dataset, evaluate, finite
 from stoker.training.scores.metrics import RANKING
@@ -141,20 +140,15 @@ def _reopen(
 
 
 def restore(
-    run: RunDirectory,
-    data: Dataset,
-    model: RecModel,
-    dense: torch.optim.Optimizer,
-    stream: BatchStream | HotColdStream,
-    config: TrainConfig,
-    shown: Display,
+    run: RunDirectory, data: Dataset, replica: Replica, stream: BatchStream | HotColdStream, shown: Display
 ) -> Progress:
-    """Take up the newest whole checkpoint; a run killed before its first one starts over.
+    """Load the newest whole checkpoint into ``replica`` and ``stream``; a run killed before its first one starts over.
 
     Raises:
         ConfigError: the run has trained more steps than it is asked for, or the dataset is another one.
         CheckpointError: no checkpoint is whole.
     """
+    config, model = replica.config, replica.model
     newest, problems = run.newest_whole()
     if newest is None:
         if problems:
@@ -166,7 +160,7 @@ def restore(
     manifest = checkpoint.read_manifest(newest)
     check_dataset(data, model, manifest["extra"].get("dataset"))
     _check_length(run, int(manifest["step"]), config, len(stream))
-    loaded = loading.load(newest, model, dense, stream)
+    loaded = loading.load(newest, model, replica.dense, stream)
     shown.note(f"resuming from {newest}{', the newest whole checkpoint' if problems else ''}")
     for step in run.steps():
         if step > loaded.step:  # damaged, or it would not have been passed over
@@ -175,90 +169,74 @@ def restore(
     progress = Progress(**loaded.manifest["extra"]["progress"])
     if progress.best is not None and progress.best["step"] not in run.steps():
         progress.best = next(iter(run.evaluated(config.metric)), None)
-    run.prune(
-        config.keep_last, None if progress.best is None else int(progress.best["step"])
-    )  # a kill may have come before
+    run.prune(config.keep_last, progress.best_step)  # a kill may have come before
     return progress
 
 
 def _check_length(run: RunDirectory, step: int, config: TrainConfig, epoch: int) -> None:
     if step <= config.total_steps(epoch):
         return
-    asked = f"epochs={config.epochs}" if config.steps is None else f"steps={config.steps}"
-    more = f"epochs={step // epoch + 1}" if config.steps is None else f"steps={2 * step}"
+    passes = step / epoch
+    asked, more = f"steps={config.steps}", f"steps={2 * step}"
+    if config.steps is None:
+        asked, more = f"epochs={config.epochs}", f"epochs={step // epoch + 1}"
     raise ConfigError(
-        f"{run.path} has trained {plural(step, 'step')} ({_epochs(step / epoch)}), so {asked} leaves nothing to do. "
-        f"Give more, such as {more}.",
+        f"{run.path} has trained {plural(step, 'step')} ({passes:g} epoch{'' if passes == 1 else 's'}), so {asked} "
+        f"leaves nothing to do. Give more, such as {more}.",
         settings=("epochs", "steps"),
     )
 
 
-def _epochs(count: float) -> str:
-    return "1 epoch" if count == 1 else f"{count:g} epochs"
-
-
-def finish(
-    model: RecModel,
-    data: Dataset,
-    config: TrainConfig,
-    progress: Progress,
-    clock: Clock,
-    total: int,
-    epoch: int,
-    run: RunDirectory,
-    log: RunLog,
-    shown: Display,
-) -> TrainResult:
-    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report.
-
-    ``total`` steps were asked for; a pass over the training rows has ``epoch`` of them.
-    """
-    if said := ending(progress, config, total, trained=clock.examples > 0):
-        shown.note(said)
-    best = _go_to_best(model, data, config, progress, run, shown)
+def finish(state: TrainState) -> TrainResult:
+    """Say why training ended, go back to the best checkpoint, evaluate it on the test rows, write the report."""
+    config, progress, model = state.config, state.progress, state.replica.model
+    trained = state.clock.since("warm")
+    if not trained["examples"]:  # no step followed the first ones
+        trained = state.clock.total
+    if said := ending(progress, config, state.total, trained=trained["examples"] > 0):
+        state.shown.note(said)
+    best = _go_to_best(state)
     test: dict[str, float | None] = {}
-    if split := data.splits.get("test"):
+    if split := state.data.splits.get("test"):
         test = finite(evaluate(model, split, lookahead=config.lookahead, k=config.ranking_k))
-        record = {"kind": "test", "step": progress.step if best is None else best["step"], **test}
-        log.write(record)
-        shown.record(record)
+        state.write(kind="test", step=progress.step if best is None else best["step"], **test)
     result = TrainResult(
-        run=run.path,
+        run=state.run.path,
         model=model,
         step=progress.step,
-        epochs=progress.step / epoch,
-        stopped_early=progress.step < total,
+        epochs=progress.step / state.epoch,
+        stopped_early=progress.step < state.total,
         best_step=None if best is None else int(best["step"]),
         valid={} if best is None else best["valid"],
         test=test,
-        samples_per_second=clock.examples / clock.seconds if clock.examples else None,
+        samples_per_second=trained["examples"] / trained["seconds"] if trained["examples"] else None,
     )
-    run.write("report.json", {name: value for name, value in vars(result).items() if name not in ("run", "model")})
+    report = {name: value for name, value in vars(result).items() if name not in ("run", "model")}
+    state.run.write("report.json", report)
     return result
 
 
-def _go_to_best(
-    model: RecModel, data: Dataset, config: TrainConfig, progress: Progress, run: RunDirectory, shown: Display
-) -> dict[str, Any] | None:
-    """Load the best checkpoint that is whole; damaged ones are named and set aside.
+def _go_to_best(state: TrainState) -> dict[str, Any] | None:
+    """Load the best checkpoint that is whole; name damaged ones and set them aside.
 
     Returns:
         Its evaluation, ``{"step", "valid"}``; None if nothing was ever evaluated.
     """
+    config, progress, run, model = state.config, state.progress, state.run, state.replica.model
     best = progress.best
     while best is not None and best["step"] != progress.step:
         path = run.checkpoint(int(best["step"]))
         try:
             loading.load(path, model)
+            break
         except CheckpointError as error:
             kept = f" It is kept as {checkpoint.set_aside(path)}." if path.exists() else ""
-            shown.note(f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}")
-            best = next(iter(run.evaluated(config.metric)), None) or {
-                "step": progress.step,
-                "valid": finite(
-                    evaluate(model, data.valid, rows=config.valid_rows, lookahead=config.lookahead, k=config.ranking_k)
-                ),
-            }
-        else:
-            break
+            warning = f"warning: {error} This was the best checkpoint; the best of the others takes its place.{kept}"
+            state.shown.note(warning)
+        best = next(iter(run.evaluated(config.metric)), None)
+        if best is None:
+            found = evaluate(
+                model, state.data.valid, rows=config.valid_rows, lookahead=config.lookahead, k=config.ranking_k
+            )
+            return {"step": progress.step, "valid": finite(found)}
     return best

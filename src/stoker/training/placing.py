@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from stoker.base.device import available_memory, resolve_device, total_memory
+from stoker.base.device import available_memory, total_memory
 from stoker.base.device import device_memory as memory_of
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.timeline import Recorder
-from stoker.base.units import format_size, parse_size
+from stoker.base.units import format_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -34,7 +34,6 @@ from stoker.tables.compressed.tensor_train import stored_tables
 from stoker.tables.slots.foresight import Progress
 from stoker.tables.slots.slotted import SlottedRows
 from stoker.training.config import TrainConfig
-from stoker.training.progress import Clock
 from stoker.training.scores.evaluation import SCORED
 
 Batches = TypeVar("Batches", bound=Iterable[Batch])
@@ -58,7 +57,6 @@ STAGES = {
 _WITHIN = 2**14  # spans that one span may have directly inside it
 _SHARE = 0.8  # of the memory, in the budget that is proposed
 _FEWEST = 32  # examples scored at a time, unless asked for
-_SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
 class Epochs:
@@ -67,12 +65,11 @@ class Epochs:
     Args:
         stream: the batches.
         total: how many.
-        foreseen: up to which batch next uses may be recorded; None means all.
     """
 
-    def __init__(self, stream: BatchStream, total: int, foreseen: int | None = None) -> None:
+    def __init__(self, stream: BatchStream, total: int) -> None:
         self.stream, self.total = stream, total
-        self.foreseen = total if foreseen is None else min(foreseen, total)
+        self.foreseen = total  # up to which batch next uses may be recorded
 
     def __iter__(self) -> Iterator[Batch]:
         while self.stream.step < self.total:
@@ -111,17 +108,14 @@ def place(
     Raises:
         ConfigError: a budget that cannot work.
     """
-    counts = {
-        table.name: data.counts[table.name]
-        for table in tables
-        if table.name in data.counts and len(data.counts[table.name]) == table.num_embeddings
-    }
+    sizes = {table.name: table.num_embeddings for table in tables}
+    counts = {name: found for name, found in data.counts.items() if len(found) == sizes.get(name)}
     examples = max(1, len(data.train))
-    shared = {name: table for table in tables for name in table.features}
     mean = {
-        name: float(counts[table.name].sum()) / examples / len(table.features)
-        for name, table in shared.items()
+        feature: float(counts[table.name].sum()) / examples / len(table.features)
+        for table in tables
         if table.name in counts
+        for feature in table.features
     }
     most = {
         feature.name: max(feature.max_length, math.ceil(mean.get(feature.name, 1))) for feature in data.schema.features
@@ -257,39 +251,6 @@ class StageTotals(Recorder):
             yield
 
 
-def moved(model: RecModel, feed: Iterable[Batch], totals: StageTotals) -> dict[str, float]:
-    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
-    seconds of every stage. Nothing where no rows can move."""
-    storages = slotted(model)
-    if not storages:
-        return {}
-    waited: float = getattr(feed, "stall_seconds", 0.0)
-    return {
-        "rows": sum(storage.stats.rows for storage in storages),
-        "hits": sum(storage.stats.hits for storage in storages),
-        "bytes": sum(storage.stats.fetched_bytes for storage in storages),
-        "waited": waited + sum(storage.stats.stall_seconds for storage in storages),
-    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
-
-
-def movement(since: Clock, times: Clock) -> dict[str, Any]:
-    """The fields of a training record for what was :func:`moved`; ``times`` is the clock over steps whose times count.
-    ``stage_seconds`` adds up threads, waited for or not."""
-    amount = since.counted
-    if not amount:
-        return {}
-    return {
-        "hit_rate": amount["hits"] / amount["rows"] if amount["rows"] else 1.0,
-        "fetched_mib_per_step": amount["bytes"] / 2**20 / since.steps,
-        "stall_share": min(1.0, times.counted["waited"] / times.seconds),
-        "stage_seconds": {
-            name: round(times.counted[_SECONDS + name], 6)
-            for name in STAGES
-            if times.counted.get(_SECONDS + name, 0.0) > 0
-        },
-    }
-
-
 def rows_bytes(tables: Iterable[TableConfig], state: Mapping[str, str]) -> int:
     """Bytes of all rows with their optimizer state."""
     return sum(table.num_embeddings * row_bytes(table, state) for table in tables)
@@ -336,29 +297,6 @@ def check_memory(
             f"{format_size(free)} is free. {remedy}."
         )
     return None
-
-
-def batch_options(
-    config: TrainConfig, tables: Sequence[TableConfig], state: Mapping[str, str], *, placed: bool
-) -> dict[str, Any]:
-    """Where a run's batches are made and kept: options of :func:`stoker.training.scheduled.run_stream`.
-
-    Where rows of tables come and go (``placed``), batches are made in main memory, where their ids are planned.
-    """
-    device = resolve_device(config.device)
-    gpu = device.type == "cuda"
-    if config.data_memory != "auto":
-        budget = parse_size(config.data_memory)
-    elif gpu and not placed:
-        budget = max(0, (memory_of(device)[0] - rows_bytes(tables, state)) // 2)
-    else:
-        budget = 0
-    return {
-        "reuse": not gpu and not placed,  # staged batches wait in the window
-        "pin_memory": gpu,
-        "device": device if gpu and not placed else None,
-        "data_memory": budget,
-    }
 
 
 def _address_space() -> int | None:

@@ -1,4 +1,5 @@
-"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time, and signals."""
+"""What a run remembers from step to step: counters, the best evaluation, the running loss, the time, signals, and all
+of it in a :class:`TrainState`."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,9 +20,18 @@ import torch
 from torch import Tensor
 
 from stoker.base.units import quoted
+from stoker.dataset.dataset import Dataset
+from stoker.models import RecModel
+from stoker.training.config import TrainConfig
+from stoker.training.display import Display
+from stoker.training.files.rundir import RunDirectory, RunLog, Upload
+from stoker.training.placing import STAGES, StageTotals, slotted
+from stoker.training.replica import Replica
+from stoker.training.scheduled import Feed
 from stoker.training.scores.metrics import merit
 
 _SAVING = 0.03  # share of the time that checkpoints by the clock may take
+_SECONDS = "seconds."  # before the name of a stage, in what :func:`moved` counts
 
 
 @dataclass
@@ -35,6 +47,11 @@ class Progress:
     loss_count: int = 0
     # (step, loss) on the way: reading one waits for the GPU
     unread: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation; None if there was none."""
+        return None if self.best is None else int(self.best["step"])
 
     def read_losses(self) -> None:
         """Add the losses collected so far to the sum.
@@ -77,37 +94,39 @@ class Diverged(Exception):
         self.step = step
 
 
-@dataclass
 class Clock:
-    """Seconds, steps and examples of training, and what ``meter`` counts, without evaluation and checkpoints."""
+    """Count seconds, steps and examples of training, and what ``meter`` reads, without evaluation and checkpoints.
 
-    seconds: float = 0.0
-    steps: int = 0
-    examples: int = 0
-    meter: Callable[[], dict[str, float]] = dict  # readings that only rise
-    counted: dict[str, float] = field(default_factory=dict)
-    _started: float = field(default_factory=time.perf_counter)
-    _read: dict[str, float] = field(default_factory=dict)
+    Args:
+        meter: returns readings that only rise, by name.
+    """
 
-    def __post_init__(self) -> None:
-        self._read = self.meter()
+    def __init__(self, meter: Callable[[], dict[str, float]]) -> None:
+        self.total = defaultdict(
+            float, seconds=0.0, steps=0.0, examples=0.0
+        )  # what is read: up to date after each pause
+        self._meter, self._marks = meter, dict[str, dict[str, float]]()
+        self._begun = self._read()
+
+    def _read(self) -> dict[str, float]:
+        return {"seconds": time.perf_counter(), **self._meter()}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Training waits within the block; before it, ``seconds`` and ``counted`` are brought up to date."""
-        now, read = time.perf_counter(), self.meter()
-        self.seconds, self._started = self.seconds + now - self._started, now
-        self.counted = {name: self.counted.get(name, 0.0) + value - self._read[name] for name, value in read.items()}
+        """Do not count what happens within the block; before it, :attr:`total` is brought up to date."""
+        for name, value in self._read().items():
+            self.total[name] += value - self._begun[name]
         yield
-        self._started, self._read = time.perf_counter(), self.meter()
+        self._begun = self._read()
 
-    def since(self, before: Clock) -> Clock:
-        """What was added to ``before``, a copy of this clock."""
-        return Clock(
-            seconds=self.seconds - before.seconds, steps=self.steps - before.steps,
-            examples=self.examples - before.examples,
-            counted={name: value - before.counted.get(name, 0.0) for name, value in self.counted.items()},
-        )  # fmt: skip
+    def mark(self, *names: str) -> None:
+        """Let :meth:`since` count from now on, for each of these names."""
+        self._marks |= {name: dict(self.total) for name in names}
+
+    def since(self, name: str) -> dict[str, float]:
+        """Return what was counted since a mark; everything if it was never set."""
+        mark = self._marks.get(name, {})
+        return {key: value - mark.get(key, 0.0) for key, value in self.total.items()}
 
 
 @dataclass
@@ -190,3 +209,84 @@ class StopSignals:
 
     def __exit__(self, *args: object) -> None:
         self._restore()
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """A run while it trains."""
+
+    data: Dataset
+    config: TrainConfig
+    replica: Replica  # the model and its optimizers
+    feed: Feed  # its batches
+    epoch: int  # steps of a pass over the training rows
+    total: int  # steps of the whole run
+    run: RunDirectory
+    log: RunLog
+    shown: Display
+    upload: Upload
+    progress: Progress
+    timer: SaveTimer
+    totals: StageTotals = field(default_factory=StageTotals)
+    stop: StopSignals = field(default_factory=StopSignals)
+    clock: Clock = field(init=False)
+    swaps: int = 0  # of hot and cold batches, in this process
+    saved: tuple[int, int, int] = field(init=False)  # what :attr:`moment` was at the last checkpoint
+
+    def __post_init__(self) -> None:
+        # The meter must not hold the state: what a cycle holds is not freed when training ends.
+        self.clock = Clock(partial(moved, self.replica.model, self.feed, self.totals))
+        self.saved = self.moment
+
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """What differs between two checkpoints: the step, that of the last evaluation, and the swaps."""
+        return self.progress.step, self.progress.evaluated, self.swaps
+
+    @property
+    def finished(self) -> bool:
+        """Return True if all steps are done, or patience is at its end."""
+        patience = self.config.patience
+        return self.progress.step >= self.total or (patience is not None and self.progress.stale >= patience)
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Write and show a record of this step."""
+        epoch = round(self.feed.step / self.epoch, 6)
+        self.write(kind=kind, step=self.progress.step, epoch=epoch, **values, time=round(time.time(), 3))
+
+    def write(self, **record: Any) -> None:
+        """Write and show one line of metrics.jsonl."""
+        self.log.write(record)
+        self.shown.record(record)
+
+
+def moved(model: RecModel, feed: Feed, totals: StageTotals) -> dict[str, float]:
+    """What has moved so far: distinct rows wanted and found in place, bytes fetched, seconds that training waited; and
+    seconds of every stage. Nothing where no rows can move."""
+    storages = slotted(model)
+    if not storages:
+        return {}
+    return {
+        "rows": sum(storage.stats.rows for storage in storages),
+        "hits": sum(storage.stats.hits for storage in storages),
+        "bytes": sum(storage.stats.fetched_bytes for storage in storages),
+        "waited": feed.stall_seconds + sum(storage.stats.stall_seconds for storage in storages),
+    } | {_SECONDS + name: value for name, value in totals.seconds().items()}
+
+
+def movement(since: Mapping[str, float], times: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields of a training record for what was :func:`moved`.
+
+    Args:
+        since: what the clock counted since the last record.
+        times: what it counted over the steps whose times count.
+    """
+    if "rows" not in since:
+        return {}
+    return {
+        "hit_rate": since["hits"] / since["rows"] if since["rows"] else 1.0,
+        "fetched_mib_per_step": since["bytes"] / 2**20 / since["steps"],
+        "stall_share": min(1.0, times["waited"] / times["seconds"]),
+        # Threads add up, waited for or not.
+        "stage_seconds": {name: round(spent, 6) for name in STAGES if (spent := times[_SECONDS + name]) > 0},
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stoker.base.device import kept_memory, resolve_device
+from stoker.base.device import device_memory, kept_memory, resolve_device
 from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.remote import local_run
 from stoker.base.timeline import span
+from stoker.base.units import parse_size
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
 from stoker.dataset.spec import FeatureSpec
@@ -27,26 +28,38 @@ from stoker.tables import Strategy
 from stoker.training.config import TrainConfig
 from stoker.training.files import checkpoint, loading
 from stoker.training.files.rundir import RunDirectory, open_dataset, own_dataset
-from stoker.training.placing import batch_options, iterate, place_run, slotted
-from stoker.training.scheduled import HotColdStream, ScheduledFeed, run_feed, run_stream, swap_loss
+from stoker.training.placing import iterate, place_run, rows_bytes, slotted
+from stoker.training.scheduled import Feed, HotColdStream, run_stream, swap_loss
 from stoker.training.scores.evaluation import check_dataset
 from stoker.training.settings import MACHINE
 
 
 @contextlib.contextmanager
-def process_settings(config: TrainConfig) -> Iterator[None]:
+def process_settings(config: TrainConfig) -> Iterator[list[RecModel]]:
     """Set the run's number of threads, seed torch's generators, and let glibc keep freed memory; restore all on exit.
 
-    Generators of the CPU and of the run's device are seeded; no other is touched.
+    Generators of the CPU and of the run's device are seeded; no other is touched. If the block fails, the spill files
+    of the models in the list that it gets are closed, and empty directories that were made for them are removed.
     """
     device = resolve_device(config.device)
+    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
+    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
+    models: list[RecModel] = []
     threads = torch.get_num_threads()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), kept_memory():
         seed_generators(config)
         try:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
-            yield
+            yield models
+        except BaseException:
+            for storage in (storage for model in models for storage in slotted(model)):
+                with contextlib.suppress(Exception):  # what its rows were does not matter any more
+                    storage.close()
+            for one in missing:
+                with contextlib.suppress(OSError):  # not empty, or never made
+                    one.rmdir()
+            raise
         finally:
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
@@ -61,32 +74,26 @@ def seed_generators(config: TrainConfig) -> None:
             torch.cuda.manual_seed(config.seed)
 
 
-@contextlib.contextmanager
-def tidy(config: TrainConfig) -> Iterator[list[RecModel]]:
-    """If the block fails, close the spill files of the models in the list that it gets, and remove the empty
-    directories that were made for them."""
-    folder = None if config.home_path is None or config.device_memory is None else Path(config.home_path)
-    missing = [] if folder is None else [one for one in (folder, *folder.parents) if not one.exists()]
-    models: list[RecModel] = []
-    try:
-        yield models
-    except BaseException:
-        for storage in (storage for model in models for storage in slotted(model)):
-            with contextlib.suppress(Exception):  # what its rows were does not matter any more
-                storage.close()
-        for one in missing:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                one.rmdir()
-        raise
-
-
 def open_stream(
     config: TrainConfig, data: Dataset, optimizer: RowOptimizer, placement: Placement | None
 ) -> BatchStream | HotColdStream:
-    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow."""
+    """The training batches of a run, made and kept in memory where its settings and the placement of its rows allow.
+
+    Where rows of tables come and go, batches are made in main memory, where their ids are planned.
+    """
     placed = placement is not None and not placement.resident
-    tables = config.stored_tables(data.schema)
-    return run_stream(config, data, **batch_options(config, tables, optimizer.state, placed=placed))
+    device = resolve_device(config.device)
+    gpu = device.type == "cuda"
+    budget = 0
+    if config.data_memory != "auto":
+        budget = parse_size(config.data_memory)
+    elif gpu and not placed:
+        rows = rows_bytes(config.stored_tables(data.schema), optimizer.state)
+        budget = max(0, (device_memory(device)[0] - rows) // 2)
+    return run_stream(
+        config, data, reuse=not gpu and not placed,  # staged batches wait in the window
+        pin_memory=gpu, device=device if gpu and not placed else None, data_memory=budget,
+    )  # fmt: skip
 
 
 class Replica:
@@ -95,9 +102,9 @@ class Replica:
     Args:
         config: settings of the run.
         spec: columns of its dataset.
-        optimizer: of the rows.
+        schedule: factor on the learning rates.
         placement: where the rows are; None: on the device.
-        dense_factor: the factor on the dense rate at a step, counted from 0.
+        dense_schedule: factor on the dense rate, where it is another one.
         wait: end each part of a step with a synchronisation of the GPU, so that a timeline shows its own time.
     """
 
@@ -105,25 +112,26 @@ class Replica:
         self,
         config: TrainConfig,
         spec: FeatureSpec,
-        optimizer: RowOptimizer,
+        schedule: Schedule,
         placement: Mapping[str, Strategy] | None,
-        dense_factor: Callable[[int], float] = lambda step: 1.0,
+        dense_schedule: Schedule | None = None,
         *,
         wait: bool = False,
     ) -> None:
-        self.config, self.dense_factor = config, dense_factor
-        self.model = config.make_model(spec, optimizer, placement)
+        self.config, self.schedule = config, schedule
+        self.model = config.make_model(spec, config.make_row_optimizer(schedule), placement)
         self.dense = config.make_dense_optimizer(self.model)
         if config.compile:
             self.model.compile_dense()
         self.model.train()
+        self._dense_factor = partial(config.dense_factor, dense_schedule or schedule)
         self._parameters = self.model.dense_parameters()
         self._wait = wait and self.model.device.type == "cuda"
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on a batch; its loss."""
+        """Train on a batch; return its loss."""
         for group in self.dense.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.dense_factor(batch.step)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * self._dense_factor(batch.step)
         with span("forward"):
             loss = self.model.loss(batch)
             self.synchronize()
@@ -143,6 +151,10 @@ class Replica:
         if self._wait:
             torch.cuda.synchronize(self.model.device)
 
+    def close(self) -> None:
+        """Close threads and files of the tables."""
+        self.model.embeddings.close()
+
 
 @contextlib.contextmanager
 def throwaway(
@@ -161,16 +173,16 @@ def throwaway(
     Raises:
         ConfigError: a budget that cannot work.
     """
-    config = config.replace(batch_order="shuffled")
-    with process_settings(config), tidy(config) as models:
-        optimizer = config.make_row_optimizer(rows or Constant())
+    config = config.replace(batch_order="shuffled", dense_warmup=0)
+    with process_settings(config) as models:
+        optimizer = config.make_row_optimizer(Constant())
         placement = place_run(config, data, optimizer)
         stream = open_stream(config, data, optimizer, placement)  # where rows are held decides how long a step takes
-        replica = Replica(config, data.schema, optimizer, placement, (dense or Constant()).factor)
+        replica = Replica(config, data.schema, rows or Constant(), placement, dense or Constant())
         models.append(replica.model)
-        with contextlib.closing(iterate(run_feed(stream, steps, replica.model, config))) as batches:
+        with contextlib.closing(iterate(Feed(stream, steps, replica.model, config))) as batches:
             yield replica, batches
-        replica.model.embeddings.close()
+        replica.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +264,7 @@ class Rerun(Replica):
         config, data = section.config, section.data
         seed_generators(config)
         stream = run_stream(config, data)
-        schedule = config.make_schedule(section.total)
-        optimizer = config.make_row_optimizer(schedule)
-        super().__init__(config, data.schema, optimizer, placement, partial(config.dense_factor, schedule), wait=wait)
+        super().__init__(config, data.schema, config.make_schedule(section.total), placement, wait=wait)
         self.data = data
         if section.checkpoint is not None:
             manifest = checkpoint.read_manifest(section.checkpoint)
@@ -263,7 +273,7 @@ class Rerun(Replica):
         end = section.total + (config.lookahead + 1 if endless else 0)
         # Next uses are recorded as far as these steps go: a whole epoch may take longer than they do.
         foreseen = section.begin + section.steps
-        self.feed = run_feed(stream, end, self.model, config, foreseen=foreseen)
+        self.feed = Feed(stream, end, self.model, config, foreseen=foreseen)
         self._drawn = _generators(self.model.device)
         self._swap()
 
@@ -279,14 +289,10 @@ class Rerun(Replica):
 
     def _swap(self) -> None:
         """Decide as the run did what follows a segment of hot or cold batches."""
-        if isinstance(self.feed, ScheduledFeed) and self.feed.swapping:
+        if self.feed.swapping:
             with span("swap"):
                 self.feed.swap(swap_loss(self.model, self.data, self.config))
                 self.synchronize()
-
-    def close(self) -> None:
-        """Close threads and files."""
-        self.model.embeddings.close()
 
 
 def _generators(device: torch.device) -> tuple[Tensor, Tensor | None]:

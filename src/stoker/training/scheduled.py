@@ -6,6 +6,7 @@ is. So a lookahead ends with the segment, as the knowledge of the future does.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -18,14 +19,14 @@ from stoker.base.errors import CheckpointError, ConfigError
 from stoker.base.units import parse_size, quoted
 from stoker.dataset.batch import Batch
 from stoker.dataset.dataset import Dataset
-from stoker.dataset.split import BatchStream, Split
+from stoker.dataset.split import BatchStream, EpochRest, Split
 from stoker.models import RecModel
 from stoker.tables import Stage
 from stoker.tables.slots.foresight import Progress
 from stoker.training.config import TrainConfig
 from stoker.training.placing import Epochs, iterate, staged
 from stoker.training.scores.evaluation import evaluate
-from stoker.training.shuffle import Decision, Kind, ShuffleScheduler
+from stoker.training.shuffle import Decision, Kind, Segment, ShuffleScheduler
 
 _KIND = "stoker.HotColdStream"
 
@@ -75,35 +76,23 @@ def run_stream(config: TrainConfig, data: Dataset, **options: Any) -> BatchStrea
     return HotColdStream(batches(data.cold), batches(data.hot), ShuffleScheduler(config.swap_rate))
 
 
-def run_feed(
-    stream: BatchStream | HotColdStream,
-    total: int,
-    model: RecModel,
-    config: TrainConfig,
-    *,
-    foreseen: int | None = None,
-    progress: Progress | None = None,
-) -> Epochs | Stage | ScheduledFeed:
-    """The batches of a run up to ``total``, with their rows in place; arguments as for :func:`staged`, ``foreseen`` as
-    for :class:`Epochs`."""
-    if isinstance(stream, HotColdStream):
-        return ScheduledFeed(stream, total, model, config, foreseen=foreseen, progress=progress)
-    return staged(Epochs(stream, total, foreseen), model, config, progress=progress)
-
-
 def swap_loss(model: RecModel, data: Dataset, config: TrainConfig, stop: Callable[[], bool] | None = None) -> float:
     """The test loss that drives the schedule: the log loss on the first ``schedule_rows`` validation rows."""
     return evaluate(model, data.valid, rows=config.schedule_rows, stop=stop)["log_loss"]
 
 
 class HotColdStream:
-    """Hot and cold batches, segment by segment as the scheduler says. An epoch hands out every one of them once."""
+    """Hot and cold batches, segment by segment as the scheduler says. An epoch hands out every one of them once.
+
+    A ``for`` loop goes through the rest of a segment, from batch :attr:`step` on.
+    """
 
     def __init__(self, cold: BatchStream, hot: BatchStream, scheduler: ShuffleScheduler) -> None:
         self.streams: dict[Kind, BatchStream] = {"cold": cold, "hot": hot}
         self.scheduler = scheduler
         self.step = 0  # batches handed out where a loop begins
         self.first = 0  # number of the first batch of the segment
+        self.total = self.foreseen = sys.maxsize  # where the run ends, and up to which batch next uses may be recorded
         self._open: dict[Kind, Generator[Batch, None, None]] = {}
         scheduler.begin(len(cold), len(hot))
         scheduler.next_segment()
@@ -124,27 +113,44 @@ class HotColdStream:
     @property
     def end(self) -> int:
         """Number of the batch behind the segment."""
-        assert self.scheduler.segment is not None
-        return self.first + len(self.scheduler.segment)
+        return self.first + len(self._segment)
 
-    def proceed(self) -> None:
-        """Go on to the next segment."""
+    @property
+    def _segment(self) -> Segment:
+        assert self.scheduler.segment is not None
+        return self.scheduler.segment
+
+    def begin(self, step: int) -> None:
+        """Let the next loop begin with batch ``step``; where the segment ends there, with the next segment."""
+        self.step = step
+        if step == self.end:
+            self._proceed()
+
+    def _proceed(self) -> None:
         self.first = self.end
         self.scheduler.next_segment()
 
-    def places(self, step: int) -> dict[Kind, int]:
-        """Batches of each kind done in this epoch, once ``step`` batches are; ``step`` lies in the segment."""
-        segment, done = self.scheduler.segment, self.scheduler.done
-        assert segment is not None
-        rest = Counter(islice(segment.kinds(), step - self.first, None))
-        return {kind: done[kind] - rest[kind] for kind in self.streams}
+    def is_swapping(self, step: int) -> bool:
+        """Return True if the test loss decides what comes after ``step`` batches."""
+        return step == self.end and self.scheduler.due
 
-    def rest(self, step: int, until: int) -> Generator[Batch, None, None]:
-        """The batches ``step`` to ``until`` of the segment, numbered over both kinds."""
-        assert self.scheduler.segment is not None
-        sources = {kind: self._source(kind, place) for kind, place in self.places(step).items()}
-        kinds = islice(self.scheduler.segment.kinds(), step - self.first, until - self.first)
-        for number, kind in enumerate(kinds, step):
+    def swap(self, loss: float) -> Decision:
+        """Decide by the test loss, and go on to the next segment."""
+        decision = self.scheduler.swap(loss)
+        self._proceed()
+        return decision
+
+    def _places(self, step: int) -> dict[Kind, int]:
+        """Count the batches of each kind done in this epoch, once ``step`` batches are, which is in the segment."""
+        rest = Counter(islice(self._segment.kinds(), step - self.first, None))
+        return {kind: done - rest[kind] for kind, done in self.scheduler.done.items()}
+
+    def _kinds(self, step: int, until: int) -> list[Kind]:
+        return list(islice(self._segment.kinds(), step - self.first, until - self.first))
+
+    def __iter__(self) -> Iterator[Batch]:
+        sources = {kind: self._source(kind, place) for kind, place in self._places(self.step).items()}
+        for number, kind in enumerate(self._kinds(self.step, min(self.end, self.total)), self.step):
             yield replace(next(sources[kind]), step=number)
 
     def _source(self, kind: Kind, place: int) -> Generator[Batch, None, None]:
@@ -157,12 +163,22 @@ class HotColdStream:
             self._open[kind] = iterate(stream)
         return self._open[kind]
 
+    def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> _SegmentRest:
+        """The batches from number ``step`` to the end of the segment; the stream stays where it is."""
+        sources = {
+            kind: self.streams[kind].rest_of_epoch(
+                self.scheduler.epoch * len(self.streams[kind]) + place, ids_only=ids_only
+            )
+            for kind, place in self._places(step).items()
+        }
+        return _SegmentRest(self._kinds(step, max(step, min(self.end, self.foreseen))), sources)
+
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """The position after ``step`` batches, which lie in the segment; None means where a loop begins."""
         step = self.step if step is None else step
-        epoch, places = self.scheduler.epoch, self.places(step)
+        places = self._places(step)
         streams: dict[str, Any] = {
-            kind: {**stream.state_dict(), "epoch": epoch, "position": places[kind]}
+            kind: {**stream.state_dict(), "epoch": self.scheduler.epoch, "position": places[kind]}
             for kind, stream in self.streams.items()
         }
         return {
@@ -185,36 +201,11 @@ class HotColdStream:
         self.step, self.first = int(state["step"]), int(state["first"])
 
 
-class _Rest:
-    """The rest of a segment: what is staged at a time."""
-
-    def __init__(self, stream: HotColdStream, step: int, until: int, foreseen: int) -> None:
-        self.stream, self.step, self.until = stream, step, until
-        self.foreseen = min(foreseen, until)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.stream.rest(self.step, self.until)
-
-    def rest_of_epoch(self, step: int, *, ids_only: bool = False) -> _Reread:
-        """The batches from number ``step`` to the end of the segment; the stream stays where it is."""
-        return _Reread(self.stream, step, max(step, self.foreseen), ids_only)
-
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """The position in the stream."""
-        return self.stream.state_dict(step)
-
-
-class _Reread:
+class _SegmentRest:
     """Batches of a segment apart from those that are handed out."""
 
-    def __init__(self, stream: HotColdStream, step: int, until: int, ids_only: bool) -> None:
-        segment, epoch = stream.scheduler.segment, stream.scheduler.epoch
-        assert segment is not None
-        self._kinds = list(islice(segment.kinds(), step - stream.first, until - stream.first))
-        self._sources = {
-            kind: one.rest_of_epoch(epoch * len(one) + place, ids_only=ids_only)
-            for (kind, one), place in zip(stream.streams.items(), stream.places(step).values(), strict=True)
-        }
+    def __init__(self, kinds: list[Kind], sources: dict[Kind, EpochRest]) -> None:
+        self._kinds, self._sources = kinds, sources
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -224,16 +215,24 @@ class _Reread:
         return (next(sources[kind]) for kind in self._kinds)
 
 
-class ScheduledFeed:
-    """The batches of a run over hot and cold ones, with their rows in place.
+class Feed:
+    """The batches of a run up to ``total``, with their rows in place. Hot and cold ones are staged segment by segment.
 
     Where :attr:`swapping`, the loop measures the test loss and calls :meth:`swap` before it asks for the next batch; a
     loop that does not keeps the rate.
+
+    Args:
+        stream: the batches.
+        total: how many the run has.
+        model: whose rows they use.
+        config: settings of the run.
+        foreseen: up to which batch next uses may be recorded; None means all.
+        progress: called while next uses are recorded.
     """
 
     def __init__(
         self,
-        stream: HotColdStream,
+        stream: BatchStream | HotColdStream,
         total: int,
         model: RecModel,
         config: TrainConfig,
@@ -241,56 +240,45 @@ class ScheduledFeed:
         foreseen: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.stream, self.total = stream, total
+        self.total = total
         self.step = stream.step  # batches handed out; the next one carries this number
+        self.stall_seconds = 0.0  # that training waited for rows
         self.hurry: Callable[[], bool] = lambda: False  # as of a Stage
-        self._foreseen = total if foreseen is None else foreseen
+        self._hot_cold = stream if isinstance(stream, HotColdStream) else None
+        self._stream = Epochs(stream, total) if isinstance(stream, BatchStream) else stream
+        self._stream.total, self._stream.foreseen = total, min(total, foreseen or total)
         self._model, self._config, self._progress = model, config, progress
-        self._inner: Stage | None = None
-        self._stalled = 0.0
+        self._depth = config.in_flight  # batches in flight at the end of the last segment
 
     def __iter__(self) -> Iterator[Batch]:
         begun = self.step
         while self.step < self.total:
-            if self.step == self.stream.end:
-                self.stream.proceed()
-            rest = _Rest(self.stream, self.step, min(self.stream.end, self.total), self._foreseen)
-            staged_rest = staged(rest, self._model, self._config, progress=self._progress)
-            if isinstance(staged_rest, Stage):
-                self._take_over(staged_rest)
-            with closing(iterate(staged_rest)) as batches:
-                start = time.perf_counter()
+            if self._hot_cold is not None:
+                self._hot_cold.begin(self.step)
+            first, waited, start = self.step, 0.0, time.perf_counter()
+            segment = staged(self._stream, self._model, self._config, progress=self._progress)
+            if isinstance(segment, Stage):
+                segment.hurry, segment.in_flight = self.hurry, self._depth or segment.in_flight
+            with closing(iterate(segment)) as batches:
                 for batch in batches:
-                    if self._inner is not None and self._inner.background and begun < self.step == rest.step:
-                        self._stalled += time.perf_counter() - start  # which a stage by itself does not count
+                    if isinstance(segment, Stage):
+                        # What a stage waits for its first batch it does not count: at first nothing hides it.
+                        late = segment.background and begun < self.step == first
+                        self.stall_seconds += segment.stall_seconds - waited + late * (time.perf_counter() - start)
+                        waited, self._depth = segment.stall_seconds, segment.in_flight
                     self.step = batch.step + 1
                     yield batch
-
-    def _take_over(self, made: Stage) -> None:
-        """Go on with a new stage where the last one was."""
-        if self._inner is not None:
-            self._stalled += self._inner.stall_seconds
-            if self._config.in_flight is None:
-                made.in_flight = self._inner.in_flight
-        made.hurry = self.hurry
-        self._inner = made
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds that training waited for rows."""
-        return self._stalled + (0.0 if self._inner is None else self._inner.stall_seconds)
 
     @property
     def swapping(self) -> bool:
         """Whether the test loss decides what comes next."""
-        return self.step == self.stream.end and self.step < self.total and self.stream.scheduler.due
+        return self._hot_cold is not None and self._hot_cold.is_swapping(self.step) and self.step < self.total
 
     def swap(self, loss: float) -> Decision:
         """Decide by the test loss, and go on to the next segment."""
-        decision = self.stream.scheduler.swap(loss)
-        self.stream.proceed()
-        return decision
+        assert self._hot_cold is not None
+        return self._hot_cold.swap(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batch handed out last."""
-        return self.stream.state_dict(self.step)
+        return self._stream.state_dict(self.step)

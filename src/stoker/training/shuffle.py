@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from fractions import Fraction
 from itertools import chain, repeat
 from typing import Any, Literal
@@ -31,7 +31,6 @@ from typing import Any, Literal
 from stoker.base.errors import ConfigError
 
 Kind = Literal["cold", "hot"]
-_KINDS: tuple[Kind, Kind] = ("cold", "hot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +69,31 @@ class Decision:
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
 
+@dataclass
+class _Count:
+    """Batches of a kind, in an epoch."""
+
+    batches: int = 0  # in all
+    base: int = 0  # left when the rate changed, or the epoch began
+    given: int = 0  # handed out since
+    parts: int = 0  # segments since, or rounds at the lowest rate
+
+    @property
+    def left(self) -> int:
+        return self.base - self.given
+
+    def split(self, batches: int) -> None:
+        """Split these batches at the rate from here on."""
+        self.base, self.given, self.parts = batches, 0, 0
+
+    def take(self, share: Fraction) -> int:
+        """Hand out what is missing to this share of the base; return the number of batches."""
+        batches = math.ceil(self.base * min(share, Fraction(1))) - self.given
+        self.given += batches
+        self.parts += 1
+        return batches
+
+
 class ShuffleScheduler:
     """Says how many batches of which kind come next.
 
@@ -96,10 +120,7 @@ class ShuffleScheduler:
         self.segment: Segment | None = None  # handed out last
         self.swaps = self.falls = 0  # losses so far; those in a row, up to the last one, that fell
         self.loss: float | None = None  # at the last swap
-        self._batches: dict[Kind, int] = {"cold": 0, "hot": 0}  # of an epoch
-        self._base: dict[Kind, int] = {"cold": 0, "hot": 0}  # left when the rate changed, or the epoch began
-        self._given: dict[Kind, int] = {"cold": 0, "hot": 0}  # handed out since
-        self._parts: dict[Kind, int] = {"cold": 0, "hot": 0}  # segments of each since, or rounds at the lowest rate
+        self._counts: dict[Kind, _Count] = {"cold": _Count(), "hot": _Count()}
         self._turn: Kind = "cold"  # whose segment is next
 
     def begin(self, cold: int, hot: int) -> None:
@@ -110,18 +131,17 @@ class ShuffleScheduler:
         """
         if min(cold, hot) < 0 or cold + hot < 1:
             raise ConfigError(f"an epoch of {cold} cold and {hot} hot batches has nothing to schedule.")
-        self._batches = {"cold": cold, "hot": hot}
-        self._split({"cold": 0, "hot": 0})
+        self._counts = {"cold": _Count(batches=cold), "hot": _Count(batches=hot)}
 
     @property
     def left(self) -> dict[Kind, int]:
         """Batches of the epoch that no segment had yet."""
-        return {kind: self._base[kind] - self._given[kind] for kind in _KINDS}
+        return {kind: count.left for kind, count in self._counts.items()}
 
     @property
     def done(self) -> dict[Kind, int]:
         """Batches of the epoch that some segment had, the last one included."""
-        return {kind: self._batches[kind] - left for kind, left in self.left.items()}
+        return {kind: count.batches - count.left for kind, count in self._counts.items()}
 
     @property
     def due(self) -> bool:
@@ -133,7 +153,7 @@ class ShuffleScheduler:
     def _next_kind(self) -> Kind:
         left = self.left
         if not any(left.values()):
-            return "cold" if self._batches["cold"] else "hot"
+            return "cold" if self._counts["cold"].batches else "hot"
         return self._turn if left[self._turn] else _other(self._turn)
 
     def next_segment(self) -> Segment:
@@ -141,40 +161,34 @@ class ShuffleScheduler:
         if not any(self.left.values()):
             self.epoch += 1
             self._turn = "cold"
-            self._split(self._batches)
+            for count in self._counts.values():
+                count.split(count.batches)
         rarer = min(self.left.values())
         if rarer and self.rate <= self.low:
             self.segment = Segment(runs=tuple(self._rounds()))
             return self.segment
         kind = self._next_kind()
-        batches = self.left[kind]
+        count = self._counts[kind]
         if rarer:
-            share = max(Fraction(self.rate) / 100, Fraction(1, min(self._base.values())))
-            self._parts[kind] += 1
-            batches = self._upto(kind, share * self._parts[kind])
-        self._given[kind] += batches
+            share = max(Fraction(self.rate) / 100, Fraction(1, self._rounds_left))
+            batches = count.take(share * (count.parts + 1))
+        else:
+            batches, count.given = count.left, count.base
         self._turn = _other(kind)
         self.segment = Segment(runs=((kind, batches),))
         return self.segment
 
-    def _upto(self, kind: Kind, share: Fraction) -> int:
-        """Batches that bring a kind to this share of its base."""
-        return math.ceil(self._base[kind] * min(share, Fraction(1))) - self._given[kind]
+    @property
+    def _rounds_left(self) -> int:
+        """Batches of the rarer kind when the rate changed, or the epoch began."""
+        return min(count.base for count in self._counts.values())
 
     def _rounds(self) -> Iterator[tuple[Kind, int]]:
         """Alternating batches, ``rate`` percent of the base."""
-        rounds = min(self._base.values())
-        first = self._parts[self._turn]
+        rounds, first = self._rounds_left, self._counts[self._turn].parts
         for number in range(first, min(first + math.ceil(rounds * Fraction(self.rate) / 100), rounds)):
             for kind in (self._turn, _other(self._turn)):
-                batches = self._upto(kind, Fraction(number + 1, rounds))
-                self._given[kind] += batches
-                self._parts[kind] += 1
-                yield kind, batches
-
-    def _split(self, batches: dict[Kind, int]) -> None:
-        """Split these batches at the rate from here on."""
-        self._base, self._given, self._parts = dict(batches), dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, 0)
+                yield kind, self._counts[kind].take(Fraction(number + 1, rounds))
 
     def swap(self, loss: float) -> Decision:
         """Set the rate by the test loss behind the last segment (Equation 5).
@@ -197,7 +211,8 @@ class ShuffleScheduler:
                 self.rate, self.falls = min(2 * before, self.high), 0
                 why += ", but the rate is the highest" if self.rate == before else ""
         if self.rate != before:
-            self._split(self.left)
+            for count in self._counts.values():
+                count.split(count.left)
         return Decision(
             swap=self.swaps, after=self.segment.kind, loss=loss, rate_before=before, rate_after=self.rate, why=why
         )
@@ -213,7 +228,7 @@ class ShuffleScheduler:
             "falls": self.falls,
             "loss": self.loss,
             "turn": self._turn,
-            "counts": {kind: [c[kind] for c in self._counts()] for kind in _KINDS},
+            "counts": {kind: list(astuple(count)) for kind, count in self._counts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -223,12 +238,7 @@ class ShuffleScheduler:
         self.loss, self._turn = state["loss"], state["turn"]
         runs = state["segment"]
         self.segment = None if runs is None else Segment(runs=tuple((kind, batches) for kind, batches in runs))
-        self._batches, self._base, self._given, self._parts = (
-            {kind: state["counts"][kind][place] for kind in _KINDS} for place in range(4)
-        )
-
-    def _counts(self) -> tuple[dict[Kind, int], ...]:
-        return self._batches, self._base, self._given, self._parts
+        self._counts = {kind: _Count(*state["counts"][kind]) for kind in self._counts}
 
 
 def _other(kind: Kind) -> Kind:

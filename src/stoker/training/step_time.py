@@ -6,6 +6,7 @@ Legend: B examples, F features, L ids in all.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ def measure_step(config: TrainConfig, data: Dataset, placement: Placement | None
             break
     seconds = [float(np.median(each.seconds[_UNTIMED:])) for each in trained]
     for each in trained:
-        each.model.embeddings.close()
+        each.close()
     return StepTime(read=read, train=seconds[0], slotted=seconds[-1])
 
 
@@ -113,7 +114,7 @@ class _Trained(Replica):
     """A model and how long its steps take, less planning and moving rows."""
 
     def __init__(self, config: TrainConfig, spec: FeatureSpec, strategies: Mapping[str, Strategy] | None) -> None:
-        super().__init__(config, spec, config.make_row_optimizer(Constant()), strategies)
+        super().__init__(config, spec, Constant(), strategies)
         self.seconds: list[float] = []
 
     def step(self, batch: Batch) -> Tensor:
@@ -147,12 +148,10 @@ def _roomy(placement: Placement, spec: FeatureSpec) -> dict[str, Strategy]:
 def _cut(spec: FeatureSpec, size: int, compressed: frozenset[str] = frozenset()) -> FeatureSpec:
     """The same columns with the largest tables cut so that all but the compressed ones take :data:`_ROWS` bytes."""
     given = spec.num_embeddings
-    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.float64)
-    low, high = 1.0, float(rows.max(initial=1.0))
-    while high - low > 1:
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(rows, middle).sum() * size <= _ROWS else (low, middle)
-    most = int(high if np.minimum(rows, high).sum() * size <= _ROWS else low)
+    rows = np.array(sorted(count for name, count in given.items() if name not in compressed), np.int64)
+    before, tables = np.cumsum(rows) - rows, np.arange(len(rows), 0, -1)  # smaller ones; this and larger ones
+    cut_from = np.flatnonzero(before + tables * rows > _ROWS // size)
+    most = max(1, int((_ROWS // size - before[cut_from[0]]) // tables[cut_from[0]])) if len(cut_from) else sys.maxsize
     cut = {name: count if name in compressed else min(count, most) for name, count in given.items()}
     return replace(spec, num_embeddings=cut)
 

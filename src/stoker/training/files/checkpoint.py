@@ -40,17 +40,8 @@ from stoker.base.version import __version__
 from stoker.models import RecModel
 from stoker.placement.placement import row_bytes
 from stoker.tables import EmbeddingTables, TableConfig
-from stoker.training.files.module_state import (
-    Optimizers,
-    dense_state,
-    device_of,
-    encode,
-    named_optimizers,
-    optimizer_values,
-    tables_in,
-    trained_in,
-    unwrap,
-)
+from stoker.training.files import module_state
+from stoker.training.files.module_state import Optimizers
 
 FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
@@ -143,8 +134,8 @@ def save(
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"module is a {type(module).__name__}; save takes the nn.Module itself, not its state.")
     refuse_url(directory, "a checkpoint of stoker.save")
-    module = unwrap(module)
-    optimizers = named_optimizers(optimizer)
+    module = module_state.unwrap(module)
+    optimizers = module_state.named_optimizers(optimizer)
     target = Path(directory)
     beside = target.with_name(target.name + ".tmp")
     replaced = target.with_name(target.name + ".tmp-old")
@@ -155,7 +146,9 @@ def save(
             raise CheckpointError(f"{target} exists. Choose another name, or pass overwrite=True.")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "tables").mkdir(parents=True)
-        manifest = _write_files(beside, module, optimizers, stream, extra_state, shard_bytes, require_finite)
+        manifest = _write_files(
+            _Writer(beside, require_finite=require_finite), module, optimizers, stream, extra_state, shard_bytes
+        )
         manifest |= {"stoker_version": __version__, "extra": dict(extra or {})}
         if step is not None:
             manifest["step"] = step
@@ -260,48 +253,78 @@ def verify(directory: str | Path, manifest: Mapping[str, Any] | None = None) -> 
     return len(manifest["files"])
 
 
+class _Writer:
+    """Writes files of tensors and notes their sizes and checksums."""
+
+    def __init__(self, folder: Path, *, require_finite: bool) -> None:
+        self.folder, self.require_finite = folder, require_finite
+        self.files: dict[str, Any] = {}
+
+    def write(self, name: str, what: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file; ``what`` is in it, for messages."""
+        path = self.folder / name
+        here = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        if self.require_finite:
+            _check_finite(what, here)
+        try:
+            save_file(here, path)
+        except SafetensorError as error:  # it wraps what the operating system said
+            number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+            raise OSError(number, os.strerror(number), str(path)) from error
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        size, digest = hash_file(path)
+        self.files[name] = {"bytes": size, "sha256": digest}
+
+    def write_table(self, prefix: str, tables: EmbeddingTables, table: TableConfig, shard_bytes: int) -> dict[str, Any]:
+        """Write the rows of a table, ``shard_bytes`` a file; return its entry in the manifest."""
+        shards = []
+        chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
+        for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
+            file = f"{prefix}.{number:05d}.safetensors"
+            self.write(file, f"table {table.name!r}", {"weight": rows.weight, **rows.state})
+            shards.append({"file": file, "start": start, "rows": len(rows.weight)})
+        fields = ("name", "num_embeddings", "embedding_dim", "dtype")
+        return {**{field: getattr(table, field) for field in fields}, "shards": shards}
+
+
 def _write_files(
-    folder: Path,
+    writer: _Writer,
     module: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     stream: Positioned | None,
     extra_state: Mapping[str, Any] | None,
     shard_bytes: int,
-    require_finite: bool,
 ) -> dict[str, Any]:
     """Write all files of a checkpoint but the manifest, which is returned."""
-    trained = trained_in(module)
+    trained = module_state.trained_in(module)
     single = set(optimizers) <= {"optimizer"} and extra_state is None
     first = single and isinstance(module, RecModel) and set(trained) == {"embeddings"}
-    files: dict[str, Any] = {}
     entries: list[dict[str, Any]] = []
-    for name, tables in tables_in(module).items():
+    for name, tables in module_state.tables_in(module).items():
         for table in tables.stored:
-            prefix = f"tables/{len(entries):03d}"
-            entry = _save_table(folder, prefix, tables, table, files, shard_bytes, require_finite)
+            entry = writer.write_table(f"tables/{len(entries):03d}", tables, table, shard_bytes)
             entries.append(entry if first else {**entry, "module": name})
     tensors: dict[str, Tensor] = {}
-    manifest: dict[str, Any] = {"kind": "checkpoint", "files": files, "tables": entries, "dense_optimizer": None}
+    manifest: dict[str, Any] = {"kind": "checkpoint", "tables": entries, "dense_optimizer": None}
     if first:
         assert isinstance(module, RecModel)
         tensors |= {f"model.{name}": value for name, value in module.dense_tensors()}
         for optimizer in optimizers.values():
-            manifest["dense_optimizer"] = optimizer_values(optimizer, "optimizer", tensors)
+            manifest["dense_optimizer"] = module_state.optimizer_values(optimizer, "optimizer", tensors)
     else:
         manifest |= _second_format(module, optimizers, extra_state, tensors)
     if isinstance(module, RecModel):
         manifest |= {"model": module.config(), "features": module.spec.to_dict()}
         manifest |= {"row_optimizer": module.embeddings.optimizer.to_dict(), "tick": module.embeddings.tick}
     tensors["generator.cpu"] = torch.get_rng_state()
-    device = device_of(module)
+    device = module_state.device_of(module)
     if device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(device)
-    # A clone where needed: tied parameters would share memory, which the format refuses.
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    if require_finite:
-        _check_finite("the dense part", tensors)
-    files[DENSE] = _save_tensors(folder / DENSE, tensors)
+    # Clones, for tied parameters share memory, which the format refuses.
+    writer.write(DENSE, "the dense part", {name: value.detach().cpu().clone() for name, value in tensors.items()})
     return manifest | {
+        "files": writer.files,
         "format_version": 1 if first else FORMAT_VERSION,
         "step": max((each.tick for each in trained.values()), default=0),
         "stream": None if stream is None else stream.state_dict(),
@@ -316,73 +339,36 @@ def _second_format(
 ) -> dict[str, Any]:
     """Return what the manifest says of a module in format 2; tensors of the dense part go into ``tensors``."""
     values = {}
-    for name, value in dense_state(module).items():
+    for name, value in module_state.dense_state(module).items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
             tensors[f"model.{name}"] = value
         else:
-            values[name] = encode(f"the module's {name!r}", value, tensors)
+            values[name] = module_state.encode(f"the module's {name!r}", value, tensors)
     found = {}
     for place, (name, optimizer) in enumerate(optimizers.items()):
         prefix = f"optimizer{place}"
-        found[name] = {"prefix": prefix} | optimizer_values(optimizer, prefix, tensors, module)
+        found[name] = {"prefix": prefix} | module_state.optimizer_values(optimizer, prefix, tensors, module)
     extras = {}
     for name, each in (extra_state or {}).items():
-        if isinstance(each, nn.Module) and tables_in(each):
+        if isinstance(each, nn.Module) and module_state.tables_in(each):
             raise CheckpointError(
                 f"extra_state[{name!r}] contains EmbeddingTables, whose rows may not fit in memory. Put it into the "
                 "module that is saved, for example with nn.ModuleDict."
             )
         given = each.state_dict() if (has := hasattr(each, "state_dict")) else each
-        extras[name] = {"object": has, "state": encode(f"extra_state[{name!r}]", given, tensors)}
+        extras[name] = {"object": has, "state": module_state.encode(f"extra_state[{name!r}]", given, tensors)}
     trained = {
         name: {
             "row_optimizer": None if each.optimizer is None else each.optimizer.to_dict(),
             "tick": each.tick,
             **({"seed": each.seed} if isinstance(each, EmbeddingTables) else {}),
         }
-        for name, each in trained_in(module).items()
+        for name, each in module_state.trained_in(module).items()
     }
     return {
         "class": type(module).__qualname__, "model": None, "features": None, "values": values, "optimizers": found,
         "extra_state": extras, "trained": trained,
     }  # fmt: skip
-
-
-def _save_table(
-    folder: Path,
-    prefix: str,
-    tables: EmbeddingTables,
-    table: TableConfig,
-    files: dict[str, Any],
-    shard_bytes: int,
-    require_finite: bool,
-) -> dict[str, Any]:
-    """Write the rows of a table, some 256 MiB a file; return its entry in the manifest."""
-    shards = []
-    chunk_rows = max(1, shard_bytes // row_bytes(table, tables.optimizer.state))
-    for number, (start, rows) in enumerate(tables.read(table.name, chunk_rows=chunk_rows)):
-        file = f"{prefix}.{number:05d}.safetensors"
-        tensors = {"weight": rows.weight, **rows.state}
-        if require_finite:
-            _check_finite(f"table {table.name!r}", tensors)
-        files[file] = _save_tensors(
-            folder / file, {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
-        )
-        shards.append({"file": file, "start": start, "rows": len(rows.weight)})
-    fields = ("name", "num_embeddings", "embedding_dim", "dtype")
-    return {**{field: getattr(table, field) for field in fields}, "shards": shards}
-
-
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:  # it wraps what the operating system said
-        number = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-        raise OSError(number, os.strerror(number), str(path)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    size, digest = hash_file(path)
-    return {"bytes": size, "sha256": digest}
 
 
 def _check_finite(what: str, tensors: Mapping[str, Tensor]) -> None:

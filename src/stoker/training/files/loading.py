@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -20,20 +21,9 @@ from stoker.models import MODELS, RecModel
 from stoker.ops import BackendName
 from stoker.optim import RowOptimizer
 from stoker.tables.storage import Rows
+from stoker.training.files import module_state
 from stoker.training.files.checkpoint import DENSE, Checkpoint, M, read_manifest, verify
-from stoker.training.files.module_state import (
-    Optimizers,
-    check_optimizer,
-    decode,
-    dense_state,
-    device_of,
-    load_dense_state,
-    load_optimizer,
-    named_optimizers,
-    tables_in,
-    trained_in,
-    unwrap,
-)
+from stoker.training.files.module_state import Optimizers
 from stoker.training.files.rundir import find_checkpoint, unknown_model, whole_checkpoints
 
 if TYPE_CHECKING:
@@ -124,8 +114,8 @@ def load(
             placement=placement,
         )  # fmt: skip
     else:
-        module = unwrap(into)
-    optimizers = named_optimizers(optimizer)
+        module = module_state.unwrap(into)
+    optimizers = module_state.named_optimizers(optimizer)
     resuming = optimizer is not None or extra_state is not None
     with safe_open(directory / DENSE, framework="pt") as file:
         tensors = _Tensors(file)
@@ -136,9 +126,9 @@ def load(
         saved.fill(optimizers, extra_state or {})
         if resuming:
             torch.set_rng_state(tensors["generator.cpu"])
-            if (on := device_of(module)).type == "cuda" and "generator.cuda" in tensors:
+            if (on := module_state.device_of(module)).type == "cuda" and "generator.cuda" in tensors:
                 torch.cuda.set_rng_state(tensors["generator.cuda"], on)
-        kept = {name: decode(entry["state"], tensors) for name, entry in saved.extras.items()}
+        kept = {name: module_state.decode(entry["state"], tensors) for name, entry in saved.extras.items()}
     if stream is not None:
         stream.load_state_dict(manifest["stream"])
     return Checkpoint(path=directory, manifest=manifest, model=module if into is None else into, extra_state=kept)
@@ -188,7 +178,7 @@ class _Saved:
 
     def __init__(self, directory: Path, manifest: Mapping[str, Any], tensors: _Tensors, module: nn.Module) -> None:
         self.directory, self.manifest, self.tensors, self.module = directory, manifest, tensors, module
-        self.mine, self.tables = trained_in(module), tables_in(module)
+        self.mine, self.tables = module_state.trained_in(module), module_state.tables_in(module)
         self.first = int(manifest["format_version"]) == 1
         self.trained: dict[str, Any] = manifest.get("trained", {})
         self.optimizers: dict[str, Any] = manifest.get("optimizers", {})
@@ -198,6 +188,7 @@ class _Saved:
             single = manifest["dense_optimizer"]
             self.optimizers = {} if single is None else {"optimizer": {"prefix": "optimizer", **single}}
         self.dense = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+        self.values: dict[str, Any] = manifest.get("values", {})  # of the dense part, what is no tensor
         self.settings: dict[str, RowOptimizer] = {}  # row optimizers with other settings than the module's
 
     def check(
@@ -230,7 +221,7 @@ class _Saved:
             )
         for name, optimizer in optimizers.items():
             what = f"the state of optimizer {name!r} in {self.directory}"
-            check_optimizer(what, self.optimizers[name], optimizer, None if self.first else self.module)
+            module_state.check_optimizer(what, self.optimizers[name], optimizer, self.module)
         self._check_extra_state(extra_state or {})
         left = [name for name, entry in self.extras.items() if entry["object"] and name not in (extra_state or {})]
         if left and (extra_state or (optimizers and extra_state is None)):
@@ -257,14 +248,16 @@ class _Saved:
                 for name, value in self.module.dense_tensors():
                     value.copy_(self.tensors[f"model.{name}"])
         else:
-            values = {name: decode(value, self.tensors) for name, value in self.manifest["values"].items()}
-            load_dense_state(self.module, values | {name: self.tensors[f"model.{name}"] for name in self.dense})
+            values = {name: module_state.decode(value, self.tensors) for name, value in self.values.items()}
+            module_state.load_dense_state(
+                self.module, values | {name: self.tensors[f"model.{name}"] for name in self.dense}
+            )
         for name, optimizer in optimizers.items():
             found = self.optimizers[name]
-            load_optimizer(found, found["prefix"], self.tensors, optimizer)
+            module_state.load_optimizer(found, found["prefix"], self.tensors, optimizer)
         for name, each in extra_state.items():
             try:
-                each.load_state_dict(decode(self.extras[name]["state"], self.tensors))
+                each.load_state_dict(module_state.decode(self.extras[name]["state"], self.tensors))
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"extra_state[{name!r}], a {type(each).__name__}, does not take the state saved in "
@@ -312,14 +305,11 @@ class _Saved:
                 )
 
     def _check_dense(self) -> None:
+        mine: dict[str, Any] = module_state.dense_state(self.module)
         if self.first:
             assert isinstance(self.module, RecModel)
-            for name, _ in self.module.dense_tensors():
-                if name not in self.dense:
-                    raise CheckpointError(f"{self.directory}: the dense part lacks the parameter {name!r}.")
-            return
-        mine = dense_state(self.module)
-        self._same_names("parameters and buffers", [*self.dense, *self.manifest["values"]], mine)
+            mine = dict(self.module.dense_tensors())
+        self._same_names("parameters and buffers", [*self.dense, *self.values], mine)
         for name in self.dense:
             value, shape = mine[name], self.tensors.shape(f"model.{name}")
             if isinstance(value, Tensor) and not is_lazy(value) and tuple(value.shape) != shape:
@@ -344,13 +334,13 @@ class _Saved:
                 f"{self.directory} has no extra state {_names(lacking)}. It has: {_names(self.extras) or 'none'}."
             )
         for name, each in extra_state.items():
-            problem = ""
             if not self.extras[name]["object"]:
                 problem = "it was saved as a value. Leave it out, and take it from the result's extra_state."
             elif not hasattr(each, "load_state_dict"):
                 problem = f"the {type(each).__name__} given has no load_state_dict()."
-            if problem:
-                raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
+            else:
+                continue
+            raise CheckpointError(f"extra_state[{name!r}] cannot be filled in place: {problem}")
 
     def _other_settings(self) -> Iterator[tuple[str, RowOptimizer]]:
         """Yield the row optimizers that have other settings in the checkpoint than in the module."""
@@ -374,8 +364,7 @@ class _Saved:
                 raise CheckpointError(f"{self.directory}: table {name!r} has no rows {done:,} to {shard['start']:,}.")
             path = self.directory / shard["file"]
             try:
-                with safe_open(path, framework="pt") as file:
-                    found = dict(_Tensors(file))
+                found = load_file(path)
             except SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be read ({error}).") from error
             tables.write(name, done, Rows(found.pop("weight"), found))

@@ -6,8 +6,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -63,7 +64,7 @@ def device_of(module: nn.Module) -> torch.device:
 @contextmanager
 def _without_rows(module: nn.Module) -> Iterator[None]:
     """Make ``state_dict`` and ``load_state_dict`` pass over rows, which may be more than memory holds."""
-    changed = {"_save_to_state_dict", "_load_from_state_dict"}
+    changed = ("_save_to_state_dict", "_load_from_state_dict")
     found = tables_in(module)
     for name, tables in found.items():
         if any(getattr(type(tables), each) is not getattr(EmbeddingTables, each) for each in changed):
@@ -71,20 +72,17 @@ def _without_rows(module: nn.Module) -> Iterator[None]:
                 f"{name!r} is a {type(tables).__name__}, which has a _save_to_state_dict or _load_from_state_dict of "
                 "its own, so its rows cannot be told from the rest. Keep the rest in buffers, or in get_extra_state."
             )
-    for tables in found.values():
-        for each in changed:
-            tables.__dict__[each] = partial(getattr(nn.Module, each), tables)
-    try:
-        yield
-    finally:
+    with ExitStack() as undone:
         for tables in found.values():
             for each in changed:
-                del tables.__dict__[each]
+                tables.__dict__[each] = partial(getattr(nn.Module, each), tables)
+                undone.callback(tables.__dict__.pop, each)
+        yield
 
 
 def dense_state(module: nn.Module) -> dict[str, Any]:
     """Return ``module.state_dict()`` without rows of tables: parameters, persistent buffers and extra state."""
-    handles = _handles(module)
+    handles = {id(each.handle) for each in trained_in(module).values() if hasattr(each, "handle")}
     with _without_rows(module):
         state = module.state_dict(keep_vars=True)
     return {plain_name(name): value for name, value in state.items() if id(value) not in handles}
@@ -102,10 +100,6 @@ def load_dense_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             module.load_state_dict({name: state.get(plain_name(name), value) for name, value in mine.items()})
         except RuntimeError as error:
             raise CheckpointError(f"{type(module).__name__} does not take the saved values: {error}") from error
-
-
-def _handles(module: nn.Module) -> set[int]:
-    return {id(each.handle) for each in trained_in(module).values() if hasattr(each, "handle")}
 
 
 def encode(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -239,9 +233,7 @@ def _parameter_names(optimizer: torch.optim.Optimizer, module: nn.Module) -> lis
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def check_optimizer(
-    what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module | None
-) -> None:
+def check_optimizer(what: str, values: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """Refuse an optimizer that is not like the one that was saved.
 
     Raises:
@@ -256,17 +248,14 @@ def check_optimizer(
             f"{what} is of groups of {sizes} parameters, the one given has groups of {mine}. Make it as it was made "
             "when it was saved."
         )
-    if module is not None and "parameters" in values and values["parameters"] != _parameter_names(optimizer, module):
-        pairs = zip(_flat(values["parameters"]), _flat(_parameter_names(optimizer, module)), strict=True)
-        place, (saved, given) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    both = values.get("parameters", []), _parameter_names(optimizer, module)  # the first format has no names
+    pairs = enumerate(zip(*map(chain.from_iterable, both), strict=False))
+    if differing := next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), None):
+        place, (saved, given) = differing
         raise CheckpointError(
             f"{what} has {saved!r} as parameter {place}, the one given has {given!r} there, so each would get the "
             "state of another. Give the optimizer its parameters in the order they had when it was saved."
         )
-
-
-def _flat(groups: Sequence[Sequence[str | None]]) -> list[str | None]:
-    return [name for group in groups for name in group]
 
 
 def load_optimizer(

@@ -63,22 +63,18 @@ class RunDirectory:
         """
         run = cls(path)
         run.check_new()
-        made: list[Path] = []
+        made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
         try:
-            for folder in (*reversed(run.path.parents), run.path):
-                if not folder.exists():
-                    folder.mkdir(exist_ok=True)
-                    made.append(folder)
-            try:
-                run.checkpoints.mkdir()  # of two processes only one can
-            except FileExistsError as error:
-                raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
-            made.append(run.checkpoints)
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.checkpoints.mkdir()  # of two processes only one can
+            made.insert(0, run.checkpoints)
             run.write("config.json", config)
-        except BaseException:
-            for folder in reversed(made):
+        except BaseException as error:
+            for folder in made:
                 with suppress(OSError):  # not empty: another process's
                     folder.rmdir()
+            if isinstance(error, FileExistsError):
+                raise ConfigError(f"another process has just begun a run in {path}. Choose another --out.") from error
             raise
         return run
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _Piece = tuple[Tensor | None, Tensor]  # labels and scores of a batch
 SCORED = 8192  # examples at a time
+_ROW_GROUP = 2**17  # rows of a file of scores that are written at a time
 _REMEDY = (
     "Use the dataset that the model was trained on, as it was prepared then (a run finds it by itself where none is "
     "named), or train a model on this one."
@@ -126,7 +128,6 @@ def evaluate(
         raise DataError(
             f"no row of split {split.name} has a label, so there is nothing to evaluate by; stoker predict scores them."
         )
-    partial = split.labelled < len(split)
     metrics = StreamingMetrics()
     ranking = None if split.groups is None else RankingMetrics(k=k)
     done = 0
@@ -135,16 +136,12 @@ def evaluate(
             if stop is not None and stop():
                 break
             assert batch.labels is not None
-            logits, labels = model(batch), batch.labels
-            groups = None if split.groups is None else split.groups[done : done + len(batch)]
-            if partial:
-                known = ~labels.isnan()
-                logits, labels = logits[known.to(logits.device)], labels[known]
-                groups = None if groups is None else groups[known.cpu().numpy()]
-            metrics.update(logits, labels)
+            known, logits = ~batch.labels.isnan(), model(batch)
+            found = logits[known.to(logits.device)], batch.labels[known]
+            metrics.update(*found)
             if ranking is not None:
-                assert groups is not None
-                ranking.update(logits, labels, groups)
+                assert split.groups is not None
+                ranking.update(*found, split.groups[done : done + len(batch)][known.cpu().numpy()])
             done += len(batch)
     return metrics.compute() | ({} if ranking is None else ranking.compute())
 
@@ -221,20 +218,26 @@ def predict(
         ConfigError: ``out`` exists, or its name ends in neither .parquet nor .csv.
         DependencyError: ``out`` is given and pyarrow is not installed.
     """
-    kept: list[_Piece] = []
     if out is not None:
-        write_scores(model, split, out, batch_size=batch_size, rows=rows, lookahead=lookahead, keep=kept.append)
-    else:
-        with closing(_scored(model, split, batch_size, rows, lookahead)) as scored:
-            kept += scored
-    labels = [label for label, _ in kept if label is not None]
-    found = torch.cat([score for _, score in kept]).numpy() if kept else np.empty(0, np.float32)
+        check_scores_file(Path(out))
+    with closing(_scored(model, split, batch_size, rows, lookahead)) as scored:
+        pieces = list(scored)
+    if out is not None:
+        _write(split, Path(out), iter(pieces), batch_size)
+    labels, scores = _joined(pieces)
     return Scores(
-        scores=found,
-        labels=torch.cat(labels).numpy() if labels and split.labelled else None,
-        groups=None if split.groups is None else np.asarray(split.groups[: len(found)]),
-        kept=None if split.kept is None else split.kept.read(0, len(found)),
+        scores=scores,
+        labels=labels if split.labelled else None,
+        groups=None if split.groups is None else np.asarray(split.groups[: len(scores)]),
+        kept=None if split.kept is None else split.kept.read(0, len(scores)),
     )
+
+
+def _joined(pieces: list[_Piece]) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32]]:
+    """Return labels [n] and scores [n] of all batches."""
+    labels = [label for label, _ in pieces if label is not None]
+    scores = torch.cat([score for _, score in pieces]).numpy() if pieces else np.empty(0, np.float32)
+    return torch.cat(labels).numpy() if labels else None, scores
 
 
 def write_scores(
@@ -245,22 +248,26 @@ def write_scores(
     batch_size: int = SCORED,
     rows: int | None = None,
     lookahead: int | None = None,
-    keep: Callable[[_Piece], None] | None = None,
 ) -> int:
     """Write scores to a file: row (int64, position in the split), label (float32, null where there is none), score
     (float32); where the split has groups, also group (int32, :attr:`Split.groups <stoker.dataset.split.Split.groups>`).
     Kept columns (:attr:`Split.kept <stoker.dataset.split.Split.kept>`) are before the score, those that are named like
     one of these with ``raw_`` before their name.
 
-    The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`).
-    Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which decides the format, and ``keep``
-    is called with the labels and scores of each batch.
+    The file appears when it is whole. Memory is that of one batch, or of ``lookahead`` more (:func:`evaluate`), and of
+    131,072 rows of the file. Arguments and errors as of :func:`predict`; ``out`` ends in .parquet or .csv, which
+    decides the format.
 
     Returns:
         The number of rows.
     """
-    out = Path(out)
-    check_scores_file(out)
+    check_scores_file(Path(out))
+    with closing(_scored(model, split, batch_size, rows, lookahead)) as scored:
+        return _write(split, Path(out), scored, batch_size)
+
+
+def _write(split: Split, out: Path, scored: Iterator[_Piece], batch_size: int) -> int:
+    """Write labels and scores of batches as :func:`write_scores` does."""
     import pyarrow as pa
 
     kept = split.kept
@@ -268,42 +275,25 @@ def write_scores(
     columns = [("row", pa.int64()), ("label", pa.float32()), *own, ("score", pa.float32())]
     schema = pa.schema(columns if split.groups is None else [*columns, ("group", pa.int32())])
     done = 0
-    partial = split.labelled < len(split)  # NaN becomes null
-
-    def table(batches: list[_Piece], start: int) -> Any:
-        scores = torch.cat([score for _, score in batches]).numpy()
-        labels = [label for label, _ in batches if label is not None]
-        values = {
-            "row": pa.array(range(start, start + len(scores)), pa.int64()),
-            "label": pa.array(torch.cat(labels).numpy(), from_pandas=partial)
-            if labels
-            else pa.nulls(len(scores), pa.float32()),
-            "score": pa.array(scores),
-        }
-        if split.groups is not None:
-            values["group"] = pa.array(split.groups[start : start + len(scores)])
-        if kept is not None:
-            values |= zip((name for name, _ in own), kept.read(start, start + len(scores)).columns, strict=True)
-        return pa.table(values, schema=schema)
-
-    with (
-        atomic_file(out) as file,
-        _writer(file, out.suffix, schema) as writer,
-        closing(_scored(model, split, batch_size, rows, lookahead)) as scored,
-    ):
-        pending: list[_Piece] = []
-        held = 0
-        for piece in scored:
-            pending.append(piece)
-            if keep is not None:
-                keep(piece)
-            held += len(piece[1])
-            if held >= 2**17:  # one row group
-                writer.write_table(table(pending, done))
-                done, held, pending = done + held, 0, []
-        if pending or not done:
-            writer.write_table(table(pending, done) if pending else schema.empty_table())
-    return done + held
+    with atomic_file(out) as file, _writer(file, out.suffix, schema) as writer:
+        for pieces in iter(lambda: list(islice(scored, -(-_ROW_GROUP // batch_size))), []):
+            labels, scores = _joined(pieces)
+            rows = slice(done, done + len(scores))
+            values: dict[str, Any] = {
+                "row": np.arange(rows.start, rows.stop),
+                "label": pa.nulls(len(scores), pa.float32()) if labels is None
+                else pa.array(labels, from_pandas=split.labelled < len(split)),  # NaN becomes null
+                "score": scores,
+            }  # fmt: skip
+            if split.groups is not None:
+                values["group"] = split.groups[rows]
+            if kept is not None:
+                values |= zip((name for name, _ in own), kept.read(rows.start, rows.stop).columns, strict=True)
+            writer.write_table(pa.table(values, schema=schema))
+            done = rows.stop
+        if not done:
+            writer.write_table(schema.empty_table())
+    return done
 
 
 def check_scores_file(out: Path) -> None:

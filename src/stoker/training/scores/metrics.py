@@ -31,11 +31,17 @@ _SHIFT = 32 - 21
 _PIECE = 2**20  # rows ordered at a time, but for a larger group
 _GROUP = np.uint64(33)  # bits below the group in a key
 
-Scores = npt.NDArray[np.float32]
 Keys = npt.NDArray[np.uint64]
+Ordered = npt.NDArray[np.uint32]
 
 
-def _exact_auc(positives: Scores, negatives: Scores) -> float:
+def _ordered(logits: Tensor) -> Ordered:
+    """Return whole numbers [B] in the order of the logits: their float32 bits, the sign folded; -0.0 is 0.0."""
+    bits = (logits.detach().float().cpu().numpy() + np.float32(0.0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+
+
+def _exact_auc(positives: Ordered, negatives: Ordered) -> float:
     """The share of (positive, negative) pairs ranked rightly, a tie counting half; neither array is empty.
 
     Sorts both arrays in place; counts are exact integers.
@@ -45,17 +51,8 @@ def _exact_auc(positives: Scores, negatives: Scores) -> float:
     doubled = 0
     for start in range(0, len(positives), _PIECE):
         piece = positives[start : start + _PIECE]
-        below: npt.NDArray[np.int64] = np.searchsorted(negatives, piece, side="left")
-        upto: npt.NDArray[np.int64] = np.searchsorted(negatives, piece, side="right")
-        doubled += int(below.sum()) + int(upto.sum())
+        doubled += sum(int(np.searchsorted(negatives, piece, side=side).sum()) for side in ("left", "right"))
     return doubled / (2 * len(positives) * len(negatives))
-
-
-def _bin_of(scores: Scores) -> npt.NDArray[np.int64]:
-    """Bins in the order of the scores: float32 bits, with the sign folded so that they sort as numbers."""
-    bits = (scores + np.float32(0.0)).view(np.uint32)  # -0.0 and 0.0 are one score
-    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-    return (ordered >> np.uint32(_SHIFT)).astype(np.int64)
 
 
 def merit(values: Mapping[str, float | None], metric: str) -> float:
@@ -94,7 +91,7 @@ class StreamingMetrics:
         self._loss = 0.0
         self._right = 0
         self._predicted = 0.0
-        self._kept: tuple[list[Scores], list[Scores]] = ([], [])  # scores of negatives, of positives
+        self._kept: tuple[list[Ordered], list[Ordered]] = ([], [])  # scores of negatives, of positives
         self._counts: npt.NDArray[np.int64] | None = None  # [2, bins] beyond exact_rows
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -116,23 +113,20 @@ class StreamingMetrics:
         self._loss += float(torch.nn.functional.softplus(torch.where(positive, -wide, wide), threshold=40.0).sum())
         self._right += int(((wide >= 0) == positive).sum())
         self._predicted += float(torch.sigmoid(wide).sum())
-        scores = logits.float()
-        parts = (scores[~positive].numpy(), scores[positive].numpy())
-        if self._counts is None and self.rows > self.exact_rows:
-            self._counts = np.zeros((2, _BINS), dtype=np.int64)
-            for kind, kept in enumerate(self._kept):
-                for part in kept:
-                    self._count(kind, part)
-                kept.clear()
-        for kind, part in enumerate(parts):
-            if self._counts is None:
-                self._kept[kind].append(part)
-            else:
-                self._count(kind, part)
+        scores, known = _ordered(logits), positive.numpy()
+        for kept, part in zip(self._kept, (scores[~known], scores[known]), strict=True):
+            kept.append(part)
+        if self.rows > self.exact_rows:
+            self._count()
 
-    def _count(self, kind: int, part: Scores) -> None:
-        assert self._counts is not None
-        np.add.at(self._counts[kind], _bin_of(part), 1)
+    def _count(self) -> None:
+        """Count the scores that were kept in bins."""
+        if self._counts is None:
+            self._counts = np.zeros((2, _BINS), dtype=np.int64)
+        for counts, kept in zip(self._counts, self._kept, strict=True):
+            for part in kept:
+                np.add.at(counts, part >> np.uint32(_SHIFT), 1)
+            kept.clear()
 
     def compute(self) -> dict[str, float]:
         """The metrics so far; nan where a metric is undefined.
@@ -209,14 +203,10 @@ class RankingMetrics:
             raise ValueError(
                 f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)} and groups {groups.shape} must all be [n]."
             )
-        scores = logits.detach().float().cpu().numpy() + np.float32(0.0)  # -0.0 and 0.0 are one score
-        self._finite &= bool(np.isfinite(scores).all())
-        bits = scores.view(np.uint32)
-        falling = np.where(bits >> 31, bits, ~(bits | np.uint32(1 << 31)))  # sorts as the negated number does
-        positive = (labels.detach().cpu() == 1).numpy()
+        self._finite &= bool(logits.isfinite().all())
         key = groups.astype(np.uint64) << _GROUP
-        key |= falling.astype(np.uint64) << np.uint64(1)
-        key |= positive.astype(np.uint64)
+        key |= (~_ordered(logits)).astype(np.uint64) << np.uint64(1)  # by falling score
+        key |= (labels.detach().cpu() == 1).numpy().astype(np.uint64)
         self._parts.append(key)
 
     def compute(self) -> dict[str, float]:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from stoker.base.errors import ConfigError, DataError
 from stoker.base.picture import blank, check_plot, write_png
@@ -314,34 +316,33 @@ Points = list[tuple[float, float]]  # (epoch, value), by rising epoch
 
 def curves(comparison: Comparison) -> dict[str, Points]:
     """Of every run with such records the metric on the validation rows, by epoch."""
-    found = {
-        run.name: [
-            (float(record["epoch"]), float(record[comparison.metric]))
-            for record in run.curve
-            if record.get(comparison.metric) is not None and "epoch" in record
-        ]
-        for run in comparison.runs
-    }
+    found = {run.name: _curve(run.curve, comparison.metric) for run in comparison.runs}
     return {name: points for name, points in found.items() if points}
+
+
+def _curve(records: Sequence[Mapping[str, Any]], name: str) -> Points:
+    return [
+        (float(record["epoch"]), float(record[name]))
+        for record in records
+        if record.get(name) is not None and "epoch" in record
+    ]
 
 
 def text_plot(
     points: Mapping[str, Points], marks: Mapping[str, str], *, below: str = "epoch", width: int = 60, height: int = 12
 ) -> str:
     """Curves (at least one point in all) in characters, a mark for each; "*" where several meet."""
-    every = [point for each in points.values() for point in each]
-    left, right = min(x for x, _ in every), max(x for x, _ in every)
-    low, high = min(y for _, y in every), max(y for _, y in every)
+    every = np.array([point for each in points.values() for point in each])  # [P, 2]
+    (left, low), (right, high) = every.min(0), every.max(0)
     cells = [[" "] * width for _ in range(height)]
-
-    def place(x: float, y: float, mark: str) -> None:
-        column = round((x - left) / (right - left) * (width - 1)) if right > left else 0
-        row = height - 1 - (round((y - low) / (high - low) * (height - 1)) if high > low else height // 2)
-        cells[row][column] = mark if cells[row][column] in (" ", mark) else "*"
-
     for name, each in points.items():
-        for x, y in _filled(each, (right - left) / max(1, width - 1)):
-            place(x, y, marks[name])
+        x, y = np.array(each).T
+        between = np.linspace(left, right, width)
+        at = np.union1d(x, between[(between > x[0]) & (between < x[-1])])
+        columns, rows = _cells(at, left, right, width, 0), _cells(np.interp(at, x, y), low, high, height, height // 2)
+        for column, row in zip(columns, rows, strict=True):
+            line = cells[height - 1 - row]
+            line[column] = marks[name] if line[column] in (" ", marks[name]) else "*"
     digits = 4 if high - low >= 0.001 or high == low else min(9, 3 - math.floor(math.log10(high - low)))
     labels = (
         {0: f"{high:.{digits}f}", height - 1: f"{low:.{digits}f}"} if high > low else {height // 2 - 1: f"{low:.4f}"}
@@ -353,13 +354,10 @@ def text_plot(
     return "\n".join([*lines, f"{'':>{room}} +{'-' * width}", f"{'':>{room}}  {ends[0]}{middle}{ends[1]}"])
 
 
-def _filled(points: Points, step: float) -> Points:
-    """The points, and those on the straight lines between them that are ``step`` apart."""
-    made = [points[0]]
-    for (x, y), (to, value) in pairwise(points):
-        parts = max(1, math.ceil((to - x) / step)) if step > 0 else 1
-        made += [(x + (to - x) * k / parts, y + (value - y) * k / parts) for k in range(1, parts + 1)]
-    return made
+def _cells(values: npt.NDArray[np.float64], low: float, high: float, cells: int, flat: int) -> list[int]:
+    """Return the cell of each value; ``flat`` if the lowest value is the highest."""
+    places = np.rint((values - low) / (high - low) * (cells - 1)) if high > low else np.full(len(values), flat)
+    return [int(place) for place in places]
 
 
 def draw_comparison(comparison: Comparison) -> Figure:
@@ -369,11 +367,11 @@ def draw_comparison(comparison: Comparison) -> Figure:
     measured = curves(comparison)
     for number, run in enumerate(comparison.runs):
         color = f"C{number % 10}"
-        train = [(record["epoch"], record["loss"]) for record in run.losses if record.get("loss") is not None]
-        if train:
-            losses.plot(*_columns(train), color=color, linewidth=1, label=run.name)
+        if train := _curve(run.losses, "loss"):
+            losses.plot(*zip(*train, strict=True), color=color, linewidth=1, label=run.name)
         if run.name in measured:
-            metric.plot(*_columns(measured[run.name]), color=color, marker="o", markersize=3, label=run.name)
+            curve = zip(*measured[run.name], strict=True)
+            metric.plot(*curve, color=color, marker="o", markersize=3, label=run.name)
     losses.set(xlabel="epoch", ylabel="training loss")
     metric.set(xlabel="epoch", ylabel=f"{comparison.metric} on validation rows")
     for axes in (losses, metric):
@@ -383,7 +381,3 @@ def draw_comparison(comparison: Comparison) -> Figure:
             axes.set(xticks=[], yticks=[])
             axes.text(0.5, 0.5, "none was recorded", ha="center", va="center", transform=axes.transAxes)
     return figure
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]

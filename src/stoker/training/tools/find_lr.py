@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -147,13 +147,9 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed")}
-        return {
-            "which": self.which, "batch_size": self.batch_size, "row_lr": self.row_lr, "dense_lr": self.dense_lr,
-            "diverged": self.diverged, "epochs": self.epochs, "suggestions": self.suggestions,
-            "trials": [{**asdict(trial), **self.rates(trial.factor), "better": trial.better} for trial in self.trials],
-            "trial_steps": self.trial_steps, "held_out": self.held_out, "warnings": list(self.warnings), **lists,
-        }  # fmt: skip
+        trials = [{**asdict(trial), **self.rates(trial.factor), "better": trial.better} for trial in self.trials]
+        lists = {name: list(getattr(self, name)) for name in ("factors", "losses", "smoothed", "warnings")}
+        return {**vars(self), **lists, "trials": trials, "suggestions": self.suggestions}
 
     def plot(self, path: str | Path) -> None:
         """Write loss and smoothed loss by rate as a PNG.
@@ -200,16 +196,18 @@ def find_lr(
         ConfigError: settings that cannot work, or rates of 0, which nothing multiplies.
         DataError: no such dataset, or a damaged one.
     """
-    if lr_steps < 20:
-        raise ConfigError(f"{lr_steps} steps are too few to see a loss fall and rise. Give at least 20.")
-    if not 0 < low < high < math.inf:
-        raise ConfigError(f"rates rise from factor {low:g} to {high:g}: low must be above 0, and high above low.")
-    if which not in ("both", "rows", "dense"):
-        raise ConfigError(f"which is {which!r}. Choose 'both', 'rows' or 'dense'.")
-    if not 0 <= smoothing < 1:
-        raise ConfigError(f"smoothing is {smoothing}; it is the weight of the past, in [0, 1).")
-    if trial_steps is not None and trial_steps < 1:
-        raise ConfigError(f"trials of {trial_steps} steps show nothing. Give at least 1.")
+    for fits, problem in (
+        (lr_steps >= 20, f"{lr_steps} steps are too few to see a loss fall and rise. Give at least 20."),
+        (
+            0 < low < high < math.inf,
+            f"rates rise from factor {low:g} to {high:g}: low must be above 0, and high above low.",
+        ),
+        (which in ("both", "rows", "dense"), f"which is {which!r}. Choose 'both', 'rows' or 'dense'."),
+        (0 <= smoothing < 1, f"smoothing is {smoothing}; it is the weight of the past, in [0, 1)."),
+        ((trial_steps or 1) >= 1, f"trials of {trial_steps} steps show nothing. Give at least 1."),
+    ):
+        if not fits:
+            raise ConfigError(problem)
     data = open_dataset(dataset)
     data.check_labelled("trained on")
     config = (config or TrainConfig()).replace(**settings)
@@ -218,42 +216,19 @@ def find_lr(
     epoch = -(-len(data.train) // config.batch_size)
     trial_steps = trial_steps or min(config.total_steps(epoch), _TRIAL * lr_steps)
     total = lr_steps + 3 * trial_steps
-    rising = _Rising(low=low, high=high, steps=lr_steps)
-    losses: list[float] = []
-    smoothed: list[float] = []
-    average, diverged = 0.0, False
-    with throwaway(data, config, lr_steps, *_schedules(rising, which)) as (replica, batches):
-        row_lr, dense_lr = replica.model.embeddings.optimizer.lr, float(replica.dense.param_groups[0]["lr"])
-        if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
-            raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
-        while len(losses) < lr_steps:
-            loss = float(replica.step(next(batches)))
-            if not math.isfinite(loss):
-                diverged = True
-                break
-            losses.append(loss)
-            average = smoothing * average + (1.0 - smoothing) * loss
-            smoothed.append(average / (1.0 - smoothing ** len(losses)))
-            if progress is not None:
-                progress(len(losses), total)
-            if len(losses) > _SKIPPED * lr_steps and smoothed[-1] > _DIVERGED * min(smoothed):
-                diverged = True
-                break
-    found = Finding(
-        which=which, batch_size=config.batch_size, row_lr=row_lr, dense_lr=dense_lr,
-        factors=tuple(rising.factor(step) for step in range(len(losses))), losses=tuple(losses),
-        smoothed=tuple(smoothed), diverged=diverged, epochs=len(losses) * config.batch_size / len(data.train),
-    )  # fmt: skip
+    done = count(1)
+
+    def report() -> None:
+        if progress is not None:
+            progress(next(done), total)
+
+    found = _rise(data, config, which, _Rising(low=low, high=high, steps=lr_steps), smoothing, report)
     if not found.candidates:
         return found
-    held_out: list[npt.NDArray[np.float64]] = []
     factors = {"settings": 1.0, **found.candidates}
+    held_out = []
     for number, factor in enumerate(factors.values()):
-
-        def report(done: int, before: int = lr_steps + number * trial_steps) -> None:
-            if progress is not None:
-                progress(before + done, total)
-
+        done = count(lr_steps + number * trial_steps + 1)
         held_out.append(_try(data, config, which, factor, trial_steps, report))
     trials = tuple(
         Trial(
@@ -265,23 +240,50 @@ def find_lr(
     return replace(found, trials=trials, trial_steps=trial_steps, held_out=len(held_out[0]))
 
 
+def _rise(
+    data: Dataset, config: TrainConfig, which: Which, rising: _Rising, smoothing: float, report: Callable[[], None]
+) -> Finding:
+    """Train with rates that rise, until the loss leaves all bounds; ``report`` is called after every step."""
+    losses: list[float] = []
+    smoothed: list[float] = []
+    average, diverged = 0.0, False
+    with throwaway(data, config, rising.steps, *_schedules(rising, which)) as (replica, batches):
+        row_lr, dense_lr = replica.model.embeddings.optimizer.lr, float(replica.dense.param_groups[0]["lr"])
+        if (which != "dense" and not row_lr) or (which != "rows" and not dense_lr):
+            raise ConfigError(f"row_lr is {row_lr:g} and dense_lr {dense_lr:g}: a rate of 0 stays 0 under any factor.")
+        while len(losses) < rising.steps and not diverged:
+            loss = float(replica.step(next(batches)))
+            if diverged := not math.isfinite(loss):
+                break
+            losses.append(loss)
+            average = smoothing * average + (1.0 - smoothing) * loss
+            smoothed.append(average / (1.0 - smoothing ** len(losses)))
+            report()
+            diverged = len(losses) > _SKIPPED * rising.steps and smoothed[-1] > _DIVERGED * min(smoothed)
+    return Finding(
+        which=which, batch_size=config.batch_size, row_lr=row_lr, dense_lr=dense_lr,
+        factors=tuple(rising.factor(step) for step in range(len(losses))), losses=tuple(losses),
+        smoothed=tuple(smoothed), diverged=diverged, epochs=len(losses) * config.batch_size / len(data.train),
+    )  # fmt: skip
+
+
 def _schedules(varied: Schedule, which: Which) -> tuple[Schedule | None, Schedule | None]:
     """The schedules of the dense rate and of the rows' rate; None: constant."""
     return None if which == "rows" else varied, None if which == "dense" else varied
 
 
 def _try(
-    data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[int], None]
+    data: Dataset, config: TrainConfig, which: Which, factor: float, steps: int, report: Callable[[], None]
 ) -> npt.NDArray[np.float64]:
     """Return the log loss of every held-out row [n] after some steps at a constant factor."""
     fixed = _Rising(low=factor, high=factor, steps=2)
     valid = data.splits.get("valid")
     more = 0 if valid else max(1, int(_HELD_OUT_SHARE * steps))
     with throwaway(data, config, steps + more, *_schedules(fixed, which)) as (replica, batches):
-        for step in range(steps):
-            if not math.isfinite(float(replica.step(next(batches)))):
+        for batch in islice(batches, steps):
+            if not math.isfinite(float(replica.step(batch))):
                 break
-            report(step + 1)
+            report()
         if valid:
             found = predict(replica.model, valid, rows=min(_HELD_OUT, len(valid)))
             assert found.labels is not None

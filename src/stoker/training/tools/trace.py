@@ -7,7 +7,6 @@ run directory is only read.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -105,23 +104,22 @@ def trace(
     examples = 0
     with process_settings(section.config):
         placement = place_run(section.config, section.data, section.config.make_row_optimizer(Constant()))
-        rerun = Rerun(section, placement, wait=True, endless=True)
-        try:
-            with closing((iterate if slotted(rerun.model) else _waited_for)(rerun.feed)) as batches:
-                for _ in range(warm):
-                    rerun.step(next(batches))
-                start = time.perf_counter_ns()
-                with recorder:
-                    for number in range(recorded):
-                        with span("step", section.begin + warm + number):
-                            batch = next(batches)
-                            rerun.step(batch)
-                        examples += len(batch)
-                        if progress is not None:
-                            progress("steps", number + 1, recorded)
-                    end = time.perf_counter_ns()
-        finally:
-            rerun.close()
+        with (
+            closing(Rerun(section, placement, wait=True, endless=True)) as rerun,
+            closing((iterate if slotted(rerun.model) else _waited_for)(rerun.feed)) as batches,
+        ):
+            for _ in range(warm):
+                rerun.step(next(batches))
+            start = time.perf_counter_ns()
+            with recorder:
+                for number in range(recorded):
+                    with span("step", section.begin + warm + number):
+                        batch = next(batches)
+                        rerun.step(batch)
+                    examples += len(batch)
+                    if progress is not None:
+                        progress("steps", number + 1, recorded)
+                end = time.perf_counter_ns()
     main = next(one.thread for one in recorder.spans if one.name == "step")
     spans = tuple(one for one in recorder.spans if one.start >= start and one.end <= end)
     if out is not None:
@@ -193,26 +191,19 @@ class _Piece(NamedTuple):
 
 def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
     """The spans of one thread, cut so that no two overlap, in order of time."""
+    timed = [one for one in spans if one.end > one.start]
+    # At a moment first what ends, then what begins, the longest first: it contains the others.
+    edges = [((one.end, 0, 0), one) for one in timed] + [((one.start, 1, -one.end), one) for one in timed]
     stack: list[Span] = []
-    now = 0
-
-    def until(moment: float) -> Iterator[_Piece]:
-        nonlocal now
-        while stack:
-            top = stack[-1]
-            stop = min(top.end, moment)
-            if stop > now:
-                yield _Piece(top.name, now, int(stop), any(one.name == "stall" for one in stack))
-                now = int(stop)
-            if top.end > moment:
-                return
-            stack.pop()
-
-    for one in sorted(spans, key=lambda one: (one.start, -one.end)):
-        yield from until(one.start)
-        now = one.start
-        stack.append(one)
-    yield from until(math.inf)
+    last = 0
+    for (moment, begins, _), one in sorted(edges, key=lambda edge: edge[0]):
+        if stack and moment > last:
+            yield _Piece(stack[-1].name, last, moment, any(each.name == "stall" for each in stack))
+        last = moment
+        if begins:
+            stack.append(one)
+        else:
+            stack.remove(one)
 
 
 def stage_times(

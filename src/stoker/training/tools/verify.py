@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +35,12 @@ from stoker.tables.storage import Rows
 from stoker.training.placing import iterate, place_run, rows_bytes, slotted
 from stoker.training.replica import Rerun, Section, find_section, process_settings
 
-_SHARE = 0.1  # of the rows' bytes, where a run has no budget of its own
+_SHARES = (0.1, 0.2, 0.4, 0.8)  # of the rows' bytes, tried in turn where a run has no budget of its own
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _CHUNK_BYTES = 64 * 2**20  # of rows compared at a time at the end
 
 Progress = Callable[[str, int, int], None]
+When = Literal["before", "after", "end"]  # as a step found it, as it left it, or in the last look at all rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Difference:
     """The first value that is not the same."""
 
     step: int  # of the batch, counted from 0
-    when: Literal["before", "after", "end"]  # as the step found it, as it left it, or in the last look at all rows
+    when: When
     what: Literal["row", "loss", "dense"]
     table: str | None = None
     id: int | None = None  # row of the table
@@ -56,11 +58,7 @@ class Difference:
     resident: float
 
     def __str__(self) -> str:
-        when = {
-            "before": f"before step {self.step:,}",
-            "after": f"after step {self.step:,}",
-            "end": f"at the end, after step {self.step:,}",
-        }[self.when]
+        when = f"{'at the end, after' if self.when == 'end' else self.when} step {self.step:,}"
         what = "loss"
         if self.what == "row":
             what = f"table {self.table!r}, id {self.id:,}, {self.name}, column {self.column}"
@@ -129,25 +127,21 @@ def verify(
     with process_settings(section.config):
         section, placement = _placed(section, given="device_memory" in settings, chosen="strategy" in settings)
         _check_memory(section, placement)
-        placed = Rerun(section, placement)
-        try:
-            resident = Rerun(section, None)
-            comparison = _Comparison(placed.model, resident.model)
-            difference, done = _replay(section, placed, resident, comparison, progress or _quiet)
-        finally:
-            placed.close()
-        return Verification(
-            run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=done,
-            placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
-            values=comparison.values, seconds=time.perf_counter() - started, difference=difference,
-        )  # fmt: skip
+        with closing(Rerun(section, placement)) as placed:
+            comparison = _Comparison(placed, Rerun(section, None))
+            difference = comparison.replay(section, progress or _quiet)
+    return Verification(
+        run=section.run.path, checkpoint=section.checkpoint, begin=section.begin, steps=comparison.steps,
+        placement=_describe(placed.model), touched_rows=comparison.touched, all_rows=comparison.all,
+        values=comparison.values, seconds=time.perf_counter() - started, difference=difference,
+    )  # fmt: skip
 
 
 def _quiet(what: str, done: int, total: int) -> None: ...
 
 
 def _rows_bytes(section: Section, *, movable: bool = False) -> int:
-    """Of all rows with their optimizer state, cores of tensor trains included, or of those only that can move."""
+    """Return the bytes of all rows with their optimizer state; ``movable``: without the cores of tensor trains."""
     config, spec = section.config, section.data.schema
     whole = set(spec.num_embeddings) - set(config.tensor_trains(spec))
     tables = (table for table in config.stored_tables(spec) if not movable or table.name in whole)
@@ -155,10 +149,18 @@ def _rows_bytes(section: Section, *, movable: bool = False) -> int:
 
 
 def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Placement]:
-    """The section with a budget that does not hold all rows, and its placement; ``given``: the budget was asked for,
-    ``chosen``: the strategy was."""
-    optimizer = section.config.make_row_optimizer(Constant())
-    placement = place_run(section.config, section.data, optimizer)
+    """Return the section with a budget that does not hold all rows, and its placement.
+
+    Args:
+        section: the steps.
+        given: the budget was asked for.
+        chosen: the strategy was.
+
+    Raises:
+        ConfigError: all rows are resident whatever the budget, or with the one that was given.
+    """
+    config, optimizer = section.config, section.config.make_row_optimizer(Constant())
+    placement = place_run(config, section.data, optimizer)
     if placement is not None and not placement.resident:
         return section, placement
     total, movable = _rows_bytes(section), _rows_bytes(section, movable=True)
@@ -169,29 +171,26 @@ def _placed(section: Section, *, given: bool, chosen: bool) -> tuple[Section, Pl
         )
     if given:
         raise ConfigError(
-            f"--device-memory {section.config.device_memory or 'all'} holds all rows, {format_size(total)} with their "
+            f"--device-memory {config.device_memory or 'all'} holds all rows, {format_size(total)} with their "
             "state, so nothing would move and nothing be verified. Give less, or leave it out."
         )
-    share, strategy = _SHARE, section.config.strategy
-    while True:
-        config = section.config.replace(
-            device_memory=str(max(1, total - movable + int(share * movable))), strategy=strategy
-        )
+    # All its rows being resident, the run had no use for its own strategy, which may not fit.
+    strategies: list[Any] = [config.strategy] if chosen or config.strategy == "auto" else [config.strategy, "auto"]
+    for strategy, share in product(strategies, _SHARES):
+        memory = str(max(1, total - movable + int(share * movable)))
+        config = section.config.replace(device_memory=memory, strategy=strategy)
         try:
             placement = place_run(config, section.data, optimizer)
-        except ConfigError:  # tables so small that a tenth does not hold one example
-            share *= 2
-            if share >= 1:
-                if strategy == "auto" or chosen:
-                    raise
-                share, strategy = _SHARE, "auto"  # the run had no use for its strategy, all rows being resident
-            continue
-        assert placement is not None
-        return Section(**{**vars(section), "config": config}), placement
+        except ConfigError as error:
+            failure = error
+        else:
+            assert placement is not None
+            return replace(section, config=config), placement
+    raise failure
 
 
 def _check_memory(section: Section, placement: Placement) -> None:
-    """Refuse what cannot be: all rows resident, beside those placed."""
+    """Refuse what cannot be: all rows resident, next to those placed."""
     device = resolve_device(section.config.device)
     rows = _rows_bytes(section)
     needed = rows + parse_size(section.config.device_memory or 0)
@@ -213,43 +212,39 @@ def _describe(model: RecModel) -> str:
     return f"{slots:,} slots for {rows:,} rows at home in {homes}"
 
 
-def _replay(
-    section: Section, placed: Rerun, resident: Rerun, comparison: _Comparison, progress: Progress
-) -> tuple[Difference | None, int]:
-    """The first difference, and the steps that were done."""
-    done = 0
-    with closing(iterate(placed.feed)) as ones, closing(iterate(resident.feed)) as others:
-        while done < section.steps:
-            batch, other = next(ones), next(others)
-            if difference := comparison.rows(batch, "before"):
-                return difference, done
-            losses = placed.step(batch), resident.step(other)
-            done += 1
-            # Rows last: one that came wrong was found before the step, and a wrong loss spreads to all of them.
-            difference = comparison.dense(batch.step, *losses, placed, resident) or comparison.rows(batch, "after")
-            if difference:
-                return difference, done
-            progress("steps", done, section.steps)
-    return comparison.tables(section.begin + done - 1, progress), done
-
-
 class _Comparison:
-    """Compares the two models to the bit and counts what it looked at."""
+    """Compares two reruns to the bit and counts what it looked at."""
 
-    def __init__(self, placed: RecModel, resident: RecModel) -> None:
+    def __init__(self, placed: Rerun, resident: Rerun) -> None:
         self.placed, self.resident = placed, resident
-        self.touched = self.all = self.values = 0
-        self._home: dict[str, tuple[TableGroup, int]] = {
+        self.steps = self.touched = self.all = self.values = 0
+        self._resident: dict[str, tuple[TableGroup, int]] = {
             table.name: (group, group.space.table_range(index)[0])
-            for group in resident.embeddings.groups
+            for group in resident.model.embeddings.groups
             for index, table in enumerate(group.tables)
         }
 
-    def rows(self, batch: Batch, when: Literal["before", "after"]) -> Difference | None:
-        """The rows of a batch, wherever they lie now, with their state."""
+    def replay(self, section: Section, progress: Progress) -> Difference | None:
+        """Train both on the steps of the section; return the first difference."""
+        with closing(iterate(self.placed.feed)) as ones, closing(iterate(self.resident.feed)) as others:
+            while self.steps < section.steps:
+                batch, other = next(ones), next(others)
+                if difference := self._touched(batch, "before"):
+                    return difference
+                losses = self.placed.step(batch), self.resident.step(other)
+                self.steps += 1
+                # Rows last: one that came wrong was found before the step, and a wrong loss spreads to all of them.
+                if difference := self._dense(batch.step, *losses) or self._touched(batch, "after"):
+                    return difference
+                progress("steps", self.steps, section.steps)
+        return self._tables(section.begin + self.steps - 1, progress)
+
+    def _touched(self, batch: Batch, when: When) -> Difference | None:
+        """Compare the rows of a batch with their state, wherever they are now."""
+        embeddings = self.placed.model.embeddings
         offsets = None if batch.offsets is None else batch.offsets.cpu()
-        lookups = self.placed.embeddings.splitter.split(Bags(batch.ids.cpu(), offsets))
-        for group, (bags, space) in zip(self.placed.embeddings.groups, lookups, strict=True):
+        lookups = embeddings.splitter.split(Bags(batch.ids.cpu(), offsets))
+        for group, (bags, space) in zip(embeddings.groups, lookups, strict=True):
             found = distinct_rows(bags, space)[0]
             found.sort()
             values = group.storage.gather(found)
@@ -257,69 +252,64 @@ class _Comparison:
                 first, last = group.space.table_range(table)
                 begin, end = np.searchsorted(found, (first, last)).tolist()
                 ids = found[begin:end] - first
-                other, base = self._home[name]
+                other, base = self._resident[name]
                 mine = Rows(values.weight[begin:end], {key: value[begin:end] for key, value in values.state.items()})
                 if when == "after":
                     self.touched += len(ids)
-                if difference := self._compare(mine, other.storage.gather(ids + base), name, ids, batch.step, when):
+                if difference := self._rows(mine, other.storage.gather(ids + base), name, ids, batch.step, when):
                     return difference
         return None
 
-    def dense(self, step: int, loss: Tensor, other: Tensor, placed: Rerun, resident: Rerun) -> Difference | None:
-        """The loss, the dense parameters and the state of their optimizer."""
-        if not self._same(loss, other):
-            return Difference(step=step, when="after", what="loss", placed=float(loss), resident=float(other))
-        for (name, one), (_, two) in zip(_dense_tensors(placed), _dense_tensors(resident), strict=True):
-            if not self._same(one, two):
-                at = int((_bits(one) != _bits(two)).reshape(-1).nonzero()[0])
-                return Difference(
-                    step=step, when="after", what="dense", name=name, column=at,
-                    placed=float(one.reshape(-1)[at]), resident=float(two.reshape(-1)[at]),
-                )  # fmt: skip
-        return None
-
-    def tables(self, step: int, progress: Progress) -> Difference | None:
-        """All rows of all tables."""
-        total = sum(table.num_embeddings for table in self.placed.embeddings.stored)
-        for table in self.placed.embeddings.stored:
-            size = row_bytes(table, self.placed.embeddings.optimizer.state)
-            chunk = max(1, _CHUNK_BYTES // size)
-            both = (model.embeddings.read(table.name, chunk) for model in (self.placed, self.resident))
+    def _tables(self, step: int, progress: Progress) -> Difference | None:
+        """Compare all rows of all tables."""
+        models = self.placed.model, self.resident.model
+        stored, state = models[0].embeddings.stored, models[0].embeddings.optimizer.state
+        total = sum(table.num_embeddings for table in stored)
+        for table in stored:
+            chunk = max(1, _CHUNK_BYTES // row_bytes(table, state))
+            both = (model.embeddings.read(table.name, chunk) for model in models)
             for (start, mine), (_, other) in zip(*both, strict=True):
                 ids = np.arange(start, start + len(mine.weight))
                 self.all += len(ids)
-                if difference := self._compare(mine, other, table.name, ids, step, "end"):
+                if difference := self._rows(mine, other, table.name, ids, step, "end"):
                     return difference
                 progress("all rows", self.all, total)
         return None
 
-    def _same(self, one: Tensor, other: Tensor) -> bool:
-        self.values += one.numel()
-        return one.shape == other.shape and torch.equal(_bits(one), _bits(other.to(one.device)))
-
-    def _compare(
-        self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: Literal["before", "after", "end"]
-    ) -> Difference | None:
-        found: list[tuple[int, str, int, float, float]] = []  # row, name, column and both values
-        for name, one, two in _pairs(mine, other):
-            if not self._same(one, two):
-                differ = (_bits(one) != _bits(two.to(one.device))).reshape(len(one), -1).nonzero()
-                row, column = differ[0].tolist()
-                placed, resident = (float(each[row].reshape(-1)[column]) for each in (one, two))
-                found.append((row, name, column, placed, resident))
+    def _rows(self, mine: Rows, other: Rows, table: str, ids: Any, step: int, when: When) -> Difference | None:
+        """Compare rows of one table that have these ids."""
+        ours, theirs = ({"weight": rows.weight, **rows.state} for rows in (mine, other))
+        found = []
+        for name, one in ours.items():
+            if (place := self._differing(one, theirs[name])) is not None:
+                row, column = divmod(place, one[0].numel())
+                found.append((row, name, column))
         if not found:
             return None
-        row, name, column, placed, resident = min(found, key=lambda each: each[0])
+        row, name, column = min(found, key=lambda each: each[0])
+        placed, resident = (float(rows[name][row].reshape(-1)[column]) for rows in (ours, theirs))
         return Difference(
             step=step, when=when, what="row", table=table, id=int(ids[row]), name=name, column=column, placed=placed,
             resident=resident,
         )  # fmt: skip
 
+    def _dense(self, step: int, loss: Tensor, other: Tensor) -> Difference | None:
+        """Compare the loss, the dense parameters and the state of their optimizer."""
+        if self._differing(loss, other) is not None:
+            return Difference(step=step, when="after", what="loss", placed=float(loss), resident=float(other))
+        for (name, one), (_, two) in zip(_dense_tensors(self.placed), _dense_tensors(self.resident), strict=True):
+            if (at := self._differing(one, two)) is not None:
+                placed, resident = (float(each.reshape(-1)[at]) for each in (one, two))
+                return Difference(
+                    step=step, when="after", what="dense", name=name, column=at, placed=placed, resident=resident
+                )
+        return None
 
-def _pairs(mine: Rows, other: Rows) -> Iterator[tuple[str, Tensor, Tensor]]:
-    yield "weight", mine.weight, other.weight
-    for name, tensor in mine.state.items():
-        yield name, tensor, other.state[name]
+    def _differing(self, one: Tensor, other: Tensor) -> int | None:
+        """Return the place of the first value whose bits differ; None if none does."""
+        self.values += one.numel()
+        bits, others = _bits(one), _bits(other.to(one.device))
+        return None if torch.equal(bits, others) else int((bits != others).reshape(-1).nonzero()[0])
 
 
 def _dense_tensors(rerun: Rerun) -> Iterator[tuple[str, Tensor]]:
@@ -331,5 +321,5 @@ def _dense_tensors(rerun: Rerun) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: unlike numbers, equal only if every bit is."""
+    """View the same memory as integers: unlike numbers, equal only if every bit is."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
