@@ -55,7 +55,7 @@ def home_of(kind: str, initial: Initial, state: dict[str, str], directory: Path 
     """A home of one of KINDS; "plain" ones as if Numba were not installed."""
     with pytest.MonkeyPatch.context() as patch:
         if "plain" in kind:
-            patch.setattr(home_module, "has_numba", lambda: False)
+            patch.setattr(home_module, "HAVE_NUMBA", False)
         if "memory" in kind:
             home: Home = MemoryHome(initial, state)
         else:

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 
 from stoker.base.errors import ConfigError, DependencyError
-from stoker.ops.backend import Backend, ReferenceBackend
+from stoker.ops.backend import Backend
 from stoker.ops.rule import RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
-__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "ReferenceBackend", "Rounding", "RowRule", "get_backend"]
+__all__ = ["AddressSpace", "Backend", "BackendName", "Bags", "Rounding", "RowRule", "get_backend"]
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -22,7 +22,7 @@ BackendName = Literal["auto", "reference", "cpu", "triton"]
 @cache
 def _load(name: str) -> Backend:
     if name == "reference":
-        return ReferenceBackend()
+        return Backend()
     package = {"cpu": "numba", "triton": "triton"}.get(name)
     if package is None:
         raise ConfigError(f"backend {name!r} is unknown. Choose 'auto', 'reference', 'cpu' or 'triton'.")

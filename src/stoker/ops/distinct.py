@@ -7,7 +7,6 @@ Legend: B examples, F features, L ids, U distinct rows, T tables, H fixed rows o
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from stoker.ops.reference import addresses
 from stoker.ops.select import offsets_fit
-from stoker.ops.space import AddressSpace, Bags
+from stoker.ops.space import HAVE_NUMBA, AddressSpace, Bags
 
 Int64 = npt.NDArray[np.int64]
 
@@ -71,7 +70,6 @@ class FixedRows:
         return seen, number + 1
 
 
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _local = threading.local()
 
 
@@ -100,7 +98,7 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
     Raises:
         IndexError: an id lies outside its table.
     """
-    if not _HAVE_NUMBA:
+    if not HAVE_NUMBA:
         return _split_rows(bags, space, fixed)
     from stoker.ops.cpu import kernels
 
@@ -117,10 +115,8 @@ def split_rows(bags: Bags, space: AddressSpace, fixed: FixedRows) -> Distinct:
         placed = kernels.place_rows(
             ids, offsets, jagged, table_of, sizes, fixed.rows, fixed.first_place, *fixed.marks(), inverse_ids, others
         )
-    elif jagged:
-        kernels.count_ids(offsets, (len(offsets) - 1) // len(features), start, features, others)
     else:
-        others = np.diff(start) * (count // len(features))
+        others = space.occurrences(offsets if jagged else None, count)
     # A table has at most every id; the hash is emptied again by whoever filled it.
     left = int(others.sum())
     keys, numbers = _scratch(1 << max(4, (2 * left).bit_length()))

@@ -5,7 +5,6 @@ Legend: B examples, F features, D columns, P = (F + 1) * F / 2 pairs.
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from stoker.ops import reference
 from stoker.ops.cpu.arena import Arena, flat
+from stoker.ops.space import HAVE_NUMBA
 
 if TYPE_CHECKING:
     from stoker.ops.codegen.native import Kernel
 
-_HAVE_NUMBA = importlib.util.find_spec("numba") is not None
 _BLOCK = 32  # examples handed out at a time
 _arena = Arena()
 
@@ -84,7 +83,7 @@ class _Interaction(torch.autograd.Function):
 def _fast(embedded: Tensor) -> bool:
     if torch.compiler.is_exporting():  # a program that is exported runs where Stoker is not
         return False
-    return _HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
+    return HAVE_NUMBA and embedded.device.type == "cpu" and embedded.dtype == torch.float32 and len(embedded) > 0
 
 
 @torch.library.custom_op("stoker::dot_interaction", mutates_args=())

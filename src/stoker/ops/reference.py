@@ -6,12 +6,12 @@ Legend: B examples, F features, L ids in all, D columns, C rows in fast memory, 
 from __future__ import annotations
 
 import hashlib
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import RowRule, condition
 
 # The multipliers of SplitMix64 (Steele, Lea & Flood 2014) as signed 64-bit numbers; torch wraps on overflow.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -168,23 +168,40 @@ def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
-def exact_sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded square root of float32 values; ``torch.sqrt`` may be an ulp off, and back ends must agree."""
-    return values.to(torch.float64).sqrt().to(torch.float32)
+class Tensors:
+    """Arithmetic of :mod:`stoker.ops.rule` on rows [U, D] and numbers of rows [U, 1]."""
+
+    where: Any = staticmethod(torch.where)
+
+    @staticmethod
+    def sqrt(values: Tensor) -> Tensor:
+        """``torch.sqrt`` may be an ulp off, and back ends must agree."""
+        return values.to(torch.float64).sqrt().to(torch.float32)
+
+    @staticmethod
+    def square_sum(values: Tensor) -> Tensor:
+        return row_norm_squared(values).unsqueeze(1)
+
+    @staticmethod
+    def norm(values: Tensor) -> Tensor:
+        return Tensors.sqrt(Tensors.square_sum(values))
+
+    @staticmethod
+    def over(number: Tensor | float, values: Tensor) -> Tensor:
+        """torch would multiply by a reciprocal where the left side is a number."""
+        return (torch.full_like(values, number) if isinstance(number, float) else number) / values
+
+    @staticmethod
+    def is_zero(values: Tensor) -> Tensor:
+        return values == 0
+
+    @staticmethod
+    def clamp(values: Tensor, limit: float) -> Tensor:
+        return values.clamp(-limit, limit)
 
 
-def _quotient(number: float, values: Tensor) -> Tensor:
-    """``number / values`` with one rounding; torch multiplies by a reciprocal where the left side is a number."""
-    return torch.full_like(values, number) / values
-
-
-def f32(value: float) -> float:
-    """Rounded to float32."""
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def clipped(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
-    """The gradients [U, D] of distinct rows, clipped.
+def conditioned(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tensor:
+    """Return the gradients [U, D] of distinct rows, clipped and with weight decay (:func:`stoker.ops.rule.condition`).
 
     Args:
         g: [U, D] float32.
@@ -192,20 +209,10 @@ def clipped(g: Tensor, rule: RowRule, w: Tensor, counts: Tensor | None) -> Tenso
         w: [U, D] float32, the rows themselves.
         counts: [U] int64, how often each occurs in the batch; needed for CowClip.
     """
-    if rule.clip_value != math.inf:
-        g = g.clamp(-f32(rule.clip_value), f32(rule.clip_value))
-    if rule.clip_norm != math.inf:
-        limit = f32(rule.clip_norm)
-        norm = exact_sqrt(row_norm_squared(g))
-        scale = torch.where(norm > limit, _quotient(limit, norm), torch.ones_like(norm))
-        g = g * scale.unsqueeze(1)
-    if rule.cow_ratio != math.inf:
-        assert counts is not None, "CowClip counts occurrences"
-        allowed = exact_sqrt(row_norm_squared(w)) * f32(rule.cow_ratio)
-        limits = counts.to(torch.float32) * torch.where(allowed > f32(rule.cow_floor), allowed, f32(rule.cow_floor))
-        norm = exact_sqrt(row_norm_squared(g))
-        g = g * torch.where(norm > limits, limits / norm, torch.ones_like(norm)).unsqueeze(1)
-    return g
+    assert counts is not None or not rule.counts, "CowClip counts occurrences"
+    occurs = None if counts is None else counts.to(torch.float32).unsqueeze(1)
+    result: Tensor = condition(Tensors, rule.constants(g.shape[1]), rule.flags, g, w, occurs)
+    return result
 
 
 def update_rows(
@@ -221,50 +228,14 @@ def update_rows(
     """Update ``weight[rows]`` and its state in place; ``rows`` [U] are distinct, ``grad`` [U, D] their gradients.
 
     ``rounding`` is [U, D] int64 random bits and needed for bfloat16 weights, ``counts`` [U] int64 how often each row
-    occurs and needed for CowClip. Formulas: :mod:`stoker.optim`.
+    occurs and needed for CowClip. Formulas: :mod:`stoker.ops.rule`.
     """
     w = weight[rows].to(torch.float32)
-    g = clipped(grad, rule, w, counts)
-    if rule.weight_decay:
-        g = g + w * f32(rule.weight_decay)
-    lr, eps = f32(rule.lr), f32(rule.eps)
-    if rule.kind == "sgd":
-        w = w - g * lr
-    elif rule.kind == "adagrad":
-        total = state["sum"][rows] + g * g
-        state["sum"][rows] = total
-        w = w - (g * lr) / (exact_sqrt(total) + eps)
-    elif rule.kind == "rowwise_adagrad":
-        mean = row_norm_squared(g) * f32(1.0 / weight.shape[1])
-        total = state["sum"][rows] + mean
-        state["sum"][rows] = total
-        w = w - g * _quotient(lr, exact_sqrt(total) + eps).unsqueeze(1)
-    elif rule.kind == "adam":
-        m = state["exp_avg"][rows] * f32(rule.beta1) + g * f32(1.0 - rule.beta1)
-        v = state["exp_avg_sq"][rows] * f32(rule.beta2) + (g * g) * f32(1.0 - rule.beta2)
-        state["exp_avg"][rows] = m
-        state["exp_avg_sq"][rows] = v
-        step = f32(rule.lr / rule.bias1)
-        w = w * f32(rule.keep) - (m * step) / (exact_sqrt(v) * f32(1.0 / math.sqrt(rule.bias2)) + eps)
-    elif rule.kind in ("momentum", "nesterov"):
-        buffer = state["momentum_buffer"][rows] * f32(rule.beta1) + g
-        state["momentum_buffer"][rows] = buffer
-        w = w - (buffer if rule.kind == "momentum" else g + buffer * f32(rule.beta1)) * lr
-    elif rule.kind == "ftrl":
-        before, linear = state["sum"][rows], state["linear"][rows]
-        total = before + g * g
-        root = exact_sqrt(total)
-        linear = torch.where((before == 0) & (linear == 0), w * eps, linear)  # a fresh weight is its own centre
-        linear = linear + (root - exact_sqrt(before)) * w - g * lr
-        state["sum"][rows] = total
-        state["linear"][rows] = linear
-        l1, scale = f32(rule.l1), root + eps + f32(rule.l2)
-        shrunk = torch.where(linear > l1, linear - l1, torch.where(linear < -l1, linear + l1, linear * 0.0))
-        w = torch.where(scale == 0, w, shrunk / scale)
-    elif rule.kind == "lamb":
-        raise ValueError("a row's step under lamb depends on its whole table: see stoker.ops.lamb")
-    else:
-        raise ValueError(f"row rule {rule.kind!r} is unknown")
+    g = conditioned(grad, rule, w, counts)
+    states = [state[name][rows].view(len(rows), state[name].shape[1:].numel()) for name in rule.rule.state]
+    w, *moved = rule.rule.step(Tensors, rule.constants(weight.shape[1]), w, g, *states)
+    for name, values in zip(rule.rule.state, moved, strict=True):
+        state[name][rows] = values.view(len(rows), *state[name].shape[1:])
     weight[rows] = stored(w, weight.dtype, rounding)
 
 

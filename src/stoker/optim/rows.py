@@ -1,7 +1,7 @@
 """Optimizers for embedding rows.
 
 A row optimizer is a value: the tables read it and update rows in place during backward. Its arithmetic is
-defined once, in :mod:`stoker.ops.reference`; all constants are rounded to float32 before use.
+defined once, in :mod:`stoker.ops.rule`; all constants are rounded to float32 before use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from stoker.base.errors import ConfigError
-from stoker.ops.rule import RowRule
+from stoker.ops.rule import RULES, RowRule
 from stoker.optim.schedules import SCHEDULES, Constant, Schedule
 
 
@@ -114,7 +114,7 @@ class MomentumSGD(RowOptimizer):
     """
 
     kind: ClassVar[str] = "momentum_sgd"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"momentum_buffer": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["momentum"].state
     momentum: float = 0.9
     nesterov: bool = False
 
@@ -132,7 +132,7 @@ class Adagrad(RowOptimizer):
     """``s += G*G; w -= lr * G / (sqrt(s) + eps)`` (Duchi et al. 2011)."""
 
     kind: ClassVar[str] = "adagrad"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adagrad"].state
     eps: float = 1e-8
 
     def rule(self, tick: int) -> RowRule:
@@ -144,7 +144,7 @@ class RowWiseAdagrad(RowOptimizer):
     """``s += mean(G*G); w -= lr / (sqrt(s) + eps) * G``: one state value a row (as in FBGEMM and DLRM)."""
 
     kind: ClassVar[str] = "rowwise_adagrad"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "scalar"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["rowwise_adagrad"].state
     eps: float = 1e-8
 
     def rule(self, tick: int) -> RowRule:
@@ -159,7 +159,7 @@ class Adam(RowOptimizer):
     """
 
     kind: ClassVar[str] = "adam"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"exp_avg": "row", "exp_avg_sq": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adam"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
@@ -242,7 +242,7 @@ class FTRL(RowOptimizer):
     """
 
     kind: ClassVar[str] = "ftrl"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"sum": "row", "linear": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["ftrl"].state
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -267,7 +267,7 @@ class LAMB(RowOptimizer):
     """
 
     kind: ClassVar[str] = "lamb"
-    state: ClassVar[dict[str, Literal["row", "scalar"]]] = {"exp_avg": "row", "exp_avg_sq": "row"}
+    state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["lamb"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     min_trust: float = 0.0
@@ -282,7 +282,8 @@ class LAMB(RowOptimizer):
     def rule(self, tick: int) -> RowRule:
         most = math.inf if self.max_trust is None else self.max_trust
         rule = super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
-        return rule._replace(min_trust=self.min_trust, max_trust=most, l2=self.l2)
+        # What goes through the moments is added to the gradient.
+        return rule._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
 
 
 def _moments(betas: tuple[float, float], tick: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR
 from stoker.ops.reference import bag_lengths
-from stoker.ops.rule import CODES, STATE, RowRule
+from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
 _TILE = 1024  # elements of a tile: 8 a thread
@@ -52,15 +51,6 @@ def _check_interpreter(triton_version: str, numpy_version: str) -> None:
 def _release(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-class _Place(NamedTuple):
-    """An address space's tables and features, on the device."""
-
-    bases: Tensor  # [F]
-    limits: Tensor  # [F]
-    table_of: Tensor  # [F]
-    first_row: Tensor  # [T + 1]
 
 
 class _Segments(NamedTuple):
@@ -94,7 +84,6 @@ class TritonBackend(Backend):
             _check_interpreter(triton.__version__, np.__version__)
         self._lazy = lazy
         self._watches: dict[torch.device, IdWatch] = {}
-        self._places: WeakKeyDictionary[AddressSpace, dict[torch.device, _Place]] = WeakKeyDictionary()
 
     def synchronize(self) -> None:
         """Wait for the device and raise what is still to be reported.
@@ -107,7 +96,7 @@ class TritonBackend(Backend):
 
     def lookup(self, weight: Tensor, space: AddressSpace, bags: Bags) -> Tensor:
         device, dim, count = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), self._place(space, device)
+        watch, place = self._watch(device), space.on(device)
         watch.poll()
         total = bags.batch_size(count) * count
         out = torch.empty(total // count, count, dim, dtype=torch.float32, device=device)
@@ -141,14 +130,14 @@ class TritonBackend(Backend):
         rounding: Rounding,
     ) -> None:  # fmt: skip
         device, dim, features = weight.device, weight.shape[1], len(space.features)
-        watch, place = self._watch(device), self._place(space, device)
+        watch, place = self._watch(device), space.on(device)
         watch.poll()
         count = bags.ids.numel()
         if count == 0:
             return
         bf16 = weight.dtype == torch.bfloat16
         grad = grad.to(torch.float32).contiguous()
-        states = [state[name] for name in STATE[rule.kind]]
+        states, flags = [state[name] for name in rule.rule.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
         with _on(device):
@@ -168,9 +157,9 @@ class TritonBackend(Backend):
                 found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
                 _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
                 space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
-                D=dim, RULE=CODES[rule.kind], BF16=bf16, SLOTTED=rounding.rows is not None,
-                SCALED=found.scales is not None, CLIP_VALUE=rule.clip_value != math.inf,
-                CLIP_NORM=rule.clip_norm != math.inf, DECAY=rule.weight_decay != 0, COW=rule.cow_ratio != math.inf,
+                D=dim, RULE=rule.rule.code, BF16=bf16, SLOTTED=rounding.rows is not None,
+                SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
+                CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
                 LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,
             )  # fmt: skip
             watch.post(space, bags)
@@ -212,19 +201,11 @@ class TritonBackend(Backend):
             self._watches[device] = IdWatch(device, lazy=self._lazy)
         return self._watches[device]
 
-    def _place(self, space: AddressSpace, device: torch.device) -> _Place:
-        known = self._places.setdefault(space, {})
-        if device not in known:
-            table_of = torch.tensor(space.table_of, dtype=torch.int64)
-            tensors = (space.bases, space.limits, table_of, torch.from_numpy(space.first_row))
-            known[device] = _Place(*(tensor.to(device) for tensor in tensors))
-        return known[device]
-
     def _addresses(
         self, space: AddressSpace, bags: Bags, bag_of: Tensor | None, watch: IdWatch, device: torch.device
     ) -> Tensor:
         """Row address of each id [L]; int32 where it fits, since sorting takes half the passes then."""
-        place, count = self._place(space, device), bags.ids.numel()
+        place, count = space.on(device), bags.ids.numel()
         dtype = torch.int32 if space.num_rows < 2**31 else torch.int64
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()

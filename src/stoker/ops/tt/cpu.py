@@ -16,8 +16,9 @@ from numba import njit
 from torch import Tensor
 
 from stoker.ops.codegen.jit import jit
+from stoker.ops.codegen.llvm import LANES
 from stoker.ops.codegen.llvm_memory import fetch_add
-from stoker.ops.codegen.llvm_tiles import LANES, tile_across, tile_product, transpose
+from stoker.ops.codegen.llvm_tiles import tile_across, tile_product, transpose
 from stoker.ops.codegen.native import Kernel, arguments
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.tt.shape import Level

@@ -27,8 +27,9 @@ import torch
 
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
+from stoker.ops.cpu.arena import flat
 from stoker.tables.storage import Rows
-from stoker.tables.stores.home import Home, Initial, flat
+from stoker.tables.stores.home import Home, Initial
 
 __all__ = ["PAGE", "FileHome", "Layout", "page_aligned"]
 

@@ -13,7 +13,6 @@ Legend: N rows, n rows of one call, D columns, T tables.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import mmap
 import threading
 import weakref
@@ -30,7 +29,9 @@ from torch import Tensor
 from stoker.base.device import total_memory
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
+from stoker.ops.cpu.arena import flat
 from stoker.ops.reference import counter_bits, derive_key
+from stoker.ops.space import HAVE_NUMBA
 from stoker.tables.config import DTYPES, TableConfig
 from stoker.tables.storage import Rows, allocate
 
@@ -43,11 +44,6 @@ _CHUNK = 2**20  # elements computed at a time by Initial.rows
 _KERNEL_STATES = 2  # state tensors that the kernels carry; more take the plain path
 _NOTHING = np.empty(0, dtype=np.int64)
 _NO_STATE = np.zeros(1, dtype=np.float32)
-
-
-def has_numba() -> bool:
-    """Whether kernels can be compiled here."""
-    return importlib.util.find_spec("numba") is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +150,7 @@ class Home(ABC):
         self.num_rows = initial.num_rows
         self.dim = initial.dim
         self.dtype = initial.dtype
-        self.native = has_numba() and len(state) <= _KERNEL_STATES
+        self.native = HAVE_NUMBA and len(state) <= _KERNEL_STATES
         self.widths = tuple(self.dim if kind == "row" else 1 for kind in state.values())  # float32 elements a row
         self.held = Held(self.num_rows, self.native)
         self._open = True
@@ -367,15 +363,6 @@ class MemoryHome(Home):
 
     def _details(self) -> str:
         return ", pinned" if self.pinned else ""
-
-
-def flat(tensor: Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as a flat array; bfloat16 as uint16."""
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: np.ndarray = tensor.reshape(-1).numpy()
-    return array
 
 
 def _plain_memory(rows: Rows) -> bool:
