@@ -195,12 +195,14 @@ def test_a_disk_that_fails_while_a_segment_is_cleaned_loses_nothing(monkeypatch)
     everything = np.arange(2000)
     home.store(everything, numbered(home, everything, 1))
     versions = np.ones(2000, np.int64)
-    real = home._read_into
+    real = home._transfer
 
-    def failing(*given):
-        raise home._error(5, None, "reading")
+    def failing(*given, writing):
+        if not writing:
+            raise home._error(5, None, "reading")
+        real(*given, writing=True)
 
-    monkeypatch.setattr(home, "_read_into", failing)
+    monkeypatch.setattr(home, "_transfer", failing)
     rest = everything[everything % 3 > 0]
 
     def churn():
@@ -210,7 +212,7 @@ def test_a_disk_that_fails_while_a_segment_is_cleaned_loses_nothing(monkeypatch)
     with pytest.raises(HomeError, match="Input/output error"):
         churn()
     check(home, versions, everything[everything % 3 == 0])
-    monkeypatch.setattr(home, "_read_into", real)
+    monkeypatch.setattr(home, "_transfer", real)
     home.store(rest, numbered(home, rest, 50))
     versions[rest] = 50
     check(home, versions, everything)

@@ -39,6 +39,7 @@ class RowOptimizer:
 
     def __post_init__(self) -> None:
         self._check_not_negative("lr", "weight_decay", "clip_value", "clip_norm")
+        check_betas(type(self).__name__, getattr(self, "betas", ()))
         if self.cow_clip is not None:
             if len(self.cow_clip) != 2 or not all(value >= 0 and math.isfinite(value) for value in self.cow_clip):
                 raise ConfigError(
@@ -51,16 +52,19 @@ class RowOptimizer:
                 )
 
     def _check_not_negative(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{type(self).__name__}({name}={value}) must be finite and not negative.")
+        check_not_negative(type(self).__name__, **{name: getattr(self, name) for name in names})
 
     def rule(self, tick: int) -> RowRule:
         """The constants of the update at ``tick`` (updates done so far, counted from 0)."""
+        beta1, beta2 = getattr(self, "betas", (0.0, 0.0))
         return RowRule(
             kind=self.kind,
             lr=self.lr * self.schedule.factor(tick),
+            eps=getattr(self, "eps", 0.0),
+            beta1=beta1,
+            beta2=beta2,
+            bias1=1.0 - beta1 ** (tick + 1),
+            bias2=1.0 - beta2 ** (tick + 1),
             weight_decay=self.weight_decay,
             clip_value=math.inf if self.clip_value is None else self.clip_value,
             clip_norm=math.inf if self.clip_norm is None else self.clip_norm,
@@ -135,9 +139,6 @@ class Adagrad(RowOptimizer):
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adagrad"].state
     eps: float = 1e-8
 
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(RowOptimizer):
@@ -146,9 +147,6 @@ class RowWiseAdagrad(RowOptimizer):
     kind: ClassVar[str] = "rowwise_adagrad"
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["rowwise_adagrad"].state
     eps: float = 1e-8
-
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +160,6 @@ class Adam(RowOptimizer):
     state: ClassVar[dict[str, Literal["row", "scalar"]]] = RULES["adam"].state
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"{type(self).__name__}(betas={self.betas}): both must lie in [0, 1).")
-
-    def rule(self, tick: int) -> RowRule:
-        return super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,20 +266,17 @@ class LAMB(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_not_negative("l2")
-        check_lamb("LAMB", self.betas, self.eps, self.min_trust, self.max_trust)
+        self._check_not_negative("l2", "eps")
+        check_trust("LAMB", self.min_trust, self.max_trust)
 
     def rule(self, tick: int) -> RowRule:
         most = math.inf if self.max_trust is None else self.max_trust
-        rule = super().rule(tick)._replace(eps=self.eps, **_moments(self.betas, tick))
         # What goes through the moments is added to the gradient.
-        return rule._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
-
-
-def _moments(betas: tuple[float, float], tick: int) -> dict[str, Any]:
-    """The constants of both moments at ``tick``, as fields of a rule."""
-    (beta1, beta2), steps = betas, tick + 1
-    return {"beta1": beta1, "beta2": beta2, "bias1": 1.0 - beta1**steps, "bias2": 1.0 - beta2**steps}
+        return (
+            super()
+            .rule(tick)
+            ._replace(min_trust=self.min_trust, max_trust=most, weight_decay=self.l2, l2=self.weight_decay)
+        )
 
 
 #: by kind
@@ -298,12 +285,21 @@ ROW_OPTIMIZERS: dict[str, type[RowOptimizer]] = {
 }
 
 
-def check_lamb(name: str, betas: tuple[float, float], eps: float, min_trust: float, max_trust: float | None) -> None:
-    """Raise ConfigError for options out of their range."""
+def check_not_negative(owner: str, **values: float | None) -> None:
+    """Raise ConfigError for a value that is given, and negative or not finite."""
+    for name, value in values.items():
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{owner}({name}={value}) must be finite and not negative.")
+
+
+def check_betas(owner: str, betas: tuple[float, ...]) -> None:
+    """Raise ConfigError for decays of moments outside [0, 1)."""
     if not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ConfigError(f"{name}(betas={betas}): both must lie in [0, 1).")
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ConfigError(f"{name}(eps={eps}) must be finite and not negative.")
+        raise ConfigError(f"{owner}(betas={betas}): both must lie in [0, 1).")
+
+
+def check_trust(name: str, min_trust: float, max_trust: float | None) -> None:
+    """Raise ConfigError for bounds of LAMB's trust ratio out of their range."""
     if not (
         0.0 <= min_trust < math.inf and (max_trust is None or (0.0 < max_trust < math.inf and min_trust <= max_trust))
     ):

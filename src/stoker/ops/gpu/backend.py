@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,21 +273,6 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 _UNREAD = 8  # calls the host may run ahead of the device before it waits for a copy
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    copied: torch.cuda.Event | None
-    copy: Tensor
-    space: AddressSpace
-    bags: Bags
-
-    def there(self) -> bool:
-        return self.copied is None or self.copied.query()
-
-    def wait(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
 class IdWatch:
     """The error word of one device: ids outside their table are reported without making the host wait.
 
@@ -304,7 +288,7 @@ class IdWatch:
     def __init__(self, device: torch.device, *, lazy: bool | None = None) -> None:
         self.word = torch.full((1,), NO_ERROR, dtype=torch.int64, device=device)
         self.lazy = device.type == "cuda" if lazy is None else lazy
-        self._reports: deque[_Report] = deque()
+        self._reports: deque[tuple[torch.cuda.Event | None, Tensor, AddressSpace, Bags]] = deque()
 
     def post(self, space: AddressSpace, bags: Bags) -> None:
         """After a kernel that checked ``bags``: have its finding copied to the host."""
@@ -320,7 +304,7 @@ class IdWatch:
             copied.record()
         else:
             copy = self.word.clone()
-        self._reports.append(_Report(copied, copy, space, bags))
+        self._reports.append((copied, copy, space, bags))
 
     def poll(self, *, wait: bool = False) -> None:
         """Raise what has been found.
@@ -332,12 +316,14 @@ class IdWatch:
             IndexError: an id of an earlier call lay outside its table.
         """
         while self._reports:
-            report = self._reports[0]
-            if not wait and len(self._reports) <= _UNREAD and not report.there():
-                return
-            self._reports.popleft().wait()
-            if int(report.copy) != NO_ERROR:
-                self._raise(int(report.copy), report.space, report.bags)
+            copied, copy, space, bags = self._reports[0]
+            if copied is not None:
+                if not wait and len(self._reports) <= _UNREAD and not copied.query():
+                    return
+                copied.synchronize()
+            self._reports.popleft()
+            if int(copy) != NO_ERROR:
+                self._raise(int(copy), space, bags)
 
     def _raise(self, position: int, space: AddressSpace, bags: Bags) -> None:
         self._reports.clear()

@@ -304,11 +304,11 @@ class FileHome(Home):
                 unit = layout.block if writing else PAGE
                 base, end = base // unit * unit, -(-end // unit) * unit
             if self.direct or not writing:
-                self._read_into(buffer, base, end, rows[some], at[some])
+                self._transfer(buffer, base, end, rows[some], at[some], writing=False)
             inside = (offsets - base)[:, None] + np.arange(layout.record)
             if writing:
                 buffer[inside] = records[some]
-                self._write_from(buffer, base, end, rows[some], at[some])
+                self._transfer(buffer, base, end, rows[some], at[some], writing=True)
             else:
                 records[some] = buffer[inside]
 
@@ -338,37 +338,35 @@ class FileHome(Home):
             self._pool_owner = os.getpid()
         return self._pool
 
-    def _read_into(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        """Bytes ``base..end`` of the file to the start of ``buffer``; for errors: ``rows`` at ``at`` are there."""
-        view, done = buffer.data, 0
+    def _transfer(
+        self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray, *, writing: bool
+    ) -> None:
+        """Bytes ``base..end`` of the file to the start of ``buffer``, or from there; ``rows`` at ``at`` are there.
+
+        Raises:
+            HomeError: it failed, or the file ended too early.
+        """
+        view, done, action = buffer.data, 0, "writing" if writing else "reading"
         while done < end - base:
             try:
-                if hasattr(os, "preadv"):
-                    got = os.preadv(self._fd, [view[done : end - base]], base + done)
-                else:
-                    with self._seeking:
-                        os.lseek(self._fd, base + done, os.SEEK_SET)
-                        data = os.read(self._fd, end - base - done)
-                    got = len(data)
-                    view[done : done + got] = data
+                got = self._call(view[done : end - base], base + done, writing)
             except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "reading") from error
+                raise self._error(error.errno or 0, self._cut(rows, at, base + done), action) from error
             done += got
             if got == 0 or (self.direct and done % PAGE and done < end - base):
-                raise self._error(0, self._cut(rows, at, base + done), "reading")
+                raise self._error(0, self._cut(rows, at, base + done), action)
 
-    def _write_from(self, buffer: np.ndarray, base: int, end: int, rows: np.ndarray, at: np.ndarray) -> None:
-        view, done = buffer.data, 0
-        while done < end - base:
-            try:
-                if hasattr(os, "pwritev"):
-                    done += os.pwritev(self._fd, [view[done : end - base]], base + done)
-                else:
-                    with self._seeking:
-                        os.lseek(self._fd, base + done, os.SEEK_SET)
-                        done += os.write(self._fd, view[done : end - base])
-            except OSError as error:
-                raise self._error(error.errno or 0, self._cut(rows, at, base + done), "writing") from error
+    def _call(self, view: memoryview, offset: int, writing: bool) -> int:
+        """One system call, which may move less than the whole ``view``; returns the bytes moved."""
+        if hasattr(os, "preadv"):
+            return (os.pwritev if writing else os.preadv)(self._fd, [view], offset)
+        with self._seeking:
+            os.lseek(self._fd, offset, os.SEEK_SET)
+            if writing:
+                return os.write(self._fd, view)
+            data = os.read(self._fd, len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def _cut(self, rows: np.ndarray, at: np.ndarray, end: int) -> int | None:
         """The first of ``rows`` whose record, at ``at``, does not end by ``end``; None if there are no rows."""

@@ -154,7 +154,7 @@ class LogHome(FileHome):
         _as_records(buffer, blocks, layout)[at // layout.per_block - block, at % layout.per_block] = records
         self._next = first + count
         try:
-            self._write_from(buffer, block * layout.block, (block + blocks) * layout.block, rows, at)
+            self._transfer(buffer, block * layout.block, (block + blocks) * layout.block, rows, at, writing=True)
             self._check_length("writing")  # cut short meanwhile: these rows may be among the lost
         except BaseException:
             self._next = first
@@ -187,7 +187,7 @@ class LogHome(FileHome):
             at = np.arange(first, min(stop, first + self._chunk() * layout.per_block))
             blocks = len(at) // layout.per_block
             base = first // layout.per_block * layout.block
-            self._read_into(self._cleaner, base, base + blocks * layout.block, nothing, nothing)
+            self._transfer(self._cleaner, base, base + blocks * layout.block, nothing, nothing, writing=False)
             records = _as_records(self._cleaner, blocks, layout)
             rows = np.ascontiguousarray(records[:, :, -_OWNER:]).view(np.int64).reshape(-1)
             known = np.flatnonzero((rows >= 0) & (rows < self.num_rows))  # a block's end may hold anything
