@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stoker.ops.distinct import distinct_rows
-from stoker.ops.reference import Tensors, addresses, bag_lengths, conditioned, row_norm_squared, stored
+from stoker.ops.reference import Tensors, addresses, by_id, conditioned, row_norm_squared, stored
 from stoker.ops.rule import RowRule, direction, moments
 from stoker.ops.space import AddressSpace, Bags
 
@@ -108,15 +108,9 @@ def touched(bags: Bags, space: AddressSpace) -> Touched:
     else:
         rows, which = torch.unique(addresses(ids, space.on(device).bases, bags.offsets), return_inverse=True)
         which = which.view(ids.shape)
-    table_of = space.on(device).table_of
-    if bags.offsets is None:
-        of_lookup = table_of.expand(ids.shape).reshape(-1)
-    else:
-        lengths = bag_lengths(bags.offsets)
-        feature = torch.arange(len(lengths), device=device) % len(table_of)
-        of_lookup = torch.repeat_interleave(table_of[feature], lengths)
     table = torch.zeros(len(rows), dtype=torch.int64, device=device)
-    table[which.reshape(-1)] = of_lookup  # every lookup of a row says the same
+    # Every lookup of a row says the same.
+    table[which.reshape(-1)] = by_id(space.on(device).table_of, ids, bags.offsets).reshape(-1)
     return Touched(rows, table, len(space.names), which)
 
 

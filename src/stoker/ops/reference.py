@@ -41,14 +41,18 @@ def counter_bits(key: int | Tensor, counter: Tensor) -> Tensor:
     return z ^ _shift_right(z, 31)
 
 
+def uniform(key: int | Tensor, counter: Tensor) -> Tensor:
+    """A number in [-1, 1) for each ``counter``: float32, exact."""
+    return _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0
+
+
 def init_rows(key: int, start: int, stop: int, dim: int, scale: float) -> Tensor:
     """Rows ``start..stop`` of a table, uniform in [-scale, scale): [stop - start, dim] float32.
 
     Row i does not depend on the range it is asked in, so tables can be filled lazily and in parts.
     """
     counter = torch.arange(start * dim, stop * dim, dtype=torch.int64)
-    unit = _shift_right(counter_bits(key, counter), 40).to(torch.float32) * 2.0**-23 - 1.0  # [-1, 1), exact
-    return (unit * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
+    return (uniform(key, counter) * torch.tensor(scale, dtype=torch.float32)).view(stop - start, dim)
 
 
 def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
@@ -56,10 +60,15 @@ def addresses(ids: Tensor, bases: Tensor, offsets: Tensor | None) -> Tensor:
 
     ``ids`` is [B, F] (one id a bag) or flat [L] with ``offsets`` [B * F + 1]; ``bases`` is [F] int64.
     """
+    return (ids.to(torch.int64) + by_id(bases, ids, offsets)).reshape(-1)
+
+
+def by_id(by_feature: Tensor, ids: Tensor, offsets: Tensor | None) -> Tensor:
+    """The value of each id's feature, of the shape of ``ids``; ``by_feature`` is [F]."""
     if offsets is None:
-        return (ids.to(torch.int64) + bases).reshape(-1)
-    feature = torch.arange(len(offsets) - 1, device=ids.device) % len(bases)
-    return ids.to(torch.int64) + torch.repeat_interleave(bases[feature], bag_lengths(offsets))
+        return by_feature.expand(ids.shape)
+    feature = torch.arange(len(offsets) - 1, device=ids.device) % len(by_feature)
+    return torch.repeat_interleave(by_feature[feature], bag_lengths(offsets))
 
 
 def bag_lengths(offsets: Tensor) -> Tensor:
@@ -67,9 +76,11 @@ def bag_lengths(offsets: Tensor) -> Tensor:
     return offsets[1:] - offsets[:-1]
 
 
-def _bag_of(offsets: Tensor) -> Tensor:
+def bag_of(offsets: Tensor, count: int) -> Tensor:
+    """The bag of each of ``count`` ids: [L] int64."""
     lengths = bag_lengths(offsets)
-    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+    # With the size given, nobody waits for a device.
+    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths, output_size=count)
 
 
 def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
@@ -85,14 +96,14 @@ def add_in_order(into: Tensor, target: Tensor, values: Tensor) -> Tensor:
     return into
 
 
-def _scaled(values: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor:
-    """Per-occurrence values [L, D] times their per-sample weight, or 1/len(bag) under mean pooling."""
+def factors(count: int, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> Tensor | None:
+    """The factor [L] of each of ``count`` ids' gradients: its weight, or 1/len(bag) under mean pooling; None: 1."""
     if weights is not None:
-        return values * weights.to(values.dtype).unsqueeze(1)
+        return weights.reshape(-1).to(torch.float32)
     if mean and offsets is not None:
         lengths = bag_lengths(offsets)
-        return values * (torch.ones_like(lengths, dtype=torch.float32) / lengths)[_bag_of(offsets)].unsqueeze(1)
-    return values
+        return (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of(offsets, count)]
+    return None
 
 
 def lookup(
@@ -109,7 +120,7 @@ def lookup(
     if offsets is None:
         return picked
     pooled = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float32, device=weight.device)
-    add_in_order(pooled, _bag_of(offsets), picked)
+    add_in_order(pooled, bag_of(offsets, len(rows)), picked)
     if mean:
         lengths = bag_lengths(offsets).clamp(min=1)
         pooled *= (torch.ones_like(lengths, dtype=torch.float32) / lengths).unsqueeze(1)
@@ -118,7 +129,7 @@ def lookup(
 
 def per_sample_weight_gradient(weight: Tensor, rows: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
     """Gradient of the per-sample weights: [L] float32, the dot product of each row with its bag's gradient."""
-    grads = grad if offsets is None else grad[_bag_of(offsets)]
+    grads = grad if offsets is None else grad[bag_of(offsets, len(rows))]
     return (grads.to(torch.float32) * weight[rows].to(torch.float32)).sum(1)
 
 
@@ -131,8 +142,9 @@ def distinct_gradients(
     """
     grads = grad.to(torch.float32)
     if offsets is not None:
-        grads = grads[_bag_of(offsets)]
-    grads = _scaled(grads, offsets, weights, mean)
+        grads = grads[bag_of(offsets, len(rows))]
+    scales = factors(len(rows), offsets, weights, mean)
+    grads = grads if scales is None else grads * scales.unsqueeze(1)
     distinct, inverse = torch.unique(rows, return_inverse=True)
     total = torch.zeros(len(distinct), grad.shape[1], dtype=torch.float32, device=grad.device)
     return distinct, add_in_order(total, inverse, grads)

@@ -108,12 +108,7 @@ class AddressSpace:
         if ids.numel() == 0:
             return
         limits = self.on(ids.device).limits
-        if offsets is None:
-            bad = (ids < 0) | (ids >= limits)
-        else:
-            feature = torch.arange(len(offsets) - 1, device=ids.device) % len(limits)
-            limit = torch.repeat_interleave(limits[feature], reference.bag_lengths(offsets))
-            bad = (ids < 0) | (ids >= limit)
+        bad = (ids < 0) | (ids >= reference.by_id(limits, ids, offsets))
         if bool(bad.any()):
             self.explain(ids, offsets, int(bad.reshape(-1).nonzero()[0]))
 

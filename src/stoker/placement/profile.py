@@ -24,6 +24,7 @@ from stoker.tables.config import DTYPES, Cached, TableConfig
 from stoker.tables.slots.residency import LANDED
 from stoker.tables.slots.slotted import SlottedRows, make_slotted
 from stoker.tables.storage import Rows
+from stoker.tables.storage import row_bytes as bytes_of
 from stoker.tables.stores.file_home import FileHome
 
 _HOME = 128 * 2**20  # bytes of rows at home: more than processor caches hold
@@ -111,7 +112,7 @@ def _measure(
     dim: int, dtype: str, state: tuple[tuple[str, str], ...], device: str, directory: str | None, file: bool,
     writes: Literal["append", "in-place"] | None,
 ) -> Profile:  # fmt: skip
-    row_bytes = dim * DTYPES[dtype].itemsize + sum(4 * dim if kind == "row" else 4 for _, kind in state)
+    row_bytes = bytes_of(dim, DTYPES[dtype], dict(state))
     room = (available_memory() or 2 * 2**30) // 8
     quick = HAVE_NUMBA
     size = min(room, _HOME if quick else _PLAIN_HOME)

@@ -44,7 +44,7 @@ _ITEMS_PER_THREAD = 2  # so that none is left with a big one at the end
 
 
 @lru_cache(maxsize=64)
-def _share(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarray]:
+def share_work(space: AddressSpace, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """What ``threads`` share: table and part [I, 2], and the parts of each table, a power of two.
 
     Few tables are cut into parts, so that every thread has work. Each part walks the whole batch, so there are no
@@ -150,7 +150,7 @@ class CpuBackend(Backend):
             sums.run(
                 bags.ids.contiguous().reshape(-1).numpy(), _NO_OFFSETS if offsets is None else offsets,
                 _scales(bags), *_strided(grad.to(torch.float32)), tables.start, tables.features, tables.first_row,
-                tables.rows, *_share(space, threads), occurrences, weight.data_ptr(), weight.itemsize,
+                tables.rows, *share_work(space, threads), occurrences, weight.data_ptr(), weight.itemsize,
                 0 if first is None else first.ctypes.data, 0 if first is None else first.nbytes // len(weight), keys,
                 slots, places, buffers, counts, error, np.zeros(1, dtype=np.int64), apply.entry(*updating),
                 following=updating, threads=threads,

@@ -20,7 +20,7 @@ from stoker.base.errors import ConfigError
 from stoker.ops.backend import Backend
 from stoker.ops.gpu import kernels
 from stoker.ops.gpu.kernels import NO_ERROR
-from stoker.ops.reference import bag_lengths
+from stoker.ops.reference import bag_of, factors
 from stoker.ops.rule import CLIP_NORM, CLIP_VALUE, COW, DECAY, RowRule
 from stoker.ops.space import AddressSpace, Bags, Rounding
 
@@ -187,11 +187,11 @@ class TritonBackend(Backend):
         block = min(_power(dim), 128)
         tile = max(1, _TILE // block)
         with _on(device):
-            bag_of = _bag_of(bags)
-            rows = self._addresses(space, bags, bag_of, watch, device)
+            bag = None if bags.offsets is None else bag_of(bags.offsets, count)
+            rows = self._addresses(space, bags, bag, watch, device)
             kernels.weight_gradient_kernel[triton.cdiv(count, tile),](
-                _bits(weight), rows, _or(bag_of, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
-                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag_of is not None, SIZE=tile, BLOCK=block, **_EXACT,
+                _bits(weight), rows, _or(bag, rows), grad.to(torch.float32).contiguous(), out, count, space.num_rows,
+                D=dim, BF16=weight.dtype == torch.bfloat16, JAGGED=bag is not None, SIZE=tile, BLOCK=block, **_EXACT,
             )  # fmt: skip
         return out
 
@@ -201,7 +201,7 @@ class TritonBackend(Backend):
         return self._watches[device]
 
     def _addresses(
-        self, space: AddressSpace, bags: Bags, bag_of: Tensor | None, watch: IdWatch, device: torch.device
+        self, space: AddressSpace, bags: Bags, bag: Tensor | None, watch: IdWatch, device: torch.device
     ) -> Tensor:
         """Row address of each id [L]; int32 where it fits, since sorting takes half the passes then."""
         place, count = space.on(device), bags.ids.numel()
@@ -209,15 +209,15 @@ class TritonBackend(Backend):
         rows = torch.empty(count, dtype=dtype, device=device)
         ids = bags.ids.contiguous()
         kernels.addresses_kernel[triton.cdiv(count, _TILE),](
-            ids, _or(bag_of, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
-            F=len(space.features), JAGGED=bag_of is not None, SIZE=_TILE, **_EXACT,
+            ids, _or(bag, ids), place.bases, place.limits, rows, watch.word, count, space.num_rows,
+            F=len(space.features), JAGGED=bag is not None, SIZE=_TILE, **_EXACT,
         )  # fmt: skip
         return rows
 
     def _segments(self, space: AddressSpace, bags: Bags, watch: IdWatch, device: torch.device) -> _Segments:
         count = bags.ids.numel()
-        bag_of = _bag_of(bags)
-        addresses = self._addresses(space, bags, bag_of, watch, device)
+        bag = None if bags.offsets is None else bag_of(bags.offsets, count)
+        addresses = self._addresses(space, bags, bag, watch, device)
         rows, order = torch.sort(addresses, stable=True)
         heads = torch.empty(count, dtype=torch.int64, device=device)
         starts = torch.empty(count + 1, dtype=torch.int64, device=device)
@@ -225,23 +225,10 @@ class TritonBackend(Backend):
         kernels.mark_kernel[grid](rows, heads, count, SIZE=_TILE, **_EXACT)
         segments = torch.cumsum(heads, 0)
         kernels.starts_kernel[grid](rows, segments, starts, count, SIZE=_TILE, **_EXACT)
-        scales = None
-        if bags.weights is not None:
-            scales = bags.weights.reshape(-1).to(torch.float32)[order]
-        elif bags.mean and bags.offsets is not None:
-            lengths = bag_lengths(bags.offsets)
-            assert bag_of is not None
-            scales = (torch.ones_like(lengths, dtype=torch.float32) / lengths)[bag_of[order]]
-        return _Segments(rows, segments, starts, order if bag_of is None else bag_of[order], scales)
-
-
-def _bag_of(bags: Bags) -> Tensor | None:
-    """The bag of each id [L], or None where every bag holds one id."""
-    if bags.offsets is None:
-        return None
-    lengths = bag_lengths(bags.offsets)
-    bag = torch.arange(len(lengths), device=lengths.device)
-    return torch.repeat_interleave(bag, lengths, output_size=bags.ids.numel())  # with the size given, no waiting
+        scales = factors(count, bags.offsets, bags.weights, bags.mean)
+        return _Segments(
+            rows, segments, starts, order if bag is None else bag[order], None if scales is None else scales[order]
+        )
 
 
 def _bits(weight: Tensor) -> Tensor:

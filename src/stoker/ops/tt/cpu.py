@@ -246,27 +246,20 @@ def _cursor() -> npt.NDArray[np.int64]:
     return np.zeros(1, np.int64)
 
 
-def split_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split_keys(keys: Tensor, count: int) -> tuple[Tensor, ...]:
     """Digits, number of the node above, and these nodes' keys and numbers of children; ``keys`` are ascending."""
-    digits, inverse, above, children = split_level(keys.contiguous().numpy(), count)
-    return tuple(torch.from_numpy(part) for part in (digits, inverse, above, children))  # type: ignore[return-value]
+    return tuple(torch.from_numpy(part) for part in split_level(keys.contiguous().numpy(), count))
 
 
-def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+def order_nodes(digits: Tensor, radix: int) -> tuple[Tensor, ...]:
     """Digits in order, the order, its inverse, and the distinct digits and where each begins."""
-    ordered, order, by_prefix, distinct, start = order_level(digits.contiguous().numpy(), radix)
-    made = (torch.from_numpy(part) for part in (ordered, order, by_prefix))
-    return (*made, distinct.tolist(), start.tolist())
-
-
-def _arrays(level: Level) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    assert level.parent is not None
-    return np.array(level.digits, np.int64), np.array(level.start, np.int64), level.parent.numpy()
+    return tuple(torch.from_numpy(part) for part in order_level(digits.contiguous().numpy(), radix))
 
 
 def node_values(above: Tensor, core: Tensor, level: Level) -> Tensor:
     """[P * M, m_k * r_k]: the values [.., M, r_{k-1}] of each node's parent times its slice of the core."""
-    digits, start, parent = _arrays(level)
+    assert level.parent is not None
+    digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()
     width, (_, rank, columns) = above.shape[1], core.shape
     tasks, offsets = tasks_of(start, width, parent, rank)
     made = _arena.empty(len(offsets), columns)
@@ -282,7 +275,8 @@ def back_through(above: Tensor, core: Tensor, level: Level, before: Level, back:
 
     ``back`` [P * M, m_k * r_k] is the gradient of :func:`node_values`.
     """
-    digits, start, parent = _arrays(level)
+    assert level.parent is not None
+    digits, start, parent = level.digits.numpy(), level.start.numpy(), level.parent.numpy()
     width, (_, rank, columns) = above.shape[1], core.shape
     threads = torch.get_num_threads()
     given, grad, slices_of = flat(above.contiguous()), flat(back.contiguous()), flat(core.contiguous())

@@ -86,8 +86,8 @@ def _level(digit: Tensor, radix: int, inverse: Tensor | None, children: Tensor |
         ordered, order = torch.sort(digit, stable=True)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
-        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
-        digits, start = distinct.tolist(), torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
+        digits, counts = torch.unique_consecutive(ordered, return_counts=True)
+        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     parent = None if inverse is None or above is None else above[inverse[order]]
     return Level(ordered, parent, digits, start, place, children)
 
@@ -111,7 +111,7 @@ def expand(cores: Sequence[Tensor], trie: Trie) -> list[Tensor]:
         else:
             inputs = above[level.parent].view(nodes * width, rank)
             made = inputs.new_empty(nodes * width, core.shape[2])
-            for digit, begin, stop in zip(level.digits, level.start, level.start[1:], strict=False):
+            for digit, begin, stop in level.blocks:
                 torch.mm(inputs[begin * width : stop * width], core[digit], out=made[begin * width : stop * width])
         values.append(made.view(nodes, width * shape.cols[place], core.shape[2] // shape.cols[place]))
     return values
@@ -135,25 +135,21 @@ def gradients(
         level, core, above = trie.levels[place], cores[place], values[place - 1]
         if (cpu := _kernels(above, core, grad)) is not None:
             slices, grad = cpu.back_through(above, core, level, trie.levels[place - 1], grad.reshape(-1, core.shape[2]))
-            found.append((_distinct(level), slices))
+            found.append((level.digits, slices))
             continue
         nodes, (_, width, rank) = len(level.digit), above.shape
         inputs = above[level.parent].view(nodes * width, rank)
         back = grad.reshape(nodes * width, core.shape[2])
         slices = inputs.new_empty(len(level.digits), *core.shape[1:])
         passed = torch.empty_like(inputs)
-        for number, (digit, begin, stop) in enumerate(zip(level.digits, level.start, level.start[1:], strict=False)):
+        for number, (digit, begin, stop) in enumerate(level.blocks):
             span = slice(begin * width, stop * width)
             torch.mm(inputs[span].t(), back[span], out=slices[number])
             torch.mm(back[span], core[digit].t(), out=passed[span])
-        found.append((_distinct(level), slices))
+        found.append((level.digits, slices))
         grad = _sum_children(passed.view(nodes, width * rank), level, trie.levels[place - 1])
-    found.append((_distinct(trie.levels[0]), grad.view(len(grad), *cores[0].shape[1:])))
+    found.append((trie.levels[0].digits, grad.view(len(grad), *cores[0].shape[1:])))
     return found[::-1]
-
-
-def _distinct(level: Level) -> Tensor:
-    return level.digit[torch.tensor(level.start[:-1], dtype=torch.int64, device=level.digit.device)]
 
 
 def _sum_children(values: Tensor, level: Level, above: Level) -> Tensor:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.base.device import available_memory, total_memory
 from stoker.base.errors import ConfigError, StokerError
 from stoker.base.timeline import span, spanned
 from stoker.ops import AddressSpace, Bags
@@ -32,14 +31,12 @@ from stoker.tables.links.cuda_link import CudaLink
 from stoker.tables.links.transfer import DirectLink, QueuedLink, TransferStats
 from stoker.tables.slots.residency import ENOUGH, Hints, Ints, Residency, SlotPlan
 from stoker.tables.storage import Lease, Rows, Storage, allocate
-from stoker.tables.stores.file_home import FileHome
-from stoker.tables.stores.home import Home, Initial, MemoryHome
-from stoker.tables.stores.log_home import LogHome, index_bytes
+from stoker.tables.stores.home import Home, Initial
+from stoker.tables.stores.registry import make_home
 
-__all__ = ["Queue", "SlottedRows", "TooFewSlots", "appends", "make_residency", "make_slotted"]
+__all__ = ["Queue", "SlottedRows", "TooFewSlots", "make_residency", "make_slotted"]
 
 _STORED = 2**20  # rows written home together when all changed ones are
-_INDEX_SHARE = 64  # a log's index takes at most one part in so many of memory, unless it was asked for
 
 
 class TooFewSlots(StokerError):
@@ -483,13 +480,7 @@ def make_slotted(
     """
     initial = Initial.of(tables, seed)
     gpu = device.type == "cuda"
-    if strategy.home == "file":
-        make = LogHome if appends(strategy, initial.num_rows) else FileHome
-        home: Home = make(initial, state, directory=strategy.path, direct=strategy.direct)
-    elif strategy.pin is None:
-        home = _maybe_pinned(initial, state) if gpu else MemoryHome(initial, state)
-    else:
-        home = MemoryHome(initial, state, pin=strategy.pin)
+    home = make_home(strategy, initial, state, gpu=gpu)
     return SlottedRows(
         home,
         space,
@@ -497,26 +488,5 @@ def make_slotted(
         device=device,
         hot=strategy.count_hot(tables) if isinstance(strategy, HotCold) else (),
         transient=isinstance(strategy, HostPipelined | HotCold),
-        link=CudaLink if gpu else QueuedLink if strategy.home == "file" else DirectLink,
+        link=CudaLink if gpu else QueuedLink if home.is_blocking else DirectLink,
     )
-
-
-def appends(strategy: Slotted, num_rows: int) -> bool:
-    """Whether the home of N rows is a file that is appended to (:class:`stoker.tables.stores.log_home.LogHome`)."""
-    if strategy.home != "file":
-        return False
-    if strategy.writes is None:
-        return index_bytes(num_rows) <= (total_memory() or 0) // _INDEX_SHARE
-    return strategy.writes == "append"
-
-
-def _maybe_pinned(initial: Initial, state: dict[str, str]) -> MemoryHome:
-    """A home behind a GPU: page-locked where memory is plentiful and the system agrees."""
-    home = MemoryHome(initial, state)  # takes no memory yet
-    if home.num_rows * home.row_bytes > (available_memory() or 0) // 2:
-        return home
-    home.close()
-    try:
-        return MemoryHome(initial, state, pin=True)
-    except ConfigError:
-        return MemoryHome(initial, state)

@@ -28,6 +28,7 @@ import torch
 from stoker.base.errors import ConfigError, HomeError
 from stoker.base.units import format_size
 from stoker.ops.cpu.arena import flat
+from stoker.tables.config import Slotted
 from stoker.tables.storage import Rows
 from stoker.tables.stores.home import Home, Initial
 
@@ -185,6 +186,10 @@ class FileHome(Home):
         # Whole blocks are read, changed and written: two stores may not do so to one block at once.
         self._writing: Any = threading.Lock() if direct else contextlib.nullcontext()
         self._seeking = threading.Lock()
+
+    @classmethod
+    def of(cls, strategy: Slotted, initial: Initial, state: Mapping[str, str], *, gpu: bool) -> FileHome:
+        return cls(initial, state, directory=strategy.path, direct=strategy.direct)
 
     def flush(self) -> None:
         """Wait until all stored rows are on the disk: the system reports some failures of a disk only here."""
@@ -456,18 +461,15 @@ def _make_file(directory: str | Path | None, direct: bool) -> tuple[Path, int]:
 
 def _open(folder: Path, direct: bool) -> tuple[Path, int]:
     fd, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
-    path = Path(name)
-    if not direct:
-        return path, fd
-    try:
-        return path, os.open(path, os.O_RDWR | os.O_DIRECT)
-    except FileNotFoundError:
-        return path, os.dup(fd)  # removed as above
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _no_direct(folder) from error
-    finally:
-        os.close(fd)
+    if direct:
+        import fcntl
+
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError as error:
+            _dispose(fd, Path(name), os.getpid())
+            raise _no_direct(folder) from error
+    return Path(name), fd
 
 
 def _lock(fd: int) -> bool:

@@ -27,7 +27,7 @@ from stoker.ops.codegen.llvm_memory import fetch_add, prefetch, prefetch_bytes, 
 from stoker.ops.codegen.llvm_rows import row_init
 from stoker.ops.codegen.native import Kernel, arguments
 
-__all__ = ["MOVE", "mark", "move_records", "system_calls"]
+__all__ = ["MOVE", "move_records", "system_calls"]
 
 _AHEAD = 24  # rows to ask for before they are needed: about a DRAM latency's worth of work
 _PAGE = mmap.PAGESIZE
@@ -51,15 +51,6 @@ def _mark_one(words, row):
     word, bit = row >> 6, np.int64(1) << (row & 63)
     if not words[word] & bit:  # nearly always set already: reading keeps the line shared between threads
         set_bits(words, word, bit)
-
-
-@jit
-def mark(words, rows):
-    """Set the bits of ``rows``; other threads may do so at the same time."""
-    for i in range(len(rows)):
-        if i + _AHEAD < len(rows):
-            prefetch(words, rows[i + _AHEAD] >> 6)
-        _mark_one(words, rows[i])
 
 
 def _move(p):
