@@ -34,7 +34,7 @@ class FixedRows:
     def __init__(self, space: AddressSpace, rows: Sequence[int] = ()) -> None:
         self.rows: Int64 = np.array(rows or (0,) * len(space.rows), np.int64)
         self.first_place: Int64 = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.rows)])
-        self._first_row = space.first_row
+        self._space = space
         self._local = threading.local()
 
     def __len__(self) -> int:
@@ -44,18 +44,17 @@ class FixedRows:
     def addresses(self) -> Int64:
         """[P] the row in each place."""
         table = np.repeat(np.arange(len(self.rows)), self.rows)
-        return np.arange(len(self), dtype=np.int64) + (self._first_row[:-1] - self.first_place[:-1])[table]
+        return np.arange(len(self), dtype=np.int64) + (self._space.first_row[:-1] - self.first_place[:-1])[table]
 
     def places(self, addresses: Int64) -> Int64:
         """[n] the place of each row; -1 where it has none."""
-        table = np.searchsorted(self._first_row, addresses, side="right") - 1
-        local = addresses - self._first_row[table]
+        table, local = self._space.locate(addresses)
         return np.where(local < self.rows[table], self.first_place[table] + local, -1)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The addresses ``start..stop`` in stretches (first, end, place of the first; -1 where they have none)."""
         for table, fixed in enumerate(self.rows.tolist()):
-            begin, end = int(self._first_row[table]), int(self._first_row[table + 1])
+            begin, end = int(self._space.first_row[table]), int(self._space.first_row[table + 1])
             for first, last, place in ((begin, begin + fixed, int(self.first_place[table])), (begin + fixed, end, -1)):
                 low, high = max(first, start), min(last, stop)
                 if low < high:

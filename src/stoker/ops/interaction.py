@@ -5,8 +5,7 @@ Legend: B examples, F features, D columns, P = (F + 1) * F / 2 pairs.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +16,8 @@ from stoker.ops import reference
 from stoker.ops.cpu.arena import Arena, flat
 from stoker.ops.space import HAVE_NUMBA
 
-if TYPE_CHECKING:
-    from stoker.ops.codegen.native import Kernel
-
 _BLOCK = 32  # examples handed out at a time
 _arena = Arena()
-
-
-@cache
-def _kernels(dim: int) -> tuple[Kernel, Kernel]:
-    from stoker.ops.cpu.kernels import interaction_gradient_kernel, interaction_kernel
-
-    return interaction_kernel(dim), interaction_gradient_kernel(dim)
 
 
 def _width(embedded: Tensor, align: int) -> int:
@@ -37,6 +26,8 @@ def _width(embedded: Tensor, align: int) -> int:
 
 
 def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
+    from stoker.ops.cpu.kernels import interaction_kernel
+
     batch, features, dim = embedded.shape
     width = _width(embedded, align)
     out = _arena.empty(batch, width)
@@ -44,7 +35,7 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
     stride = -(-(features + 1) // 16) * 16
     rows, columns = np.zeros((2, threads, stride * dim), np.float32)
     cursor = np.zeros(1, dtype=np.int64)
-    _kernels(dim)[0].run(
+    interaction_kernel(dim).run(
         flat(dense), flat(embedded), flat(out), width, features, batch, cursor, _BLOCK, rows, columns,
         threads=threads,
     )  # fmt: skip
@@ -52,13 +43,15 @@ def _forward(dense: Tensor, embedded: Tensor, align: int) -> Tensor:
 
 
 def _backward(dense: Tensor, embedded: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    from stoker.ops.cpu.kernels import interaction_gradient_kernel
+
     batch, features, dim = embedded.shape
     # Feature by feature: the row update walks one table at a time and then reads in order. The odd line keeps
     # the features of one example out of each other's way in the cache.
     stride = batch * dim + 16
     grad_dense, grad_embedded = _arena.empty(batch, dim), _arena.empty(features, stride)
     threads = torch.get_num_threads()
-    _kernels(dim)[1].run(
+    interaction_gradient_kernel(dim).run(
         flat(dense), flat(embedded), flat(grad.to(torch.float32).contiguous()), grad.shape[1], flat(grad_dense),
         flat(grad_embedded), stride, features, batch, np.zeros(1, dtype=np.int64), _BLOCK,
         np.empty((threads, (features + 1) * dim), np.float32), threads=threads,

@@ -96,6 +96,11 @@ class AddressSpace:
         lengths = np.diff(offsets).reshape(-1, len(features)).sum(0)
         return np.bincount(table_of, weights=lengths, minlength=len(self.rows)).astype(np.int64)
 
+    def locate(self, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The table of each address [n], and its row there."""
+        table = np.searchsorted(self.first_row, addresses, side="right") - 1
+        return table, addresses - self.first_row[table]
+
     def table_range(self, table: int) -> tuple[int, int]:
         """First address of a table and the one after its last."""
         return int(self.first_row[table]), int(self.first_row[table + 1])

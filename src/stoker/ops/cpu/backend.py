@@ -68,9 +68,7 @@ class _Scratch:
         self.arrays: tuple[np.ndarray, ...] = ()
 
     def fit(self, threads: int, occurrences: int, dim: int) -> None:
-        size = 16
-        while size < 2 * occurrences:
-            size *= 2
+        size = 1 << max(4, (2 * occurrences - 1).bit_length())
         wanted = (threads, size, occurrences * dim)
         if any(has < want for has, want in zip(self._fitted, wanted, strict=True)):
             threads, size, elements = (max(has, want) for has, want in zip(self._fitted, wanted, strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from numba import njit
 
 from stoker.ops.codegen.llvm_memory import fetch_add, prefetch_row
 from stoker.ops.codegen.llvm_rows import row_condition, row_lamb, row_sgd, row_squares
@@ -19,6 +20,16 @@ BLOCK = 512  # rows handed out at a time
 _AHEAD = 12  # rows to ask for before they are needed
 _MOST = 2.0**40  # stoker.ops.lamb
 _LIMB = 2.0**40
+
+
+@njit(inline="always")
+def _add(limbs, table, sign, square):
+    """Add a row's sum of squares to the integers of its table, or take it away: as stoker.ops.lamb.squares."""
+    rest = square if square <= _MOST else _MOST
+    for limb in range(3):
+        whole = np.floor(rest)
+        limbs[table, limb] += sign * np.int64(whole)
+        rest = (rest - whole) * _LIMB
 
 
 @lru_cache(maxsize=64)
@@ -44,13 +55,7 @@ def direct_kernel(dim: int, flags: int) -> Kernel:
                         occurs = counts[u]
                     row_condition(dim, clipping, out, u * dim, weight, at, occurs, constants)
                 row_lamb(dim, flags, weight, at, mean, square, out, u * dim, constants)
-                rest = row_squares(dim, out, u * dim)
-                if not rest <= _MOST:
-                    rest = _MOST
-                for limb in range(3):
-                    whole = np.floor(rest)
-                    mine[table[u], limb] += np.int64(whole)
-                    rest = (rest - whole) * _LIMB
+                _add(mine, table[u], 1, row_squares(dim, out, u * dim))
 
     return Kernel(direct)
 
@@ -75,15 +80,8 @@ def move_kernel(dim: int) -> Kernel:
                 local = row - first_row[of]
                 if row_in_slot.size > 0:  # the random bits of bfloat16 belong to the row, not to its slot
                     local = row_in_slot[row]
-                for sign in (-1, 1):
-                    if sign > 0:
-                        row_sgd(dim, weight, at, directions, u * dim, scales[of], keys[of], local * dim)
-                    rest = row_squares(dim, weight, at)
-                    if not rest <= _MOST:
-                        rest = _MOST
-                    for limb in range(3):
-                        whole = np.floor(rest)
-                        mine[of, limb] += sign * np.int64(whole)
-                        rest = (rest - whole) * _LIMB
+                _add(mine, of, -1, row_squares(dim, weight, at))
+                row_sgd(dim, weight, at, directions, u * dim, scales[of], keys[of], local * dim)
+                _add(mine, of, 1, row_squares(dim, weight, at))
 
     return Kernel(move)

@@ -132,13 +132,8 @@ class SlottedRows(Storage):
         for begin in range(0, self.num_hot, _STORED):
             rows = addresses[begin : begin + _STORED]
             self.home.fetch(rows, self.slots[begin : begin + len(rows)])
-            for labels, values in zip(self._labels, self._names(rows), strict=False):
+            for labels, values in zip(self._labels, self.space.locate(rows), strict=False):
                 labels[begin : begin + len(rows)] = torch.from_numpy(values)
-
-    def _names(self, addresses: Ints) -> tuple[Ints, Ints]:
-        """Table and row within it of each of the addresses [n]."""
-        table = np.searchsorted(self.space.first_row, addresses, side="right") - 1
-        return table, addresses - self.space.first_row[table]
 
     @property
     def num_rows(self) -> int:
@@ -238,7 +233,7 @@ class SlottedRows(Storage):
             self.stats.hits += wanted.placed
             if self._labels and len(plan.fetch_rows):
                 labels = [each[self.num_hot :] for each in self._labels]
-                link.label(list(zip(labels, self._names(plan.fetch_rows), strict=True)), plan.fetch_slots)
+                link.label(list(zip(labels, self.space.locate(plan.fetch_rows), strict=True)), plan.fetch_slots)
             ids = link.send(self._slots(plan, wanted))
             offsets = None if bags.offsets is None else link.send(bags.offsets)
             weights = None if bags.weights is None else link.send(bags.weights)
