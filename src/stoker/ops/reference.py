@@ -244,9 +244,9 @@ def update_rows(
     """
     w = weight[rows].to(torch.float32)
     g = conditioned(grad, rule, w, counts)
-    states = [state[name][rows].view(len(rows), state[name].shape[1:].numel()) for name in rule.rule.state]
-    w, *moved = rule.rule.step(Tensors, rule.constants(weight.shape[1]), w, g, *states)
-    for name, values in zip(rule.rule.state, moved, strict=True):
+    states = [state[name][rows].view(len(rows), state[name].shape[1:].numel()) for name in rule.definition.state]
+    w, *moved = rule.definition.step(Tensors, rule.constants(weight.shape[1]), w, g, *states)
+    for name, values in zip(rule.definition.state, moved, strict=True):
         state[name][rows] = values.view(len(rows), *state[name].shape[1:])
     weight[rows] = stored(w, weight.dtype, rounding)
 

@@ -163,7 +163,7 @@ class RowRule(NamedTuple):
     keep: float = 1.0  # of adam: factor on the row before the step, for decoupled weight decay
 
     @property
-    def rule(self) -> Rule:
+    def definition(self) -> Rule:
         """How rows step."""
         return RULES[self.kind]
 
@@ -185,7 +185,7 @@ class RowRule(NamedTuple):
     @property
     def elementwise(self) -> bool:
         """Whether each element of a row steps by itself."""
-        return self.rule.scope == "row" and not self.rule.scalar and not self.flags & (CLIP_NORM | COW)
+        return self.definition.scope == "row" and not self.definition.scalar and not self.flags & (CLIP_NORM | COW)
 
     def constants(self, dim: int) -> Constants:
         """Return the numbers for rows of ``dim`` columns."""
@@ -194,8 +194,9 @@ class RowRule(NamedTuple):
 
 @lru_cache(maxsize=64)  # most rules are those of the step before
 def _constants(rule: RowRule, dim: int) -> Constants:
+    rate = rule.lr if rule.definition.scope == "row" else 1.0
     values = Constants(
-        lr=(rule.lr if rule.rule.scope == "row" else 1.0) / rule.bias1, eps=rule.eps, share=1.0 / dim, beta1=rule.beta1,
+        lr=rate / rule.bias1, eps=rule.eps, share=1.0 / dim, beta1=rule.beta1,
         rest1=1.0 - rule.beta1, beta2=rule.beta2, rest2=1.0 - rule.beta2, unbias=1.0 / math.sqrt(rule.bias2),
         keep=rule.keep, l1=rule.l1, l2=rule.l2, clip_value=rule.clip_value, clip_norm=rule.clip_norm,
         decay=rule.weight_decay, cow_ratio=rule.cow_ratio, cow_floor=rule.cow_floor,

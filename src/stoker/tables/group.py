@@ -124,7 +124,7 @@ class TableGroup:
             )
 
         lease = self._begin(lookups, lease)
-        if rule.rule.scope == "table":
+        if rule.definition.scope == "table":
             self._update_layers(lookups, grad, lease, rule, keys)
         elif lease is None:
             self._by_rows(work, lookups)

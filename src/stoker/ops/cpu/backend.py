@@ -130,11 +130,11 @@ class CpuBackend(Backend):
         weighted = bags.weights is not None
         mean = bags.mean and bags.offsets is not None
         sums = kernels.sum_kernel(dim, bags.offsets is not None, weighted, mean, rule.counts)
-        apply = kernels.apply_kernel(dim, rule.rule.code, rule.flags)
+        apply = kernels.apply_kernel(dim, rule.definition.code, rule.flags)
         offsets = None if bags.offsets is None else bags.offsets.contiguous().numpy()
         occurrences, tables = space.occurrences(offsets, bags.ids.numel()), space.by_table
         threads = torch.get_num_threads()
-        states = [flat(state[name]) for name in rule.rule.state]
+        states = [flat(state[name]) for name in rule.definition.state]
         constants = np.array(rule.constants(dim), dtype=np.float32)
         with self._busy:  # one scratch for all groups: backward passes take turns
             self._scratch.fit(threads, int(occurrences.max()), dim)

@@ -136,7 +136,7 @@ class TritonBackend(Backend):
             return
         bf16 = weight.dtype == torch.bfloat16
         grad = grad.to(torch.float32).contiguous()
-        states, flags = [state[name] for name in rule.rule.state], rule.flags
+        states, flags = [state[name] for name in rule.definition.state], rule.flags
         block = max(16, _power(dim))
         tile = max(1, _TILE // block)
         with _on(device):
@@ -156,7 +156,7 @@ class TritonBackend(Backend):
                 found.sources, scales, grad, totals, watch.word, place.table_of, place.first_row,
                 _send(rounding.keys, device) if bf16 else place.first_row, _or(rounding.rows, place.first_row), count,
                 space.num_rows, *(0.0 if value == math.inf else value for value in rule.constants(dim)), F=features,
-                D=dim, RULE=rule.rule.code, BF16=bf16, SLOTTED=rounding.rows is not None,
+                D=dim, RULE=rule.definition.code, BF16=bf16, SLOTTED=rounding.rows is not None,
                 SCALED=found.scales is not None, CLIP_VALUE=bool(flags & CLIP_VALUE),
                 CLIP_NORM=bool(flags & CLIP_NORM), DECAY=bool(flags & DECAY), COW=bool(flags & COW),
                 LONG=_LONG, ROWS=tile, BLOCK=block, UNROLL=4, num_warps=4 if block <= 2048 else 8, **_EXACT,

@@ -222,7 +222,7 @@ def update_slices(
 
     The core is ``weight`` [n_k, width], its ``state`` by name [n_k, width] or [n_k].
     """
-    if rule.rule.scope == "table":  # a core is a layer of its own
+    if rule.definition.scope == "table":  # a core is a layer of its own
         found = Touched(digits, torch.zeros_like(digits), 1, torch.arange(len(digits)))
         directions = direct(weight, state, found, grad, rule)
         move(
